@@ -1,4 +1,18 @@
-"""DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
+"""DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder.
+
+A tour, with ``import thunder_zero as tz``:
+
+tz.compile(module, stage=3)                     train a model sharded as it is; forward, backward, any optimizer
+thunder.jit(module, transforms=[ZeroTransform(stage=3)])   the same where Thunder's traces are read and rewritten
+tz.Policy(stage, prefetch=..., recompute=...)   all that can be asked for; DDP, ZERO1, ZERO2, ZERO3 are ready-made
+tz.clip_grad_norm_, tz.whole, tz.EMA            gradients, optimizers and averages over all ranks
+tz.save, tz.load, tz.full_state_dict            checkpoints for any number of ranks; the plain module's state dict
+tz.full_parameters, tz.save_pretrained          the real weights for a moment; a Hugging Face folder
+tz.trace(module, x, world_size=8)               the program of one rank, without ranks; tz.traces_of(model) ran
+tz.print_trace(model), tz.explain(model, path)  what each line does; what happens to one parameter, and why
+tz.tools.plan_training, fit, memory, estimate   which stage fits, its bytes and its time, before anything runs
+help(tz.Policy), docs/reference.md              each field with its default; each name with an example
+"""
 
 from typing import TYPE_CHECKING
 

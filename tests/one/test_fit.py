@@ -18,7 +18,7 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import Interpreted
-from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
+from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.fitting.search import Choices, Search
 from thunder_zero.tools.fitting.text import TradeOff, print_trade_off
@@ -196,7 +196,7 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
     assert lifted is not None
     search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
     (sizes,) = search.sizes
-    options = product((PLAIN, AGAIN, KEPT, KEPT_AND_AGAIN), repeat=BLOCKS)
+    options = product((PLAIN, RECOMPUTED, KEPT, KEPT_AND_RECOMPUTED), repeat=BLOCKS)
     every = [
         Candidate(lifted, Choices.of(dict(zip(UNITS, chosen, strict=True)), sizes).policy(asked)) for chosen in options
     ]
@@ -217,7 +217,7 @@ def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     assert Candidate(lifted, ASKED).kept == set(UNITS[2:])  # none is named
     assert Candidate(lifted, replace(ASKED, keep_units=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
     out = StringIO()
-    one = TradeOff(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, again=0, in_flight_bytes=0)
+    one = TradeOff(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, recomputed=0, in_flight_bytes=0)
     print_trade_off([one, replace(one, peak=1001, chosen=True), replace(one, kept=2)], Console(file=out, width=100))
     assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
 

@@ -75,7 +75,7 @@ def naming_the_users_line(place: str) -> Iterator[None]:
 
 
 def _is_ours(file: Path) -> bool:
-    """A library may lie in a folder beside the user's file."""
+    """A library may lie in the folder of the user's file."""
     installed = "site-packages" in file.parts and not file.is_relative_to(TORCH)
     return installed or file.is_relative_to(PACKAGE)
 

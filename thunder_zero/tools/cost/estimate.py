@@ -28,7 +28,8 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.report.text import WIDTH, folded, summed_up, table_of, text_of_table
+from thunder_zero.tools.report.text import table_of, text_of_table
+from thunder_zero.tools.report.words import WIDTH, folded, summed_up
 
 
 def estimate(
@@ -83,7 +84,7 @@ class Estimate:
         timeline: what runs.
         device: on what.
         costs: of each operation.
-        model_seconds: of the model's FLOPs at the device's peak, without work that is done again.
+        model_seconds: of the model's FLOPs at the device's peak, without recomputed work.
     """
 
     timeline: Timeline
@@ -184,7 +185,7 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
         timeline: the step.
         device: what it runs on.
         fused: whether pointwise lines are fused, which are one by one here.
-        model: the timeline before anything was done again, for the model's FLOPs; None: those that are not ``again``.
+        model: the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``.
 
     Raises:
         ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
@@ -205,7 +206,7 @@ def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> b
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
-    """Of each operation's FLOPs at the device's peak; 0 of work that is done again."""
+    """Of each operation's FLOPs at the device's peak; 0 of recomputed work."""
     return [
         op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.repeated else 0.0
         for op in timeline.ops

@@ -79,15 +79,15 @@ class UnitChoice:
 
     Attributes:
         kept: it stays gathered for backward (``Policy.keep_units``).
-        again: backward computes it again whole (``Policy.recompute_units``).
+        recomputed: backward recomputes it whole (``Policy.recompute_units``).
     """
 
     kept: bool = False
-    again: bool = False
+    recomputed: bool = False
 
 
-PLAIN, AGAIN = UnitChoice(), UnitChoice(again=True)
-KEPT, KEPT_AND_AGAIN = UnitChoice(kept=True), UnitChoice(kept=True, again=True)
+PLAIN, RECOMPUTED = UnitChoice(), UnitChoice(recomputed=True)
+KEPT, KEPT_AND_RECOMPUTED = UnitChoice(kept=True), UnitChoice(kept=True, recomputed=True)
 
 
 @dataclass(frozen=True)

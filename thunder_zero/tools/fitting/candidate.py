@@ -1,4 +1,4 @@
-"""Evaluates a policy on a lifted timeline: bytes alive, bytes sent and work done again, by unit."""
+"""Evaluates a policy on a lifted timeline: bytes alive, bytes sent and recomputed work, by unit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Prices:
     """What the work of a step costs, for :func:`thunder_zero.tools.fit`: each in bytes on the wire.
 
     Attributes:
-        flops_per_byte: FLOPs of work done again that cost as much as one byte (default 1,000: about FLOP/s over B/s of
+        flops_per_byte: FLOPs of recomputed work that cost as much as one byte (default 1,000: about FLOP/s over B/s of
             an H100 with NVLink, and of a CPU on 1 Gbit/s).
-        launch_bytes: what each collective costs beside its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
+        launch_bytes: what each collective costs besides its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
 
     Raises:
         ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
@@ -78,12 +78,12 @@ class Candidate:
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of work that is done again."""
-        return sum(self._flops_again)
+        """FLOPs of recomputed work."""
+        return sum(self._recomputed_flops)
 
     @cached_property
     def cost(self) -> float:
-        """Of gathers, reductions and work done again, in bytes on the wire."""
+        """Of gathers, reductions and recomputed work, in bytes on the wire."""
         return sum(self._costs)
 
     @cached_property
@@ -123,7 +123,7 @@ class Candidate:
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """The cost of what backward does for a unit beside its own computations; of gathers, those of its own."""
+        """The cost of what backward does for a unit besides its own computations; of gathers, those of its own."""
         ops = self.timeline.ops
         others = (self._costs[at] for at in self.segments[unit] if ops[at].kind is not Kind.GATHER)
         return sum(others) + self._gathers[unit]
@@ -144,11 +144,11 @@ class Candidate:
             self.timeline.bytes_sent(op)
             + self.prices.launch_bytes * (op.kind in LAUNCHES)
             + flops / self.prices.flops_per_byte
-            for op, flops in zip(self.timeline.ops, self._flops_again, strict=True)
+            for op, flops in zip(self.timeline.ops, self._recomputed_flops, strict=True)
         )
 
     @cached_property
-    def _flops_again(self) -> tuple[int, ...]:
+    def _recomputed_flops(self) -> tuple[int, ...]:
         timeline = self.timeline
         return tuple(flops_to_repeat(op, timeline) if timeline.recomputes(op) else 0 for op in timeline.ops)
 

@@ -20,7 +20,7 @@ from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import Interpreted
-from thunder_zero.tools.fitting.budget import AGAIN, PLAIN
+from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Choices, Search
 from thunder_zero.tools.fitting.text import Least, TradeOff, print_trade_off, refusal
@@ -29,7 +29,7 @@ from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.report.progress import show_status
-from thunder_zero.tools.report.text import WIDTH
+from thunder_zero.tools.report.words import WIDTH
 
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor
@@ -72,7 +72,7 @@ def fit(
 
     Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
     (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
-    launches and work done again at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
+    launches and recomputed work at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
     calls it, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
@@ -86,7 +86,7 @@ def fit(
         file: where to print; the standard output if None.
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         executors, replicas: as for :func:`thunder_zero.trace`.
-        prices: what work done again and launches cost, in bytes on the wire (default: ``Prices()``).
+        prices: what recomputed work and launches cost, in bytes on the wire (default: ``Prices()``).
 
     Raises:
         DoesNotFit: no policy fits; a ValueError.
@@ -210,7 +210,7 @@ def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     estimate may hide, and what the search finds. And the policy as asked for with all units computed again, whose exact
     peak a refusal names."""
     search = compiled.search
-    finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (AGAIN, PLAIN)]
+    finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (RECOMPUTED, PLAIN)]
     finds += [partial(_all_again, compiled)] * bool(search.units)
     for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
         choices = find()
@@ -282,8 +282,8 @@ def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     return Least(
         nbytes=nbytes,
         in_optimizer_step=nbytes == optimizer_step,
-        again=counted,
-        saved_by_again=compiled.peak(first) - compiled.peak(_all_again(compiled)),
+        recomputed=counted,
+        saved_by_units=compiled.peak(first) - compiled.peak(_all_again(compiled)),
         saved_by_cheap=as_asked.peak - cheap.peak if search.asked.recompute == "none" else 0,
         in_flight_bytes=choices.in_flight_bytes,
     )
@@ -308,7 +308,7 @@ def _trade_off(compiled: _Compiled, best: Choices) -> Iterator[TradeOff]:
             flops=one.flops,
             cost=one.cost,
             kept=len(one.kept),
-            again=len(one.timeline.plan.recomputed),
+            recomputed=len(one.timeline.plan.recomputed),
             in_flight_bytes=choices.in_flight_bytes,
             chosen=choices == best,
         )

@@ -14,7 +14,7 @@ from itertools import combinations, product
 
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice, cheapest
+from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
 
 Overhead = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in flight
@@ -37,7 +37,7 @@ class Choices:
     def of(cls, chosen: Mapping[str, UnitChoice], sizes: tuple[int, int]) -> Choices:
         """The choices of these units, with bytes of a bucket and in flight."""
         kept = tuple(unit for unit, choice in chosen.items() if choice.kept)
-        return cls(kept, tuple(unit for unit, choice in chosen.items() if choice.again), *sizes)
+        return cls(kept, tuple(unit for unit, choice in chosen.items() if choice.recomputed), *sizes)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class Search:
     def least(self, overhead: Overhead) -> Choices:
         """The choices that take the fewest bytes, as far as the search finds them: units may differ. The sizes of
         buckets are those that are best for units that do not."""
-        best = self.least_alike(overhead, (PLAIN, AGAIN, *self._options))
+        best = self.least_alike(overhead, (PLAIN, RECOMPUTED, *self._options))
         nbytes = self._total(best, overhead)
         step = nbytes // 8
         while step > nbytes // FINEST:
@@ -111,7 +111,7 @@ class Search:
                 best, nbytes = lower, self._total(lower, overhead)
         return best
 
-    def least_alike(self, overhead: Overhead, options: Sequence[UnitChoice] = (PLAIN, AGAIN)) -> Choices:
+    def least_alike(self, overhead: Overhead, options: Sequence[UnitChoice] = (PLAIN, RECOMPUTED)) -> Choices:
         """Of these choices for all units alike, the one that takes the fewest bytes."""
         tried = [self.alike(choice, sizes) for choice in options for sizes in self.sizes]
         return min(tried, key=lambda choices: self._total(choices, overhead))
@@ -141,7 +141,7 @@ class Search:
     @property
     def _options(self) -> tuple[UnitChoice, ...]:
         """The choices for a unit; among equals the first ones are taken. What is gathered once anyway is not kept."""
-        return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_AGAIN)), PLAIN, AGAIN)
+        return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_RECOMPUTED)), PLAIN, RECOMPUTED)
 
     def alike(self, choice: UnitChoice, sizes: tuple[int, int]) -> Choices:
         """The same choice for all units."""

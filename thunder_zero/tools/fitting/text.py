@@ -29,10 +29,10 @@ class TradeOff:
     Attributes:
         peak: bytes at the peak of a step.
         sent: bytes that a rank sends in a step.
-        flops: estimated FLOPs of work done again.
+        flops: estimated FLOPs of recomputed work.
         cost: of both, in bytes on the wire.
         kept: number of units that stay gathered, by whatever chose them.
-        again: number of units that are computed again whole.
+        recomputed: number of units that are computed again whole.
         in_flight_bytes: of the policy.
         chosen: whether it is the answer.
     """
@@ -42,7 +42,7 @@ class TradeOff:
     flops: float
     cost: float
     kept: int
-    again: int
+    recomputed: int
     in_flight_bytes: int
     chosen: bool = False
 
@@ -65,7 +65,7 @@ def print_trade_off(rows: Sequence[TradeOff], console: Console) -> None:
 def _figures(row: TradeOff, least: float) -> tuple[str, ...]:
     """As they are printed; the cost over the least one."""
     flops = f"{row.flops / 1e9:.2f} GFLOP" if row.flops else ""
-    counts = str(row.kept), str(row.again), size(row.in_flight_bytes)
+    counts = str(row.kept), str(row.recomputed), size(row.in_flight_bytes)
     return size(row.peak), size(row.sent), flops, *counts, f"{row.cost / (least or 1):.2f}"
 
 
@@ -76,8 +76,8 @@ class Least:
     Attributes:
         nbytes: at its peak.
         in_optimizer_step: whether the peak is in the optimizer's step.
-        again: number of units that are computed again whole; None for a model without units.
-        saved_by_again: bytes that computing all units again saves, and nothing else changed, of the policy as asked
+        recomputed: number of units that are computed again whole; None for a model without units.
+        saved_by_units: bytes that computing all units again saves, and nothing else changed, of the policy as asked
             for; below 0 if it adds some.
         saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
         in_flight_bytes: of the policy.
@@ -85,8 +85,8 @@ class Least:
 
     nbytes: int
     in_optimizer_step: bool
-    again: int | None
-    saved_by_again: int
+    recomputed: int | None
+    saved_by_units: int
     saved_by_cheap: int
     in_flight_bytes: int
 
@@ -114,9 +114,13 @@ def refusal(as_asked: Memory, least: Least, memory_bytes: int, *, offloads: bool
 def _with(least: Least) -> str:
     """How the least memory comes about, and what computing units again has to do with it."""
     in_flight = f"{size(least.in_flight_bytes)} in flight"
-    if least.again is None:
+    if least.recomputed is None:
         return in_flight
-    gain = least.saved_by_again
+    gain = least.saved_by_units
     what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
-    units = f"{least.again} unit{'s' * (least.again > 1)} computed again" if least.again else "no unit computed again"
+    units = (
+        f"{least.recomputed} unit{'s' * (least.recomputed > 1)} computed again"
+        if least.recomputed
+        else "no unit computed again"
+    )
     return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'

@@ -21,7 +21,8 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.report.text import WIDTH, clip, folded, summed_up
+from thunder_zero.tools.report.text import clip
+from thunder_zero.tools.report.words import WIDTH, folded, summed_up
 
 
 class Holds(StrEnum):

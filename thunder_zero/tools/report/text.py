@@ -15,15 +15,14 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from textwrap import wrap
 
 from rich.console import Console
 from rich.table import Table
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
+from thunder_zero.tools.report.words import WIDTH
 
-WIDTH = 100  # columns, without a terminal
 INDENT = " " * 4  # of continuation lines
 WHOLE_LINES = 2  # a statement of at most so many lines is shown whole
 TOKENS = re.compile(
@@ -35,24 +34,6 @@ MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 def stdout_console() -> Console:
     """The standard output; without a terminal it is 100 columns wide."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
-
-
-def summed_up(thing: object, words: str) -> str:
-    """``<Estimate: step 3 ms on H100>``, folded: what ``repr`` of large data says."""
-    return folded(f"<{type(thing).__name__}: {words}>")
-
-
-def folded(words: str) -> str:
-    """Lines of at most 100 columns."""
-    return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
-
-
-def count(number: float) -> str:
-    """``1.23 G``."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:.3g}"
 
 
 def table_of(
