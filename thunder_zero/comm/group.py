@@ -1,4 +1,4 @@
-"""Finds the process groups of a model from ``process_group`` or ``mesh``; destroys those that an error left."""
+"""Finds the process groups of a model (``process_group``, ``mesh``); destroys what an error left."""
 
 from __future__ import annotations
 
