@@ -110,7 +110,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
         Raises:
             RuntimeError: ``strict``, and names are missing or unexpected; or inside ``EMA.applied``.
-            ValueError: a tensor has another shape; nothing has changed.
+            ValueError: a full tensor has another shape; nothing has changed.
         """
         self._state.require_own_values("load a state dict")
         return self._model.load_state_dict(parts_of(state_dict, self.state_dict()), strict, assign)

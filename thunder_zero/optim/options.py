@@ -1,4 +1,4 @@
-"""Options of optimizers: those of groups, in words that are equal in all processes; steps without global hooks."""
+"""Options of optimizers, also in words that are equal in all processes."""
 
 from __future__ import annotations
 

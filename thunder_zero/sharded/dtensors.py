@@ -138,12 +138,12 @@ def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         own: this rank's.
 
     Raises:
-        ValueError: a tensor has another shape.
+        ValueError: a full tensor has another shape.
     """
     parts = dict(full)
     for name, value in full.items():
-        if not isinstance(like := own.get(name), Tensor) or not isinstance(value, Tensor):
-            continue  # an extra state, or what torch refuses
+        if not isinstance(like := own.get(name), Tensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue  # a part, an extra state, or what torch refuses
         if value.shape != like.shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(like.shape)} in the model; load "

@@ -25,7 +25,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     """The plain module with full parameters inside the block: to generate, export, inspect or initialise.
 
     A collective: all ranks enter the block, and with ``writeback`` all leave it. Parameters are gathered one at a time;
-    inside the block each rank holds the whole model in the dtypes of its shards, beside the shards. The sharded model
+    inside the block each rank holds the whole model in the dtypes of its shards, and the shards. The sharded model
     itself cannot be called meanwhile.
 
     >>> with tz.full_parameters(model) as module, torch.no_grad():
