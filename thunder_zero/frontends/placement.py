@@ -117,7 +117,7 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
             return None
         return (
             f"a hook was registered on {f'submodule {path!r}' if path else 'the plain module'}, or removed, after "
-            f"thunder_zero sharded the module, whose traces would not call it; do this before thunder.jit, or hook the "
+            f"thunder_zero sharded the module, whose traces would not call it; do this before sharding, or hook the "
             f"sharded model itself"
         )
 
@@ -137,7 +137,7 @@ def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
         name = min(holder.keys() - expected.keys())
         return (
             f"{f'submodule {path!r}' if path else 'the module'} got the {kind} {name!r} after thunder_zero sharded the "
-            f"module, so no plan covers it; add it before thunder.jit"
+            f"module, so no plan covers it; add it before sharding"
         )
 
     return check
@@ -185,7 +185,7 @@ def _as_planned(path: str, shard: Tensor) -> Check:
         if shard.requires_grad is not planned:
             return (
                 f"requires_grad of {what} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
-                f"it on the module before thunder.jit"
+                f"it on the module before sharding"
             )
         return (
             f"the memory of {what} was replaced (.data = ...), and programs read what it had before; copy new values "
@@ -214,11 +214,11 @@ def _replaced(name: str, expected: object, found: object) -> str:
             f"{name} was replaced after thunder_zero sharded it; copy new values into it "
             f"(load_original_state_dict, or in place), or transform the new module"
         )
-    return f"{name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
+    return f"{name} was replaced after thunder_zero sharded the module; change the module before sharding"
 
 
 def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
     return (
         f"{name} was moved or cast: it is {found.dtype} on {found.device}, and thunder_zero sharded it as {dtype} on "
-        f"{device}; call .to() on the module before thunder.jit"
+        f"{device}; call .to() on the module before sharding"
     )

@@ -181,7 +181,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             if fn(tensor) is not tensor:
                 raise RuntimeError(
                     f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
-                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                    f"{tensor.device}; call .to() on the module before sharding"
                 )
         return self
 
