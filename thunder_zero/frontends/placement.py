@@ -22,14 +22,7 @@ Check = Callable[[], str | None]  # an error in a sentence
 def place_others(
     model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
 ) -> None:
-    """Set the values of buffers and ignored parameters, and move the latter to ``device``.
-
-    Args:
-        model: the jitted module.
-        others: values of tensors that are not in the plan.
-        known: names of the parameters in the plan.
-        device: the ``device`` argument of ZeroTransform.
-    """
+    """Set the values of buffers and ignored parameters, and move the latter to ``device``."""
     for other in others:
         set_value(model, other)
     if device is not None:

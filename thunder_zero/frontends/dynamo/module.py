@@ -265,13 +265,7 @@ def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]
 
 
 def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
-    """Why a parameter was read outside of every graph.
-
-    Args:
-        module: the plain module.
-        error: of the parameter.
-        breaks: where dynamo ended graphs, and why, in sentences.
-    """
+    """Why a parameter was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
