@@ -34,6 +34,7 @@ from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
     shard_optimizer_state_dict,
@@ -125,16 +126,6 @@ class Sharding:
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
     """The full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Load a full state dict into the shards. Raises as torch's ``load_state_dict`` does, and ValueError of a shape."""
-    model.load_state_dict(parts_of(state_dict, model.state_dict()), strict)
-
-
-def load_full_states(optimizer: Optimizer) -> None:
-    """Make an optimizer's ``load_state_dict`` cut full states into rows."""
-    optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -240,7 +231,7 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
-        load_full_states(optimizer)
+        optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         step_shards(optimizer)
         return optimizer
 
@@ -400,7 +391,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                load_full_states(optimizer)
+                optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         self.setup_precision_plugin()
 
     def optimizer_step(
@@ -437,7 +428,8 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's full model into the shards."""
-        load_full_model(self.lightning_module, checkpoint["state_dict"], strict)
+        module = self.lightning_module
+        module.load_state_dict(parts_of(checkpoint["state_dict"], module.state_dict()), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's full state dict on rank 0, and an empty one on other ranks; a collective."""

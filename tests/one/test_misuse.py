@@ -183,8 +183,8 @@ def freeze(module: Any, model: Any) -> Undo:
 
 
 REPLACED = ("parameter 'b.weight' was replaced", "copy new values")
-SUBMODULE = ("submodule 'b' was replaced", "before thunder.jit")
-HOOK = ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit")
+SUBMODULE = ("submodule 'b' was replaced", "before sharding")
+HOOK = ("a hook was registered on submodule 'b'", "would not call it", "before sharding")
 CHANGES: list[tuple[Callable[[Any, Any], Undo], tuple[str, ...]]] = [
     (lambda module, model: set_again(module.b, "weight", nn.Parameter(torch.randn(4, 5))), REPLACED),
     (lambda module, model: set_again(module, "b", nn.Linear(4, 4)), SUBMODULE),

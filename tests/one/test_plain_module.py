@@ -231,7 +231,7 @@ def test_what_is_found_before_the_next_forward(front_end: Callable[[nn.Module], 
 
 def test_shards_are_not_cast_or_parametrized() -> None:
     model = shard(Net())
-    with refused(RuntimeError, "cannot be moved or cast", "call .to() on the module before thunder.jit"):
+    with refused(RuntimeError, "cannot be moved or cast", "call .to() on the module before sharding"):
         model.half()
     whole(model)
     for attempt in (

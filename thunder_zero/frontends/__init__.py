@@ -1,1 +1,14 @@
-"""How a module becomes a sharded model: transform, dynamo, plugins, and what is refused."""
+"""How a module becomes a sharded model: transform, dynamo, plugins, and what is refused.
+
+In: a plain module with a policy, and calls of the model. Out: what forward returns, connected to our backward; the
+traces that ran. Its doors: ``transform.ZeroTransform``, ``dynamo.compile.compile``, ``plugin`` (``zero``, ``Zero``,
+``Recipe``), ``zero_module.traces_of``::
+
+    thunder.jit(module, transforms=[ZeroTransform])      tz.compile(module)
+              Thunder interprets forward                    dynamo captures graphs of forward
+                        |                                             |  dynamo/acquire.py: node by node
+                        +---------------> functional trace <----------+
+                                               |  program_transform.py: synchronise, schedule, prove
+    arguments.py, refusals.py  before          |
+    placement.py               each call     ZeroModule, DynamoModule
+"""

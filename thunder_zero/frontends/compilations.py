@@ -120,13 +120,7 @@ def changed(shapes: Sequence[Shapes]) -> str | None:
 
 
 def too_many(module: str, most: int, shapes: Sequence[Shapes]) -> str:
-    """Why no further program is compiled.
-
-    Args:
-        module: name of its class.
-        most: programs of one function.
-        shapes: of each program's inputs, as for :func:`changed`.
-    """
+    """Why no further program is compiled."""
     why = changed(shapes) or "keep what changes from call to call constant (TORCH_LOGS=recompiles names it)"
     return (
         f"{module} was compiled {most} times for one function, and dynamo would run it without a graph now, on this "

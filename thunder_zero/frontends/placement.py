@@ -22,14 +22,7 @@ Check = Callable[[], str | None]  # an error in a sentence
 def place_others(
     model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
 ) -> None:
-    """Set the values of buffers and ignored parameters, and move the latter to ``device``.
-
-    Args:
-        model: the jitted module.
-        others: values of tensors that are not in the plan.
-        known: names of the parameters in the plan.
-        device: the ``device`` argument of ZeroTransform.
-    """
+    """Set the values of buffers and ignored parameters, and move the latter to ``device``."""
     for other in others:
         set_value(model, other)
     if device is not None:
@@ -118,7 +111,7 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
             return None
         return (
             f"a hook was registered on {f'submodule {path!r}' if path else 'the plain module'}, or removed, after "
-            f"thunder_zero sharded the module, whose traces would not call it; do this before thunder.jit, or hook the "
+            f"thunder_zero sharded the module, whose traces would not call it; do this before sharding, or hook the "
             f"sharded model itself"
         )
 
@@ -209,7 +202,7 @@ def _as_planned(path: str, shard: Tensor) -> Check:
         if shard.requires_grad is not planned:
             return (
                 f"requires_grad of {what} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
-                f"it on the module before thunder.jit"
+                f"it on the module before sharding"
             )
         return (
             f"the memory of {what} was replaced (.data = ...), and programs read what it had before; copy new values "
@@ -238,11 +231,11 @@ def _replaced(name: str, expected: object, found: object) -> str:
             f"{name} was replaced after thunder_zero sharded it; copy new values into it "
             f"(load_original_state_dict, or in place), or transform the new module"
         )
-    return f"{name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
+    return f"{name} was replaced after thunder_zero sharded the module; change the module before sharding"
 
 
 def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
     return (
         f"{name} was moved or cast: it is {found.dtype} on {found.device}, and thunder_zero sharded it as {dtype} on "
-        f"{device}; call .to() on the module before thunder.jit"
+        f"{device}; call .to() on the module before sharding"
     )

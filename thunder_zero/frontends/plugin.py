@@ -1,4 +1,11 @@
-"""Other entry points: ``tz.zero``, and the plugin and recipe for ``thunder.compile``."""
+"""Other entry points: ``tz.zero``, and the plugin and recipe for ``thunder.compile``.
+
+In one line each::
+
+    tz.zero(thunder.jit(module), stage=3)                       a function: shards a module that is jitted already
+    thunder.compile(module, plugins=[tz.Zero(stage=3)], ...)    a plugin, for those who compile by thunder.compile
+    thunder.jit(module, transforms=[tz.ZeroTransform(tz.ZERO3)])  ZERO1, ZERO2, ZERO3, DDP: policies, for each of them
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ from thunder.extend import Executor
 
 
 def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
-    """Shard a jitted module, in place of ``thunder.distributed.fsdp`` or ``ddp``.
+    """Shard a jitted module, in place of ``thunder.distributed.fsdp`` or ``ddp``: a function; ``Zero`` is a plugin.
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
@@ -47,7 +54,7 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
 
 
 class Zero(Plugin):
-    """ZeroTransform as a plugin of ``thunder.compile``.
+    """ZeroTransform as a plugin of ``thunder.compile``: a class; ``zero`` is a function, ``ZERO1`` a policy.
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
 

@@ -92,12 +92,7 @@ class ProgramTransform(Transform):
         return prologue, computation, epilogue
 
     def synchronize(self, computation: TraceCtx, names: Mapping[str, str]) -> TraceCtx:
-        """Synchronise at first use, and draw random numbers once; runs before autodiff.
-
-        Args:
-            computation: the functional trace.
-            names: those of its inputs that are the module's, with their paths.
-        """
+        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
         executor = self.compiled.executor
         require_traceable(self._plain, self.parts)
         if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):

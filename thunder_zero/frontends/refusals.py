@@ -97,7 +97,7 @@ def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
             f"the plain module, or apply thunder_zero.zero to the jitted one"
         )
     if isinstance(module, DistributedDataParallel):
-        yield "DistributedDataParallel already reduces gradients; give thunder.jit the module inside it"
+        yield "DistributedDataParallel already reduces gradients; give the module inside it"
     if vars(module).get("use_ddp") or vars(module).get("use_fsdp"):
         yield f"{name} is already sharded by thunder.distributed; build a new module for thunder_zero"
     if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
@@ -137,7 +137,7 @@ def _state(module: nn.Module, name: str) -> Iterator[str]:
         if is_lazy(tensor):
             yield (
                 f"{path!r} of {name} is a lazy module's and has no shape yet; call the module once with a batch before "
-                f"thunder.jit"
+                f"sharding"
             )
 
 

@@ -63,7 +63,9 @@ class ZeroModule(ShardedModel, ThunderModule):
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
         """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
         that ran last at the end. For each graph, where forward is not one."""
-        return [entries_of(self, self._compiled)]
+        stats = compile_stats(self)
+        entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
+        return [[(self._compiled, entry) for entry in entries]]
 
     def guard(self, output: Any) -> None:
         """Make the backward of what a program returned raise where it would be wrong."""
@@ -185,7 +187,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             if fn(tensor) is not tensor:
                 raise RuntimeError(
                     f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
-                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                    f"{tensor.device}; call .to() on the module before sharding"
                 )
         return self
 
@@ -242,13 +244,6 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     model._slots = ParameterSlots(plain, state.plan, state.shards)
 
 
-def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:
-    """The programs of one jitted module, the one that ran last at the end."""
-    stats = compile_stats(jitted)
-    entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
-    return [(compiled, entry) for entry in entries]
-
-
 def zero_module(model: object) -> ZeroModule:
     """The model, if ZeroTransform made it.
 
@@ -256,11 +251,7 @@ def zero_module(model: object) -> ZeroModule:
         TypeError: it did not.
     """
     sharded = sharded_model(model)
-    if not isinstance(sharded, ZeroModule):
-        raise TypeError(
-            f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
-            f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
-        )
+    assert isinstance(sharded, ZeroModule), "there is no other class"
     return sharded
 
 
@@ -278,7 +269,7 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
         RuntimeError: the model has not been called, or not in this way.
         ValueError: the last forward ran several graphs, and none was chosen; or not as many.
     """
-    graphs: Sequence[list[tuple[Compiled, Any]]] = zero_module(model).graphs()
+    graphs = zero_module(model).graphs()
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
         raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
     entries: list[tuple[Compiled, Any]] = graphs[graph or 0] if graphs else []

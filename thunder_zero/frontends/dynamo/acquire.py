@@ -100,13 +100,7 @@ def acquire(flat: Flat, inputs: Sequence[Any]) -> Acquired:
 
 
 def interpreted(jitted: ThunderModule, flat: Flat, inputs: Sequence[Any]) -> Acquired:
-    """As :func:`acquire`, by Thunder's interpreter.
-
-    Args:
-        jitted: what Thunder knows of the graph: options and executors.
-        flat: the graph.
-        inputs: of the graph.
-    """
+    """As :func:`acquire`, by Thunder's interpreter."""
     data = compile_data(jitted)
     temporary = next(each for each in data.executors_list if isinstance(each, TemporaryExecutor))
     module = flat.module()

@@ -83,11 +83,6 @@ def written(graph: fx.GraphModule) -> tuple[int, ...]:
 def require_own_memory(inputs: Sequence[Any], positions: Sequence[int], name: str) -> None:
     """Refuse inputs that a graph writes to, and that share memory with others, which would keep what was there.
 
-    Args:
-        inputs: of the graph.
-        positions: those that it writes to (:func:`written`).
-        name: of the module's class.
-
     Raises:
         RuntimeError: naming no more than the shape, as inputs have no names.
     """
@@ -157,11 +152,6 @@ def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> 
     """A graph whose parameters are its own; its inputs are the others, in the same order.
 
     What it would write to some of them (:func:`written`) are further outputs: Thunder would write without autograd.
-
-    Args:
-        graph: of dynamo.
-        inputs: what it is called with.
-        name: of the module's class, for errors.
 
     Raises:
         RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder does not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +73,7 @@ class Captured:
         name: of the function that it is of.
         looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
         positions: of the inputs that it writes to.
+        shapes: of its inputs; dynamo drops their names once it has compiled the graph.
         detached: for each output, whether it has no gradient.
         made: what Thunder compiles of it, by the parameters that dynamo calls it with.
     """
@@ -81,6 +82,7 @@ class Captured:
     name: str
     looks: Looks | None
     positions: Sequence[int]
+    shapes: Mapping[str, torch.Size]
     detached: Sequence[bool]
     made: dict[Paths, Programs] = field(default_factory=dict)
 
@@ -149,11 +151,7 @@ class DynamoModule(ZeroModule):
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
             names = Counter(each.name for each in self._graphs.captured)
-            shapes = [
-                shapes_of_inputs(each.graph)
-                for each in self._graphs.captured
-                if names[each.name] == max(names.values())
-            ]
+            shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
         for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
             self._overrides_buffers[name] = buffer
@@ -188,7 +186,7 @@ class DynamoModule(ZeroModule):
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
         register(graph)
         name = self._name()
-        new = Captured(graph, name, looks(graph), written(graph), detached(graph))
+        new = Captured(graph, name, looks(graph), written(graph), shapes_of_inputs(graph), detached(graph))
         same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
         if (old := next(same, None)) is not None:
             new = replace(new, made=old.made)
@@ -265,13 +263,7 @@ def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]
 
 
 def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
-    """Why a parameter was read outside of every graph.
-
-    Args:
-        module: the plain module.
-        error: of the parameter.
-        breaks: where dynamo ended graphs, and why, in sentences.
-    """
+    """Why a parameter was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "

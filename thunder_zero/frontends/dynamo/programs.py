@@ -244,11 +244,7 @@ def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 class GraphCalls(Calls):
-    """The functions that the traces of all graphs of one model call.
-
-    Args:
-        state: the model's.
-    """
+    """The functions that the traces of all graphs of one model call."""
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
