@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,12 @@ def test_the_messages_of_torch() -> None:
     full = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     said = []
-    for wrong in (
+    wrongs: tuple[Callable[[], object], ...] = (
         lambda: plain.out(torch.ones(2, 4)),
         lambda: model(torch.full((1, 3), 8)),
         lambda: plain.load_state_dict(full),
-    ):
+    )
+    for wrong in wrongs:
         with pytest.raises((RuntimeError, IndexError)) as caught:
             wrong()
         said.append(str(caught.value) + "".join(getattr(caught.value, "__notes__", ())))
