@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any, TextIO
@@ -31,6 +31,7 @@ class Compilations:
         terminal: where to say what is compiled; None: nowhere.
         shapes: of the inputs of each forward that compiled something.
         warned: that they change.
+        seen: the looks of inputs, for which nobody need look any more.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Compilations:
     terminal: TextIO | None
     shapes: list[Shapes] = field(default_factory=list)
     warned: bool = False
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
     def watched(self, begun: Callable[[], int], made: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
@@ -45,17 +47,22 @@ class Compilations:
         A thread looks, once forward takes long: Thunder calls nobody when it begins."""
         before, programs, start = begun(), made(), time.monotonic()
         ended = Event()
-        looker = Thread(target=self._look, args=(ended, lambda: begun() > before, args, kwargs), daemon=True)
-        if self.terminal is not None:
-            looker.start()
-        try:
+        with ExitStack() as at_end:
+            if self.terminal is not None and self._is_new(args, kwargs):
+                looker = Thread(target=self._look, args=(ended, lambda: begun() > before, args, kwargs), daemon=True)
+                looker.start()  # not in each forward: it takes a tenth of a millisecond
+                at_end.callback(looker.join)
+                at_end.callback(ended.set)
             yield
-        finally:
-            ended.set()
-            if self.terminal is not None:
-                looker.join()
         if made() > programs:
             self._end(shapes_of_arguments(self.forward, args, kwargs), time.monotonic() - start)
+
+    def _is_new(self, args: Any, kwargs: Any) -> bool:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        look = (torch.is_grad_enabled(), *(value.shape for value in tensors))
+        known = look in self.seen
+        self.seen.add(look)
+        return not known
 
     def _look(self, ended: Event, compiles: Callable[[], bool], args: Any, kwargs: Any) -> None:
         assert self.terminal is not None, "otherwise nobody looks"

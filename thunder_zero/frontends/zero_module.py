@@ -184,7 +184,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         """
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
-            if fn(tensor) is not tensor:
+            if place_of(fn(tensor)) != place_of(tensor):
                 raise RuntimeError(
                     f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
                     f"{tensor.device}; call .to() on the module before sharding"
@@ -229,8 +229,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
         raise RuntimeError(
             f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
-            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it"
+            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
+            f"(docs/hugging-face.md has the loops of Accelerate and Trainer)"
         )
+
+
+def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
+    """Dtype and device; ``cpu:0`` is the CPU."""
+    return tensor.dtype, tensor.device.type, tensor.device.index or 0
 
 
 def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:

@@ -97,7 +97,7 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
                 raise RuntimeError(
                     f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a "
                     f"Hessian needs): Thunder compiles it without a graph, so this part of the gradient would be lost; "
-                    f"leave create_graph out, or train this model without thunder.jit"
+                    f"leave create_graph out, or train this model without sharding it"
                 )
             if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
                 raise RuntimeError(
