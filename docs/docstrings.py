@@ -25,6 +25,9 @@ class Docstrings(griffe.Extension):
             if names:
                 module.exports = names
             public |= {f"{module.path}.{name}" for name in names}
+            for constant in (module[name] for name in names):
+                if constant.is_attribute and not constant.docstring:
+                    constant.final_target.docstring = griffe.Docstring("Ready-made.")  # without one it is not shown
         rewrite(pkg, public)
 
 
