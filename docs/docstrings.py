@@ -20,9 +20,9 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Take the names that a package imports for others as its public ones, then rewrite all docstrings."""
         public = set()
-        for module in (pkg, *(inner for inner in pkg.modules.values() if not inner.is_alias)):
+        for module in (pkg, *(inner for inner in pkg.modules.values() if not inner.is_alias and inner.is_subpackage)):
             names = [name for name, member in module.members.items() if is_export(name, member)]
-            if names:
+            if names:  # of a package with lazy names; others are read by their __all__
                 module.exports = names
             public |= {f"{module.path}.{name}" for name in names}
             for constant in (module[name] for name in names):
@@ -33,7 +33,7 @@ class Docstrings(griffe.Extension):
 
 def is_export(name: str, member: griffe.Object | griffe.Alias) -> bool:
     """Whether a package has a member by ``from thunder_zero.module import name as name`` under TYPE_CHECKING."""
-    return isinstance(member, griffe.Alias) and not member.runtime and name != "TYPE_CHECKING"
+    return isinstance(member, griffe.Alias) and not member.runtime and member.target_path.endswith(f".{name}")
 
 
 def rewrite(owner: griffe.Object, public: set[str]) -> None:
