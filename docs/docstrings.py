@@ -27,7 +27,9 @@ class Docstrings(griffe.Extension):
             public |= {f"{module.path}.{name}" for name in names}
             for constant in (module[name] for name in names):
                 if constant.is_attribute and not constant.docstring:
-                    constant.final_target.docstring = griffe.Docstring("Ready-made.")  # without one it is not shown
+                    constant.final_target.docstring = griffe.Docstring(
+                        "A ready-made value."
+                    )  # without one it is not shown
         rewrite(pkg, public)
 
 

@@ -25,7 +25,7 @@ PAGES = {  # by file of the repository
     "examples/README.md": "example-scripts.md",
 }
 FILES = {page: file for file, page in PAGES.items()}
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")  # text, file, anchor
 FETCHED = (  # what a browser loads by itself
     re.compile(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"),
     re.compile(r"<link\b(?![^>]*\brel=[\"']?canonical)[^>]*?\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"),
@@ -53,21 +53,33 @@ def page_of(file: str) -> str:
 
 def linked(file: str, text: str) -> set[str]:
     """The files of the repository that a page's relative links name, and that exist."""
-    named = {normpath(PurePosixPath(file).parent / target) for target, _ in LINK.findall(text)}
+    named = {normpath(PurePosixPath(file).parent / target) for _, target, _ in LINK.findall(text)}
     return {name for name in named if (ROOT / name).is_file()}
 
 
 def turn_links(page: str, text: str) -> str:
-    """The text of a page, with its relative links as the site needs them; what names no file stays as it is."""
-    file = file_of(page)
+    """The text of a page, with its relative links as the site needs them; what names no file stays as it is.
+
+    A link whose text is the name of a page's file gets the page's title instead.
+    """
+    folder = PurePosixPath(file_of(page)).parent
 
     def turn(link: re.Match[str]) -> str:
-        target = normpath(PurePosixPath(file).parent / link[1])
+        said, named, anchor = link.groups(default="")
+        target = normpath(folder / named)
         if not (ROOT / target).is_file():
             return link[0]
-        return relpath(page_of(target), PurePosixPath(page).parent) + (link[2] or "")
+        if target.endswith(".md") and said in (target, PurePosixPath(target).name):
+            said = title_of(target)
+        return f"[{said}]({relpath(page_of(target), PurePosixPath(page).parent)}{anchor})"
 
     return LINK.sub(turn, text)
+
+
+def title_of(file: str) -> str:
+    """The first heading of a file in Markdown."""
+    found = re.search(r"^# (.+)$", (ROOT / file).read_text(), re.MULTILINE)
+    return found[1] if found else file
 
 
 def fetched(text: str) -> list[str]:

@@ -12,11 +12,11 @@
   const make = (tag, name, text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
 
   function bar(kind, word) {
-    const line = make("div", "step-line");
+    const line = make("div", "step-line", `${kind}: ${say[word]}`);
     const cells = make("span", `step-cells step-${kind} step-is-${word}`);
     const many = word === "mean" ? (stage === 0 ? ROW : 1) : filled[word];
     for (let i = 0; i < ROW; i++) cells.append(make("i", i < many ? "on" : ""));
-    line.append(make("span", "step-kind", kind), cells, make("span", "step-word", say[word]));
+    line.append(cells);
     return line;
   }
 
