@@ -26,10 +26,8 @@ class Docstrings(griffe.Extension):
                 module.exports = names
             public |= {f"{module.path}.{name}" for name in names}
             for constant in (module[name] for name in names):
-                if constant.is_attribute and not constant.docstring:
-                    constant.final_target.docstring = griffe.Docstring(
-                        "A ready-made value."
-                    )  # without one it is not shown
+                if constant.is_attribute and not constant.docstring:  # it would not be shown
+                    constant.final_target.docstring = griffe.Docstring("A ready-made value.")
         rewrite(pkg, public)
 
 

@@ -26,11 +26,13 @@ PAGES = {  # by file of the repository
 }
 FILES = {page: file for file, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")  # text, file, anchor
-FETCHED = (  # what a browser loads by itself
+FETCHED = (  # what a browser loads by itself, or the theme's script for it
+    re.compile(r"class=[\"']?mermaid"),
     re.compile(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"),
     re.compile(r"<link\b(?![^>]*\brel=[\"']?canonical)[^>]*?\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"),
     re.compile(r"@import\s+[\"'][^\"']+"),
     re.compile(r"url\([\"']?(?:https?:)?//[^)]+"),
+    re.compile(r"(?:import|fetch)\([\"']\w+:[^\"']+"),
 )
 
 
@@ -83,7 +85,7 @@ def title_of(file: str) -> str:
 
 
 def fetched(text: str) -> list[str]:
-    """What a page or a style sheet would fetch from another machine."""
+    """What a page, a style sheet or a script of ours would fetch from another machine."""
     return [match[0] for pattern in FETCHED for match in pattern.finditer(text)]
 
 
@@ -114,6 +116,6 @@ def on_post_build(config: MkDocsConfig) -> None:
     from mkdocs.exceptions import PluginError
 
     site = Path(config.site_dir)
-    for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
+    for path in sorted([*site.rglob("*.html"), *site.rglob("*.css"), *site.glob("*.js")]):
         if found := fetched(path.read_text()):
             raise PluginError(f"{path.relative_to(site)} would fetch {', '.join(sorted(set(found)))}; keep it in docs/")

@@ -144,10 +144,15 @@ def _words(moment: dict[str, Any]) -> str:
     return "; ".join(f"{word} {', '.join(blocks)}" for word, blocks in held if blocks) or "shards only"
 
 
+def data(stages: list[list[dict[str, Any]]]) -> str:
+    """What step.js draws."""
+    found = [{"name": name, "steps": moments} for name, moments in zip(NAMES, stages, strict=True)]
+    return f"// Written by docs/step.py from the traces of each stage.\nconst STAGES = {json.dumps(found)};\n"
+
+
 def main() -> None:
     stages = [steps(stage) for stage in range(len(NAMES))]
-    found = [{"name": name, "steps": moments} for name, moments in zip(NAMES, stages, strict=True)]
-    DATA.write_text(f"// Written by docs/step.py from the traces of each stage.\nconst STAGES = {json.dumps(found)};\n")
+    DATA.write_text(data(stages))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table(stages) + "\n" + END + rest.partition(END)[2])
 
