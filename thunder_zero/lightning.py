@@ -146,8 +146,9 @@ class ZeroStrategy(DDPStrategy):
         mesh_shape: the number of copies of the model, and the number of ranks that share one (hybrid sharding); if
             None, all ranks share one copy.
         jit_options: further arguments of ``thunder.jit``, such as ``{"executors": [...]}``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
-            start_method: the arguments of DDPStrategy; Fabric sets the first five from its own arguments.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: those of DDPStrategy, which Fabric
+            sets from its own arguments.
+        process_group_backend, timeout, start_method: those of DDPStrategy.
         arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``, except those that
             Fabric sets: process group, mesh and device. ``broadcast_from`` is 0 by default, unless ``policy`` is a
             Policy: as with DDP, ranks may have built the module with different seeds.

@@ -70,9 +70,10 @@ def test_where_torch_comes_from_and_when_it_installs_again(dev: ModuleType, monk
 
 
 def test_bad_input_gets_one_sentence_and_bad_checks_a_code(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = iter([0, 2, 1])
+    codes = iter([0, 2, 1, 1])
     monkeypatch.setattr(dev, "call", lambda *command, **env: next(codes))
     assert dev.lint([]) == 2, "that of the worst check"
+    assert list(codes) == [], "the site is built, too"
     monkeypatch.setattr(dev, "install", lambda extras: pytest.fail("nothing is installed"))
     assert dev.main("train") == 2
     with pytest.raises(SystemExit, match=r"this machine has no NVIDIA GPU, which \./dev gpu needs"):
@@ -92,3 +93,12 @@ def test_gpu_runs_the_tests_and_then_the_bench(dev: ModuleType, monkeypatch: pyt
     tests, bench = map(set, calls)
     assert tests >= {"tests/gpu", "--junitxml=runs/gpu/tests.xml"}
     assert bench >= {"examples/bench/gpu.py", "--tests=runs/gpu/tests.xml", "--rounds", "5"}
+
+
+def test_docs_builds_the_site_or_serves_it(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strictly in both: a broken link is an error."""
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(dev, "install", lambda extras: None)
+    monkeypatch.setattr(dev, "call", lambda *command, **env: calls.append(command[3:]) or 0)
+    assert dev.main("docs") == dev.main("docs", "--serve", "--open") == 0
+    assert calls == [("build", "--clean", "--strict"), ("serve", "--strict", "--open")]

@@ -1,0 +1,138 @@
+"""docs/collectives.md: what it calls a collective sends on every rank; what one rank may call alone sends nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import thunder_zero as tz
+from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.ranks import RanksPool
+from thunder_zero.comm import collective_tags
+
+PAGE = (Path(__file__).parents[2] / "docs/collectives.md").read_text()
+TOGETHER, ALONE = PAGE.split("## One rank may call these alone")
+NO_CALLS = {"tools", "schedule", "ZeroModule", "Loaded"}  # modules; types of what calls return
+X = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_page_has_every_public_name_in_one_table() -> None:
+    calls = [rf"tz\.{name}\b" for name in set(tz.__all__) - NO_CALLS]
+    calls += [rf"tz\.tools\.{name}\b" for name in tz.tools.__all__ if name.islower() and name != "traces"]
+    tables = [first_columns(TOGETHER), first_columns(ALONE)]
+    found = {call: [bool(re.search(call, table)) for table in tables] for call in calls}
+    both = {r"tz\.EMA\b", r"tz\.whole\b", r"tz\.save\b"}  # some of their calls are, and some are not
+    assert {call for call, where in found.items() if not any(where)} == set()
+    assert {call for call, where in found.items() if all(where)} <= both
+
+
+def first_columns(text: str) -> str:
+    """The first columns of tables, and the sentence about plain data."""
+    return "\n".join(
+        [*re.findall(r"^\| (`[^|]*)\|", text, re.M), *re.findall(r"^The rest is.*?\n\n", text, re.M | re.S)]
+    )
+
+
+def test_collectives_send_and_other_calls_do_not(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, calls_as_the_page_says, str(tmp_path))
+
+
+def calls_as_the_page_says(rank: int, world_size: int, folder: str) -> None:
+    model = sharded(fresh(Mlp), 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    muon = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2])
+    ema = tz.EMA(model)
+    train(model)
+    optimizer.step()
+    ema.update()
+    for call, run in {**collectives(model, folder), "muon.step": muon.step}.items():
+        with announced() as tags:
+            run()
+        assert tags, f"{call} sent nothing"
+    with announced() as tags, ema.applied():
+        pass
+    assert tags
+    writing = tz.save(f"{folder}/later", model, wait=False)
+    with announced() as tags:
+        if rank == 0:
+            writing.result()
+            for run in calls_alone(model, optimizer, ema, Path(folder)):
+                run()
+    assert not tags, tags
+    train(model)  # ranks that had announced different tags would raise here
+    dist.barrier()
+
+
+def train(model: Any) -> None:
+    model(X).square().mean().backward()
+
+
+def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
+    """The first table of the page, by call; each leaves gradients behind."""
+    return {
+        "ZeroTransform": lambda: sharded(fresh(Mlp), 2),
+        "compile": lambda: tz.compile(fresh(Mlp), stage=2),
+        "model": lambda: model(X),
+        "backward": lambda: train(model),
+        "clip_grad_norm_": lambda: tz.clip_grad_norm_(model, 1.0),
+        "global_mean": lambda: tz.global_mean(model, model(X).sum(), count=4),
+        "full_parameters": lambda: enter(tz.full_parameters(model)),
+        "full_state_dict": lambda: tz.full_state_dict(model),
+        "save": lambda: tz.save(f"{folder}/saved", model),
+        "load": lambda: tz.load(f"{folder}/saved", model),
+        "save_pretrained": lambda: tz.save_pretrained(model, f"{folder}/pretrained"),
+        "measure_times": lambda: tz.tools.measure_times(model, lambda: train(model), steps=1),
+        "fit": lambda: tz.tools.fit(fresh(Mlp), (X,), memory_bytes=1 << 20, world_size=2),
+        "calibrate": lambda: tz.tools.calibrate(seconds=0.01, dtypes=[torch.float32]),
+        "backward again": lambda: train(model),
+    }
+
+
+def calls_alone(model: Any, optimizer: Any, ema: tz.EMA, folder: Path) -> Iterator[Callable[[], object]]:
+    """The second table of the page, in its order."""
+    traces = tz.trace(fresh(Mlp), X, policy=tz.ZERO3, world_size=4)
+    ran = tz.traces_of(model)
+    yield lambda: tz.print_trace(ran, "backward", unit="layers.1")
+    yield lambda: tz.explain(ran, "layers.0.weight")
+    yield lambda: tz.tools.memory(ran)
+    yield lambda: tz.tools.estimate(traces, "h100")
+    yield lambda: tz.tools.diff(traces, tz.trace(fresh(Mlp), X, policy=tz.ZERO2, world_size=4))
+    yield lambda: tz.tools.save_timeline(folder / "trace.json", traces, device="h100")
+    yield lambda: tz.tools.plan_training(fresh(Mlp), X, world_size=2, device="h100", stages=(3,))
+    yield lambda: tz.tools.consolidate(folder / "saved", folder / "one.safetensors")
+    yield lambda: tz.tools.shard_safetensors(folder / "one.safetensors", folder / "start", ranks=2)
+    yield lambda: tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2])
+    yield lambda: tz.EMA(model)
+    yield ema.update
+    yield lambda: enter(model.no_sync())
+    yield lambda: model.load_state_dict(model.state_dict())
+    yield lambda: model.load_original_state_dict(fresh(Mlp).state_dict())
+    yield optimizer.step
+    yield optimizer.zero_grad
+
+
+def enter(block: Any) -> None:
+    with block:
+        pass
+
+
+@contextmanager
+def announced() -> Iterator[list[str]]:
+    """The tags that this rank announces: one before whatever it sends."""
+    tags: list[str] = []
+    announce = collective_tags.announce
+
+    def noted(tag: collective_tags.CollectiveTag, group: Any) -> Any:
+        told = announce(tag, group)
+        tags.extend([tag.text] if told is not None else [])  # None: the thread of an asynchronous save
+        return told
+
+    with mock.patch.object(collective_tags, "announce", noted):
+        yield tags
