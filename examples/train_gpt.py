@@ -232,7 +232,7 @@ def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
     needed = [param for param in plan.params if needed_again(param.names)]
     not_read = u - share * sum(param.full_bytes for param in needed)
     once = share * sum(param.full_bytes for param in needed if param.kept_unsharded)
-    words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} gathered once; u = {u:,.0f}"
+    words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} kept unsharded; u = {u:,.0f}"
     return Traffic(sent, 3 * u - not_read - once, words)
 
 
@@ -245,8 +245,8 @@ def needed_again(names: tuple[str, ...]) -> bool:
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
 
-def modules_gathered_once(plan: tz.schedule.Plan) -> str:
-    """The modules whose parameters are gathered once for forward and backward."""
+def modules_kept_unsharded(plan: tz.schedule.Plan) -> str:
+    """The modules whose parameters stay unsharded from forward to backward."""
     if len(plan.kept_unsharded) == len(plan.params):
         return "all of the model"
     owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.kept_unsharded)
@@ -265,7 +265,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.tools.Traces) -> Report:
         tokens_per_second=run.tokens_per_second,
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
-        kept_unsharded=modules_gathered_once(traces.plan),
+        kept_unsharded=modules_kept_unsharded(traces.plan),
     )
 
 

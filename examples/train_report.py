@@ -59,7 +59,7 @@ class Report:
         losses: loss of each training step in nats per byte, mean over ranks.
         validation: (steps done, loss in nats per byte, mean over ranks).
         tokens_per_second: sum over ranks, in a median step of the last ones.
-        kept_unsharded: the modules whose parameters are gathered once for forward and backward, in words.
+        kept_unsharded: the modules whose parameters stay unsharded from forward to backward, in words.
     """
 
     title: str
@@ -88,7 +88,7 @@ def print_report(report: Report, console: Console) -> None:
         ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, a median step of the last ones"),
         ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
-        *([("gathered once", mb(memory.gathered_between), report.kept_unsharded)] if memory.gathered else []),
+        *([("kept unsharded", mb(memory.gathered_between), report.kept_unsharded)] if memory.gathered else []),
         ("memory at rest per rank", mb(rest), parts),
         (
             "memory at peak per rank",

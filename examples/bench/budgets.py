@@ -53,7 +53,7 @@ class Fitted:
     @property
     def cells(self) -> tuple[str, ...]:
         """Those of its line in the table."""
-        chosen = len(self.policy.keep_units), len(self.policy.recompute_units)
+        chosen = len(self.policy.keep_unsharded), len(self.policy.recompute_units)
         in_flight = mib(self.policy.in_flight_bytes)
         bytes_ = tuple(map(mib, (self.budget, self.forecast, self.measured, self.sent)))
         return (*bytes_, f"{self.flops / 1e9:.2f}", mib(round(self.cost)), *map(str, chosen), in_flight)

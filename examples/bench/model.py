@@ -64,7 +64,7 @@ def floor_bytes(stage: int, world_size: int, full: int, spared: int) -> float:
     """The fewest bytes that each rank sends in a step of a stage.
 
     With u = (W - 1) / W of the model's bytes: 2u for stages 0 to 2; for stage 3 one more u, which backward gathers
-    again, except for ``spared`` bytes: parameters that backward does not read, or that are gathered once.
+    again, except for ``spared`` bytes: parameters that backward does not read, or that stay unsharded.
 
     >>> [floor_bytes(stage, world_size=2, full=100, spared=10) for stage in (2, 3)]
     [100.0, 145.0]

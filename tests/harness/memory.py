@@ -155,7 +155,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
             "planned peak": max(gathered_bytes(traces.timeline)),
             "in flight": max(in_flight_bytes(traces.timeline, Kind.GATHER)),
             "at reductions": at_reductions,
-            "gathered once": traces.plan.kept_unsharded,
+            "kept unsharded": traces.plan.kept_unsharded,
             "again": {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params},
             "spread": spread(traces.forward_timeline),
             "saved of parameters": saved(traces.forward)

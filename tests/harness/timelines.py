@@ -289,7 +289,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
 def timed(draw: st.DrawFn) -> Timeline:
     """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact.
 
-    Units with parameters that are gathered once have no time in forward: prefetch would use it for their first read in
+    Units with parameters that are kept unsharded have no time in forward: prefetch would use it for their first read in
     backward, where a test's clock counts no time.
     """
     timeline = draw(timelines())

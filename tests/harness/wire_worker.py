@@ -30,7 +30,7 @@ RUNS: dict[str, tz.Policy] = {
     "zero1": tz.ZERO1,
     "zero2": tz.ZERO2,
     "zero3": replace(tz.ZERO3, reshard_after_forward=True),
-    "zero3 with its last units gathered once": tz.ZERO3,
+    "zero3 with its last units kept unsharded": tz.ZERO3,
 }
 WHOLE = {"zero1": 2, "zero3": 3}  # stepped by tz.whole, too: how often rows travel to their owners and back
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs/cost-model.md"
 WIDTH, ROWS, UNITS = 4, 3, 5
 MATRIX = WIDTH * WIDTH * 4  # bytes
-DEVICE = Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=Link(0.1))  # a FLOP takes 1 s, a byte 10 s
+DEVICE = Device("one", {"float32": 1.0}, 1e18, 1 << 30, intra_node=Link(0.1))  # a FLOP takes 1 s, a byte 10 s
 
 
 class Deep(nn.Module):
@@ -114,7 +114,7 @@ SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differ
     (0, {}, weight(2), "every rank has all of it: DDP shards nothing"),
     (1, {}, weight(2), "free never: it stays in memory"),
     (3, {"reshard_after_forward": None}, weight(UNITS - 1), "staying does not raise the peak of gathered bytes"),
-    (3, {"keep_units": ("layers.1",)}, weight(1), "Policy.keep_units names its unit"),
+    (3, {"keep_unsharded": ("layers.1",)}, weight(1), "Policy.keep_unsharded names its unit"),
     (3, {"replicate_below_bytes": MATRIX + 1}, weight(1), "its 64 B are below Policy.replicate_below_bytes=65"),
     (3, {"replicated": ("layers.1",)}, weight(1), "Policy.replicated names it"),
     # its gradient, and what has none
@@ -157,7 +157,7 @@ def test_each_stage_gathers_and_frees_when_it_promises() -> None:
     assert tz.explain(traces(1), weight(2)).gathers[0].free is None
     (once,) = tz.explain(traces(2), weight(2)).gathers
     assert (once.first_read.phase, once.last_read.phase, once.free.phase) == ("forward", "backward", "backward")
-    assert len(tz.explain(traces(3, keep_units=("layers.1",)), weight(1)).gathers) == 1
+    assert len(tz.explain(traces(3, keep_unsharded=("layers.1",)), weight(1)).gathers) == 1
     deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
     assert (deferred.wait, deferred.sent_bytes, deferred.nbytes) == (None, 0, MATRIX)
 

@@ -192,7 +192,7 @@ def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
 
 @pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.DDP, tz.ZERO2)])
 def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy) -> None:
-    """Nothing is reduced, but there is a backward, which may read parameters that are gathered once."""
+    """Nothing is reduced, but there is a backward, which may read parameters that are kept unsharded."""
     result = tz.trace(fresh(Mlp).requires_grad_(False), X.clone().requires_grad_(), policy=policy, world_size=2)
     assert result.backward is not None
     assert result.timeline.gradients == ()

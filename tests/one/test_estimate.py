@@ -37,7 +37,7 @@ MEASURED = Calibrated(
     {"float32": 1.0},
     1.0,
     1 << 30,
-    inside=tz.tools.Link(1.0),
+    intra_node=tz.tools.Link(1.0),
     products={"matmul": {"float32": Curve(((1.0, 1.0),))}},
     traffic={"pointwise": Curve(((1.0, 1.0),))},
 )
@@ -179,13 +179,13 @@ def test_a_step_by_arithmetic() -> None:
     rows, width = 3, 4
     policy = tz.Policy(3, bucket_bytes=0, prefetch=0, reshard_after_forward=True, recompute="none")
     module = Chain(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
-    device = tz.tools.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.tools.Link(0.1))
+    device = tz.tools.Device("one", {"float32": 1.0}, 1e18, 1 << 30, intra_node=tz.tools.Link(0.1))
     estimate = tz.tools.estimate(trace(module, torch.ones(rows, width), policy=policy), device)
     product, phase = 2 * rows * width**2, 4 * width**2 // 2
     assert estimate.flops == 5 * product
     assert estimate.compute_seconds == pytest.approx(5 * product)
     assert estimate.sent_bytes == 5 * phase  # forward gathers two, backward the last one, and reduces two
-    assert estimate.wire_seconds == {"inside": pytest.approx(5 * phase * 10)}
+    assert estimate.wire_seconds == {"shard": pytest.approx(5 * phase * 10)}
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + estimate.exposed_seconds)
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 
@@ -206,7 +206,7 @@ def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
     """In bytes a second: 96 B of output, 128 B of a shard. SGD reads a parameter and its gradient, and writes it;
     with momentum the buffer too."""
     traces = traced(lambda: nn.Linear(8, 8, bias=False), (3, 8), 2)
-    device = tz.tools.Device("one", {"float32": 1e18}, 1.0, 1 << 30, inside=tz.tools.Link(1.0))
+    device = tz.tools.Device("one", {"float32": 1e18}, 1.0, 1 << 30, intra_node=tz.tools.Link(1.0))
     plain = tz.tools.estimate(traces, device)
     for momentum, buffers in ((0.0, 3), (0.9, 2 + 3 + 3)):  # mul_, add_, add_
         sgd = tz.tools.estimate(traces, device, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=momentum))

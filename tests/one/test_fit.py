@@ -58,7 +58,7 @@ def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, file: StringIO | None
 def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() -> None:
     out = StringIO()
     plenty = fit(PLENTY, file=out, policy=ASKED)
-    assert plenty.keep_units == UNITS  # no gather again
+    assert plenty.keep_unsharded == UNITS  # no gather again
     assert plenty.recompute_units == ()
     assert "<- chosen" in out.getvalue()
     most = peak(plenty)
@@ -75,10 +75,10 @@ def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() 
 def test_arguments_by_name_a_stage_and_other_executors() -> None:
     module, x = Chain(ResidualBlock(8), ResidualBlock(8)), torch.empty(8, 8)
     how: dict[str, Any] = {"memory_bytes": PLENTY, "world_size": 2, "file": StringIO()}
-    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), executors=[torch_compile_ex], **how).keep_units
+    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), executors=[torch_compile_ex], **how).keep_unsharded
     assert kept == ("0", "1")
     policy = tz.tools.fit(module, x=x, policy=2, **how)
-    assert (policy.stage, policy.keep_units, policy.recompute_units) == (2, (), ())
+    assert (policy.stage, policy.keep_unsharded, policy.recompute_units) == (2, (), ())
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_units_that_were_asked_for_again_are_saved_where_memory_allows() -> None
 @pytest.mark.slow
 def test_prices_decide() -> None:
     """Where work costs next to nothing, units are computed again; where it is dear, they are gathered again instead."""
-    budget = int(0.95 * peak(tz.Policy(keep_units=UNITS), LONG))
+    budget = int(0.95 * peak(tz.Policy(keep_unsharded=UNITS), LONG))
     assert fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=1e9)).recompute_units
     assert not fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=0.01, launch_bytes=0)).recompute_units
 
@@ -168,7 +168,7 @@ def test_prices_decide() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_interpretation_gives_the_traces_of_each_policy(fused: bool) -> None:
-    chosen = tz.Policy(keep_units=UNITS[1:], recompute_units=UNITS[:2])
+    chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     executors = [torch_compile_ex] if fused else None
     interpreted = Interpreted(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
@@ -215,7 +215,7 @@ def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     lifted = traced(net, SHORT, ASKED).lifted
     assert lifted is not None
     assert Candidate(lifted, ASKED).kept == set(UNITS[2:])  # none is named
-    assert Candidate(lifted, replace(ASKED, keep_units=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
+    assert Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
     out = StringIO()
     one = TradeOff(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, recomputed=0, in_flight_bytes=0)
     print_trade_off([one, replace(one, peak=1001, chosen=True), replace(one, kept=2)], Console(file=out, width=100))
@@ -242,7 +242,7 @@ def test_it_refuses() -> None:
         (lambda: tz.tools.Prices(flops_per_byte=0), ValueError, ("flops_per_byte is 0", "give a number above 0")),
         (lambda: tz.tools.Prices(flops_per_byte="x"), ValueError, ("flops_per_byte is 'x'", "give a number above 0")),  # type: ignore[arg-type]
         (lambda: tz.tools.Prices(launch_bytes=-1), ValueError, ("launch_bytes is -1", "0 or more")),
-        (lambda: fit(policy=tz.Policy(keep_units=("0.9",))), ValueError, ("'0.9'", "no unit", "'0.0'")),
+        (lambda: fit(policy=tz.Policy(keep_unsharded=("0.9",))), ValueError, ("'0.9'", "no unit", "'0.0'")),
     ]
     for call, kind, words in rows:
         with refused(kind, *words):

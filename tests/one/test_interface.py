@@ -257,7 +257,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "recompute": (tz.ZERO3, computed_again, [("none", [0, 0]), ("cheap", [2, 0]), ("units", [2, 1])]),
     # The second of two units is computed again, but for its last layer.
     "recompute_units": (replace(tz.ZERO3, recompute="none"), computed_again, [((), [0, 0]), (("1",), [1, 1])]),
-    "keep_units": (TEXTBOOK, regathers, [((), AGAIN), (("layers.1",), AGAIN[:2])]),
+    "keep_unsharded": (TEXTBOOK, regathers, [((), AGAIN), (("layers.1",), AGAIN[:2])]),
     "cpu_offload": (
         TEXTBOOK,
         lambda policy: "zero_wait_offloaded" in str(traces(policy).backward),

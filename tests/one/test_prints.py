@@ -81,7 +81,7 @@ def values() -> Mapping[str, tuple[Any, ...]]:
         "Estimate": (tz.tools.estimate(three, "h100", loss=loss, optimizer=torch.optim.AdamW),),
         "Explanation": (tz.explain(three, "shared.weight", device="h100"), tz.explain(three, "blocks.3.0.weight")),
         "Holds": tuple(tz.tools.Holds),
-        "Link": (device.inside,),
+        "Link": (device.intra_node,),
         "Memory": (memory, memory.by_kind),
         "MemoryLine": memory.lines,
         "Prices": (tz.tools.Prices(),),

@@ -185,7 +185,7 @@ def test_gathers_are_spread_over_forward(prefetch: int) -> None:
 
 
 @pytest.mark.slow
-def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_gathered_once() -> None:
+def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_kept_unsharded() -> None:
     """The fuser recomputes the norm in backward from its bias too, which would otherwise be gathered for it alone."""
 
     def model() -> nn.Module:

@@ -86,7 +86,7 @@ def test_a_candidate_by_unit() -> None:
     assert len(units) == 3
     assert [len(plain.segments[unit]) > 0 for unit in units] == [True] * 3
     assert max(plain.alive) == plain.peak
-    kept = Candidate(lifted, Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0, keep_units=units))
+    kept = Candidate(lifted, Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0, keep_unsharded=units))
     assert kept.sent < plain.sent  # no second gather
     assert kept.cost < plain.cost
     assert all(kept.left[unit] > plain.left[unit] for unit in units)  # but the parameter stays

@@ -36,7 +36,7 @@ DEVICE = Calibrated(
     {"float32": 100.0},
     10.0,
     1 << 30,
-    inside=Link(100.0),
+    intra_node=Link(100.0),
     devices_per_node=2,
     products={"matmul": {"float32": LINE}, "attention": {"float32": Curve(((0.0, 0.0), (100.0, 4.0)))}},
     traffic={"pointwise": Curve(((0.0, 0.125), (10.0, 1.0))), "view": Curve(((0.0, 0.5),))},
@@ -108,27 +108,27 @@ def test_a_launch_and_a_wait_hold_compute_up() -> None:
     timeline = reduce_of(sharded=True)
     cost = costs_of(timeline, DEVICE)[0]
     assert cost == Cost(
-        sent_bytes=200, wires=((Lane.INSIDE, 2.0),), loads=(0.5,), launch_seconds=2.5, finish_seconds=0.25
+        sent_bytes=200, wires=((Lane.SHARD, 2.0),), loads=(0.5,), launch_seconds=2.5, finish_seconds=0.25
     )
     step = step_time(timeline, DEVICE)
     found = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
     # beside the wire, compute has half of the core for 2 s; the wire is done when compute has 0.5 s to go
     assert found == [
         ("compute", 0, 2.5, False),
-        ("inside", 2.5, 4.5, False),
+        ("shard", 2.5, 4.5, False),
         ("compute", 2.5, 5.0, False),
         ("compute", 5.0, 5.25, False),
         ("compute", 5.25, 5.25, False),
     ]
     assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
-    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wires == ((Lane.INSIDE, 4.0),)
+    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wires == ((Lane.SHARD, 4.0),)
 
 
 def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
     """Rings of 2 s each that ask for a share of the core, beside computations; then a wait for the last."""
     lanes = Lanes()
     for number in range(wires):
-        lanes.launch(number, f"fut{number}", [(Lane.INSIDE, 2.0)], (load,))
+        lanes.launch(number, f"fut{number}", [(Lane.SHARD, 2.0)], (load,))
     for number, seconds in enumerate(compute):
         lanes.compute(wires + number, seconds)
     lanes.wait(wires + len(compute), f"fut{wires - 1}")
@@ -137,11 +137,11 @@ def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float,
 
 def test_a_ring_under_way_takes_its_share_of_the_core() -> None:
     """If it asks for more than half, it gets half, as long as compute runs."""
-    assert ends(0.25, 3) == [("inside", 0, 2), ("compute", 0, 3.5)]
-    assert ends(0.25, 0.75) == [("inside", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
-    assert ends(0.0, 3) == [("inside", 0, 2), ("compute", 0, 3)]
-    assert ends(1.0, 3) == [("inside", 0, 4), ("compute", 0, 5)]
-    assert ends(1.0, 1, wires=2) == [("inside", 0, 3), ("inside", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
+    assert ends(0.25, 3) == [("shard", 0, 2), ("compute", 0, 3.5)]
+    assert ends(0.25, 0.75) == [("shard", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
+    assert ends(0.0, 3) == [("shard", 0, 2), ("compute", 0, 3)]
+    assert ends(1.0, 3) == [("shard", 0, 4), ("compute", 0, 5)]
+    assert ends(1.0, 1, wires=2) == [("shard", 0, 3), ("shard", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
 
 
 @given(st.floats(0, 1), st.lists(st.floats(0.01, 5), min_size=1, max_size=6), st.integers(1, 4))

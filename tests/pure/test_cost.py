@@ -32,7 +32,13 @@ from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Devic
 
 PLAN = Plan(Policy(3), 2, 0, ())
 SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
-    "one", {"float32": 1.0}, 1.0, 1, inside=Link(1.0), across=Link(0.5, latency_seconds=0.25), devices_per_node=2
+    "one",
+    {"float32": 1.0},
+    1.0,
+    1,
+    intra_node=Link(1.0),
+    inter_node=Link(0.5, latency_seconds=0.25),
+    devices_per_node=2,
 )
 
 
@@ -46,7 +52,7 @@ def lanes(text: str, *, overlaps: bool) -> list[str]:
         seconds = [float(word) for word in words]
         if kind == "gather":
             ops.append(Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",)))
-            costs.append(Cost(wires=tuple(zip((Lane.INSIDE, Lane.ACROSS), seconds, strict=False))))
+            costs.append(Cost(wires=tuple(zip((Lane.SHARD, Lane.REPLICATE), seconds, strict=False))))
         else:
             ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
             costs.append(Cost(seconds=sum(seconds)))
@@ -61,12 +67,12 @@ STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
     ("step", "overlaps", "expected"),
     [
         # a wire carries one launch at a time, beside compute; b has come when it is waited for
-        (STEP, True, "inside 0 2; inside 2 4; compute 0 1; wait 1 2; compute 2 5; compute 5 6"),
-        (STEP, False, "inside 0 2; wait 0 2; inside 2 4; wait 2 4; compute 4 5; compute 5 8; compute 8 9"),
+        (STEP, True, "shard 0 2; shard 2 4; compute 0 1; wait 1 2; compute 2 5; compute 5 6"),
+        (STEP, False, "shard 0 2; wait 0 2; shard 2 4; wait 2 4; compute 4 5; compute 5 8; compute 8 9"),
         # the wires of hybrid sharding run side by side
-        ("gather a 1 2; gather b 1 2; wait b", True, "inside 0 1; across 1 3; inside 1 2; across 3 5; wait 0 5"),
+        ("gather a 1 2; gather b 1 2; wait b", True, "shard 0 1; replicate 1 3; shard 1 2; replicate 3 5; wait 0 5"),
         # a launch waits for what computes its gradient
-        ("compute 2; gather a 1; wait a", True, "compute 0 2; inside 2 3; wait 2 3"),
+        ("compute 2; gather a 1; wait a", True, "compute 0 2; shard 2 3; wait 2 3"),
     ],
 )
 def test_when_lanes_are_busy(step: str, overlaps: bool, expected: str) -> None:
@@ -83,8 +89,8 @@ def test_the_figures_of_a_step() -> None:
     estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
     assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
-    assert (estimate.flops, estimate.sent_bytes, estimate.wire_seconds) == (12, 4, {Lane.INSIDE: 4})
-    assert [(span.op, span.lane) for span in estimate.critical_path] == [(0, "inside"), (2, "compute"), (3, "compute")]
+    assert (estimate.flops, estimate.sent_bytes, estimate.wire_seconds) == (12, 4, {Lane.SHARD: 4})
+    assert [(span.op, span.lane) for span in estimate.critical_path] == [(0, "shard"), (2, "compute"), (3, "compute")]
     assert estimate.mfu == 6 / 28  # what is done again is not the model's
     assert estimate.tokens_per_second(7) == 0.25
     assert str(estimate).startswith("step 28 s on one: compute 24 s, exposed communication 4 s")
@@ -98,13 +104,15 @@ def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fie
 
 def test_the_rings_of_a_launch() -> None:
     """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
-    inside = Ring(Lane.INSIDE, 2, 1, 18, 1, Sends.GATHER, 1)
+    inside = Ring(Lane.SHARD, 2, 1, 18, 1, Sends.GATHER, 1)
     assert rings(*launch_of((5, 3), Kind.GATHER, 2, 1)) == (inside,)
     assert rings(*launch_of((5, 3), Kind.GATHER, 2, 4)) == (inside,)
-    scatter, across = replace(inside, sends=Sends.SCATTER), Ring(Lane.ACROSS, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)
+    scatter, across = replace(inside, sends=Sends.SCATTER), Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)
     assert rings(*launch_of((5, 3), Kind.REDUCE, 2, 4)) == (scatter, across)  # 13.5 elements
     whole = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
-    assert rings(*whole) == (Ring(Lane.ACROSS, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1),)  # 22.5 elements: 2 * 3 / 4 of 15
+    assert rings(*whole) == (
+        Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1),
+    )  # 22.5 elements: 2 * 3 / 4 of 15
     assert rings(*launch_of((5, 3), Kind.GATHER, 1, 1)) == ()
 
 
@@ -190,7 +198,7 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     op, timeline = launch_of((800, 3), Kind.GATHER, 8, 1)
     (cost,) = costs_of(timeline, H100)
-    assert cost.wires == ((Lane.INSIDE, H100.inside.seconds(7 * 100 * 3 * 2, steps=7)),)
+    assert cost.wires == ((Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7)),)
     assert cost.sent_bytes == timeline.wire_bytes(op)
 
 
@@ -208,7 +216,7 @@ def test_a_launch_takes_the_traffic_of_its_casts() -> None:
 def test_a_copy_on_several_nodes_has_one_wire() -> None:
     """Its rings use all network cards of a node, as those across copies do."""
     _, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
-    for devices, lanes in {4: (Lane.INSIDE, Lane.ACROSS), 2: (Lane.INSIDE, Lane.INSIDE)}.items():
+    for devices, lanes in {4: (Lane.SHARD, Lane.REPLICATE), 2: (Lane.SHARD, Lane.SHARD)}.items():
         (cost,) = costs_of(timeline, replace(SECOND, devices_per_node=devices))
         assert tuple(lane for lane, _ in cost.wires) == lanes
 

@@ -42,6 +42,6 @@ def test_the_table_of_devices() -> None:
             one.flops_per_second.items()
         )
         assert sizes(memory) == pytest.approx([one.memory_bytes, one.memory_bytes_per_second])
-        assert sizes(inside) == [one.inside.bytes_per_second]
+        assert sizes(inside) == [one.intra_node.bytes_per_second]
         assert inside.replace(",", "").startswith(f"{one.devices_per_node} ")
-        assert sizes(across) == ([] if one.across is None else [one.across.bytes_per_second])
+        assert sizes(across) == ([] if one.inter_node is None else [one.inter_node.bytes_per_second])

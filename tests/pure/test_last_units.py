@@ -1,4 +1,4 @@
-"""The last units of forward, gathered once for both phases without raising the peak."""
+"""The last units of forward, kept unsharded for both phases without raising the peak."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNREAD = Use("e.bias", needed=False)
         (Policy(), "a.w b.w c.w", "a.w b.w c.w"),
     ],
 )
-def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
+def test_as_many_of_the_last_units_are_kept_unsharded_as_the_peak_has_room_for(
     policy: Policy, units: str, once: str
 ) -> None:
     """A unit has 4 bytes: one computes, ``prefetch`` are in flight."""
@@ -41,7 +41,7 @@ def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
     assert max(gathered_bytes(after)) == max(gathered_bytes(again))
 
 
-def test_a_unit_is_gathered_once_with_all_its_parameters() -> None:
+def test_a_unit_is_kept_unsharded_with_all_its_parameters() -> None:
     """The bias too, although backward does not read it: the unit's gather carries it anyway, and forward frees it."""
     after = run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD))
     assert after.plan.kept_unsharded == ("e.w", "e.bias")
@@ -51,7 +51,7 @@ def test_a_unit_is_gathered_once_with_all_its_parameters() -> None:
     assert alone.plan.kept_unsharded == ("d.w", "e.w"), "nothing of f is alive in backward"
 
 
-def test_what_is_gathered_once_counts_as_gathered_ahead() -> None:
+def test_what_is_kept_unsharded_counts_as_gathered_ahead() -> None:
     after = run(model(Policy(prefetch=2), *UNITS.split()))
     others = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
     assert lines(after.with_ops(others), backward=True) == split("""

@@ -206,7 +206,7 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
         (Policy(2), ["a.w", "b.w", Use("b.bias", needed=False)], "free b.bias", "free b.w; free a.w"),
         (ALONE, ["a.w", "b.w"], "free a.w; free b.w", "free b.w; free a.w"),
         (ALONE, [Use("a.w", ("view",), returned=True), Use("b.w", needed=False)], "free b.w", "free a.w"),
-        (Policy(), ["a.w", "b.w", "c.w"], "", "free c.w; free b.w; free a.w"),  # the last units are gathered once
+        (Policy(), ["a.w", "b.w", "c.w"], "", "free c.w; free b.w; free a.w"),  # the last units are kept unsharded
     ],
 )
 def test_each_phase_frees_what_it_reads_last(

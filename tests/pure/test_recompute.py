@@ -147,7 +147,7 @@ def test_units_save_their_borders_and_what_was_drawn() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_unit_that_is_gathered_once_keeps_its_biases_too(stage: int) -> None:
+def test_a_unit_that_is_kept_unsharded_keeps_its_biases_too(stage: int) -> None:
     after = run(program(TWO_UNITS, Policy(stage=stage, recompute="units")))
     assert saved(after) == {"x0", "x3", "y3", "m"}
     assert gathers_in_backward(after) == []

@@ -106,7 +106,7 @@ def check_bytes(plan: tz.schedule.Plan, world_size: int, reduced: list[int], def
     each = (world_size - 1) * (1 if plan.policy.stage else 2)  # what all ranks send to reduce a byte
     first, scalar = each * nbytes("first"), 2 * 4 * (world_size - 1)  # the scalar is all-reduced in all stages
     common = each * nbytes("shared") + scalar
-    # The layer that all micro-batches read is gathered once, if it is held.
+    # The layer that all micro-batches read is kept unsharded, if it is held.
     gathers = (world_size - 1) * nbytes("shared") if not plan.policy.reshard_after_backward else 0
     for step in range(1, STEPS):
         micros = slice(step * MICRO, (step + 1) * MICRO)

@@ -33,7 +33,7 @@ POLICIES = {
     "2": tz.Policy(stage=2),
     "3": tz.Policy(stage=3, reshard_after_forward=True),
     "1 bfloat16": tz.Policy(stage=1, mixed_precision=HALF),
-    "2 gathered once an accumulation": tz.Policy(stage=2, reshard_after_backward=False),
+    "2 kept unsharded over an accumulation": tz.Policy(stage=2, reshard_after_backward=False),
     "3 bfloat16": tz.Policy(stage=3, mixed_precision=HALF, reshard_after_forward=True),
 }
 
@@ -87,7 +87,7 @@ def on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
     ("name", "copies"),
     [
         ("1", 1),
-        *slow(("0", 1), ("1 bfloat16", 1), ("2 gathered once an accumulation", 1), ("3 bfloat16", 1)),
+        *slow(("0", 1), ("1 bfloat16", 1), ("2 kept unsharded over an accumulation", 1), ("3 bfloat16", 1)),
         *slow(("1", 2), ("3 bfloat16", 2)),  # hybrid sharding
         *deep(("2", 1), ("3", 1), ("2", 2), ("3", 2)),
     ],

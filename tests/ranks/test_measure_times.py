@@ -20,10 +20,11 @@ from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.sharded.waits import Clock, Moment, Waited, computed
+from thunder_zero.sharded.waits import Clock, Moment, Waited
 from thunder_zero.tools import measure_times
+from thunder_zero.tools.measure import computed
 
-# Each parameter is a bucket, and none is gathered once: more gathers, and other orders.
+# Each parameter is a bucket, and none is kept unsharded: more gathers, and other orders.
 POLICY = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
 X = torch.ones(3, 7)
 

@@ -33,10 +33,10 @@ LAST_IN_ZERO3 = {"w", "v", "g", "bias", "layers.2.weight", "layers.2.bias", "lay
 
 
 def holds_its_stage(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """Parameters that backward does not read (biases) are freed, even if they are gathered once."""
+    """Parameters that backward does not read (biases) are freed, even if they are kept unsharded."""
     case, peak = CASES[name]
     result = run(case, rank, world_size)
-    is_zero3, listed = case.policy.stage == 3, set(result["gathered once"])
+    is_zero3, listed = case.policy.stage == 3, set(result["kept unsharded"])
     assert not is_zero3 or listed == (set() if case.policy.reshard_after_forward else LAST_IN_ZERO3), listed
     kept = listed & PATTERNS_AGAIN if is_zero3 else ALIVE_IN_ZERO2[case.autocast]
     assert result["after forward"] == kept, (result["after forward"], kept)
@@ -118,9 +118,9 @@ def train(rank: int, world_size: int, kind: type[nn.Module], prefetch: int) -> N
     for what in ("y", "grads", "inferred"):
         assert_close(ours[what], textbook[what], rtol=0, atol=0)
     assert ours["peak"] == textbook["peak"]
-    kept = set(ours["gathered once"])
+    kept = set(ours["kept unsharded"])
     assert kept
-    assert textbook["gathered once"] == ()
+    assert textbook["kept unsharded"] == ()
     assert ours["again"] == textbook["again"] - kept, "gathered in backward"
     plan = tz.schedule.make_plan(fresh(kind), policy, world_size, rank)
     spared = sum(plan.gather_bytes(plan.by_name[path]) for path in textbook["again"] & kept)
@@ -133,7 +133,7 @@ def check_units(ours: dict[str, Any], textbook: dict[str, Any], prefetch: int) -
     """One layer computes, ``prefetch`` are under way; as many are kept, and their weights are there after forward."""
     last = range(4 - prefetch, 5)
     assert ours["peak"] == (1 + prefetch) * UNIT, ours["peak"]
-    assert set(ours["gathered once"]) == {f"layers.{at}.{name}" for at in last for name in ("weight", "bias")}
+    assert set(ours["kept unsharded"]) == {f"layers.{at}.{name}" for at in last for name in ("weight", "bias")}
     assert ours["after forward"] == {f"layers.{at}.weight" for at in last}, ours["after forward"]
     assert textbook["after forward"] == set()
     assert textbook["again"] == {f"layers.{at}.weight" for at in range(1, 5)}, textbook["again"]

@@ -38,7 +38,7 @@ def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple
     assert float(table["validation loss"][0]) < float(table["validation loss"][1].split()[-1]) - 1.5
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == f"{sends:,}"
     assert table["by the formula"][1].startswith(words)  # the table breaks the line after them
-    assert table.get("gathered once") == once
+    assert table.get("kept unsharded") == once
     assert int(table["tokens/s"][0].replace(",", "")) > 0
     rest, peak = (float(table[f"memory at {when} per rank"][0].removesuffix(" MB")) for when in ("rest", "peak"))
     assert 0 < rest < peak
@@ -111,6 +111,6 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path
     table = table_of(printed)
     sends = f"{2 * (3 * MODEL - NOT_READ):,}"
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == sends
-    assert table["gathered once"][1] == "nothing"
+    assert table["kept unsharded"][1] == "nothing"
     right, found = weights_of(zero3[1]), weights_of(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in right.items())

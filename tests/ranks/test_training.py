@@ -262,7 +262,7 @@ def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None
 
 def steps_between(rank: int, world_size: int, stage: int) -> None:
     """Of a DTensor, a step raises no version of the rows that forward saved; that of a fused optimizer none at all.
-    What is gathered once is a copy, which no step changes."""
+    What is kept unsharded is a copy, which no step changes."""
     model = sharded(fresh(Mlp, WIDTH, 2), tz.Policy(stage=stage, reshard_after_forward=True))
     for optimizer in (sgd(model), torch.optim.AdamW(model.parameters(), fused=True)):
         pending = model(batch()).square().mean()

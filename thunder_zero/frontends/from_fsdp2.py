@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("`reshard_after_forward=False`", "`stage=2`"),
     (
         "`set_reshard_after_forward`, `set_unshard_in_backward`",
-        "before sharding: `reshard_after_forward=True`, or `keep_units=` for units that stay gathered",
+        "before sharding: `reshard_after_forward=True`, or `keep_unsharded=` for units that stay gathered",
     ),
     (
         "`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`",

@@ -319,7 +319,7 @@ def _require_world(world_size: int, rank: int, replicas: int) -> None:
 
 
 def _require_units(plan: Plan, module: nn.Module) -> None:
-    for field in ("recompute_units", "keep_units"):
+    for field in ("recompute_units", "keep_unsharded"):
         for path in getattr(plan.policy, field):
             if path == ROOT or path not in plan.units:
                 raise ValueError(
@@ -365,7 +365,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         unit=unit,
         sharded=sharded,
         resident=sharded and stage.resident,
-        kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_units,
+        kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
     )
 

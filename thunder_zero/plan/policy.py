@@ -104,7 +104,7 @@ OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: thunder_zero/pla
 PATHS = {  # fields of paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
-    "keep_units": "paths of units, such as ('blocks.3',)",
+    "keep_unsharded": "paths of units, such as ('blocks.3',)",
     "recompute_units": "paths of units, such as ('blocks.0',)",
 }
 SHOWN = 4  # paths of a field, in a repr
@@ -156,8 +156,8 @@ class Policy:
             borders between units.
         recompute_units: paths of units of which only the borders are saved, whatever ``recompute`` says for the others
             (default none).
-        keep_units: ZeRO-3 only: paths of units that forward does not free, which saves them a gather, beside those that
-            ``reshard_after_forward=None`` leaves (default none).
+        keep_unsharded: ZeRO-3 only: paths of units that forward does not free, which saves them a gather; those that
+            ``reshard_after_forward=None`` leaves come on top (default none).
         cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
             before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
@@ -185,7 +185,7 @@ class Policy:
     reshard_after_backward: bool = True
     recompute: str = "cheap"
     recompute_units: tuple[str, ...] = ()
-    keep_units: tuple[str, ...] = ()
+    keep_unsharded: tuple[str, ...] = ()
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
@@ -241,7 +241,7 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-DDP = Policy(stage=0)
-ZERO1 = Policy(stage=1)
-ZERO2 = Policy(stage=2)
-ZERO3 = Policy(stage=3)
+DDP = Policy(stage=0)  # gradients are averaged; every rank has all of parameters and optimizer state
+ZERO1 = Policy(stage=1)  # the optimizer and its state are sharded
+ZERO2 = Policy(stage=2)  # parameters too, and gathered from forward to backward
+ZERO3 = Policy(stage=3)  # parameters too, and gathered around their uses alone

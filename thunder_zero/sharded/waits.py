@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +18,9 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label
 from thunder_zero.schedule.timeline import Kind
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,56 +85,6 @@ class Clock:
             return results
 
         return WaitsBy(wait)
-
-
-Seconds = dict[str, float]
-
-
-def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
-    """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
-
-    The last gather of a phase has none. Waits for reductions in between do not count as compute. A path that is the
-    first one of several buckets of a phase gets the shortest time.
-
-    Args:
-        waits: the waits that ran.
-        expected: the waits of one forward and backward, in order: the first path of the bucket, whether it ends a
-            gather, whether it is in backward.
-
-    Raises:
-        RuntimeError: other waits ran.
-    """
-    ran = [_name(wait.path, wait.gather) for wait in waits]
-    planned = [_name(path, gather) for path, gather, _ in expected]
-    for number, (found, wanted) in enumerate(zip_longest(ran, planned)):
-        if found != wanted:
-            should = "should not run" if wanted is None else f"should end {wanted}"
-            did = "it did not run" if found is None else f"it ended {found}"
-            raise RuntimeError(
-                f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
-                f"give a step that runs each once"
-            )
-    gathers = [(at, backward) for at, (_, gather, backward) in enumerate(expected) if gather]
-    forward, backward = ([at for at, phase in gathers if phase is wanted] for wanted in (False, True))
-    return _between(waits, forward), _between(waits, backward)
-
-
-def _name(path: str, gather: bool) -> str:
-    return f"the {'gather' if gather else 'reduction'} of {path}"
-
-
-def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
-    seconds: Seconds = {}
-    for at, following in pairwise(gathers):
-        spans = [before.returned.until(after.called) for before, after in pairwise(waits[at : following + 1])]
-        path = waits[at].path
-        seconds[path] = min(sum(spans), seconds.get(path, sum(spans)))
-    return seconds
-
-
-def mean_over_ranks(values: Sequence[float], group: ProcessGroup) -> list[float]:
-    """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
-    return [sum(column) / len(column) for column in zip(*all_gather_object(values, group), strict=True)]
 
 
 NOTHING = nullcontext()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise, zip_longest
 from math import inf
 from statistics import median
 
 from thunder_zero.comm import agree
+from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.frontends.zero_module import traces_of, zero_module
 from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State
-from thunder_zero.sharded.waits import computed, mean_over_ranks
+from thunder_zero.sharded.waits import Waited
 
 from thunder.core.module import ThunderModule
+
+Seconds = dict[str, float]
 
 
 @tagged("measure_times")
@@ -58,7 +62,8 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         seconds = [computed(waits, expected) for waits in runs]
     phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
     values = [*phases[0].values(), *phases[1].values(), _bytes_per_second(state, timeline, steps)]
-    means = iter([float(f"{mean:.3g}") for mean in mean_over_ranks(values, state.group)])
+    columns = zip(*all_gather_object(values, state.group), strict=True)  # in rank order: the same bits on all ranks
+    means = iter([float(f"{sum(column) / len(column):.3g}") for column in columns])
     forward, backward = ({path: next(means) for path in phase} for phase in phases)
     return Times(forward, backward, next(means))
 
@@ -70,3 +75,45 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
     if not nbytes:
         return inf
     return nbytes / median(sum(map(state.seconds_alone, buckets)) for _ in range(rounds))
+
+
+def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
+    """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
+
+    The last gather of a phase has none. Waits for reductions in between do not count as compute. A path that is the
+    first one of several buckets of a phase gets the shortest time.
+
+    Args:
+        waits: the waits that ran.
+        expected: the waits of one forward and backward, in order: the first path of the bucket, whether it ends a
+            gather, whether it is in backward.
+
+    Raises:
+        RuntimeError: other waits ran.
+    """
+    ran = [_name(wait.path, wait.gather) for wait in waits]
+    planned = [_name(path, gather) for path, gather, _ in expected]
+    for number, (found, wanted) in enumerate(zip_longest(ran, planned)):
+        if found != wanted:
+            should = "should not run" if wanted is None else f"should end {wanted}"
+            did = "it did not run" if found is None else f"it ended {found}"
+            raise RuntimeError(
+                f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
+                f"give a step that runs each once"
+            )
+    gathers = [(at, backward) for at, (_, gather, backward) in enumerate(expected) if gather]
+    forward, backward = ([at for at, phase in gathers if phase is wanted] for wanted in (False, True))
+    return _between(waits, forward), _between(waits, backward)
+
+
+def _name(path: str, gather: bool) -> str:
+    return f"the {'gather' if gather else 'reduction'} of {path}"
+
+
+def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
+    seconds: Seconds = {}
+    for at, following in pairwise(gathers):
+        spans = [before.returned.until(after.called) for before, after in pairwise(waits[at : following + 1])]
+        path = waits[at].path
+        seconds[path] = min(sum(spans), seconds.get(path, sum(spans)))
+    return seconds

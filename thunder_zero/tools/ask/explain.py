@@ -260,8 +260,8 @@ def _why_replicated(param: Param, plan: Plan) -> str:
 
 
 def _why_once(param: Param, plan: Plan) -> str:
-    if param.unit in plan.policy.keep_units:
-        return "Policy.keep_units names its unit"
+    if param.unit in plan.policy.keep_unsharded:
+        return "Policy.keep_unsharded names its unit"
     return "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]  # of Chrome's trace event format, which Perfetto reads
 MICRO = 1e6  # its unit of time is a microsecond
-LANES = {Lane.COMPUTE: "compute", Lane.INSIDE: "wire inside a copy of the model", Lane.ACROSS: "wire between copies"}
+LANES = {Lane.COMPUTE: "compute", Lane.SHARD: "wire of the shard group", Lane.REPLICATE: "wire of the replicate group"}
 
 
 def save_timeline(

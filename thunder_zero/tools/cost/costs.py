@@ -32,8 +32,8 @@ class Lane(StrEnum):
     """What runs one thing after another."""
 
     COMPUTE = "compute"
-    INSIDE = "inside"  # the wire of a copy of the model
-    ACROSS = "across"  # the wire between copies
+    SHARD = "shard"  # the wire of the shard group
+    REPLICATE = "replicate"  # the wire of the replicate group
 
 
 class Sends(StrEnum):
@@ -79,11 +79,11 @@ def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
     whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
     sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
     inside, across = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
-    of_whole = Lane.ACROSS if copies > 1 else Lane.INSIDE
+    of_whole = Lane.REPLICATE if copies > 1 else Lane.SHARD
     moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
     yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
-    yield Ring(Lane.INSIDE, world, 1, inside, world - 1, moves, len(sends))
-    yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
+    yield Ring(Lane.SHARD, world, 1, inside, world - 1, moves, len(sends))
+    yield Ring(Lane.REPLICATE, copies, world, across, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
@@ -296,7 +296,7 @@ def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Co
     return Cost(
         sent_bytes=sum(part.nbytes for part in parts),
         wires=tuple(
-            (Lane.INSIDE if one_wire else part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)
+            (Lane.SHARD if one_wire else part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)
         ),
         loads=loads if any(loads) else (),
         launch_seconds=sum(one.launch_seconds for one in sent),

@@ -3,7 +3,7 @@
 ::
 
     compute   | x | x      |wait| x     | x |
-    inside        | gather a    | gather b |
+    shard         | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
 A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a

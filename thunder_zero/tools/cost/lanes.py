@@ -3,8 +3,8 @@
 ::
 
     compute   | x         | y      |wait| z |       x is longer while a ring takes a share of its core
-    inside        | ring    | ring      |           a wire carries one ring at a time
-    across                  | ring  |               a ring of one launch may come after another of it
+    shard         | ring    | ring      |           a wire carries one ring at a time
+    replicate               | ring  |               a ring of one launch may come after another of it
 
 A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
 does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,

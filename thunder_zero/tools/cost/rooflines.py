@@ -28,7 +28,7 @@ def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize
     A parameter has 2 FLOPs a token in forward and 4 in backward; all-gathers and reduce-scatters send it once each,
     in elements of ``itemsize`` bytes, over the device's links inside a node.
     """
-    intensity = device.peak(dtype) / device.inside.bytes_per_second  # FLOPs in the time of a byte
+    intensity = device.peak(dtype) / device.intra_node.bytes_per_second  # FLOPs in the time of a byte
     return max(times * itemsize * intensity / flops for flops, times in _phases(stage))
 
 

@@ -59,8 +59,8 @@ class Device:
         flops_per_second: of dense products, by the name of a dtype (``"bfloat16"``).
         memory_bytes_per_second: to and from the device's memory.
         memory_bytes: the size of its memory.
-        inside: its link to the devices of its node.
-        across: its link to other nodes, which the devices of a node use side by side; None if it has none.
+        intra_node: its link to the devices of its node.
+        inter_node: its link to other nodes, which the devices of a node use side by side; None if it has none.
         devices_per_node: how many devices a node has.
         overlaps: whether collectives run while the device computes; otherwise each compute waits for those under way.
 
@@ -72,8 +72,8 @@ class Device:
     flops_per_second: Mapping[str, float] = field(hash=False)
     memory_bytes_per_second: float
     memory_bytes: int
-    inside: Link
-    across: Link | None = None
+    intra_node: Link
+    inter_node: Link | None = None
     devices_per_node: int = 8
     overlaps: bool = True
 
@@ -88,7 +88,7 @@ class Device:
         return summed_up(self, str(self))
 
     def __str__(self) -> str:
-        links = {"in a node": self.inside, "between nodes": self.across}
+        links = {"in a node": self.intra_node, "between nodes": self.inter_node}
         parts = [
             f"{self.name}: {size(self.memory_bytes)} at {count(self.memory_bytes_per_second)}B/s",
             *(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in self.flops_per_second.items()),
@@ -136,24 +136,24 @@ class Device:
     def ring(self, ranks: int, stride: int = 1) -> Link:
         """The link of one device in a ring of ranks that are ``stride`` apart, ranks of a node next to each other.
 
-        A ring that leaves the node has the links of all its members in the node, up to what ``inside`` carries: they
-        run as many rings, each of which leaves the node elsewhere. A message on its way round has the latency of
-        ``across`` once a node, otherwise that of ``inside``; the link has their mean.
+        A ring that leaves the node has the links of all its members in the node, up to what ``intra_node`` carries:
+        they run as many rings, each of which leaves the node elsewhere. A message on its way round has the latency of
+        ``inter_node`` once a node, otherwise that of ``intra_node``; the link has their mean.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
         """
         if (ranks - 1) * stride < self.devices_per_node:
-            return self.inside
-        if self.across is None:
+            return self.intra_node
+        if self.inter_node is None:
             raise ValueError(
                 f"{self.name} has no link to other nodes, but {ranks} ranks {stride} apart need more than the "
-                f"{self.devices_per_node} devices of one; give Device.across"
+                f"{self.devices_per_node} devices of one; give Device.inter_node"
             )
         members = max(1, self.devices_per_node // stride)
-        fastest = min(self.inside.bytes_per_second, members * self.across.bytes_per_second)
+        fastest = min(self.intra_node.bytes_per_second, members * self.inter_node.bytes_per_second)
         leaving = -(-ranks // members) - 1  # of ranks - 1 steps
-        on_the_way = (ranks - 1 - leaving) * self.inside.latency_seconds + leaving * self.across.latency_seconds
+        on_the_way = (ranks - 1 - leaving) * self.intra_node.latency_seconds + leaving * self.inter_node.latency_seconds
         return Link(fastest, on_the_way / (ranks - 1))
 
 
@@ -180,8 +180,8 @@ A100 = Device(
     flops_per_second={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
     memory_bytes_per_second=2.039e12,
     memory_bytes=81_920 * MiB,
-    inside=Link(300e9, NVLINK),
-    across=Link(25e9, NETWORK),
+    intra_node=Link(300e9, NVLINK),
+    inter_node=Link(25e9, NETWORK),
 )
 H100 = Device(
     # https://www.nvidia.com/en-us/data-center/h100 (data sheet, SXM), without sparsity; a DGX H100 has a network card
@@ -190,8 +190,8 @@ H100 = Device(
     flops_per_second={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
     memory_bytes_per_second=3.35e12,
     memory_bytes=81_559 * MiB,
-    inside=Link(450e9, NVLINK),
-    across=Link(50e9, NETWORK),
+    intra_node=Link(450e9, NVLINK),
+    inter_node=Link(50e9, NETWORK),
 )
 H200 = Device(
     # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory, of which nvidia-smi
@@ -200,8 +200,8 @@ H200 = Device(
     flops_per_second=H100.flops_per_second,
     memory_bytes_per_second=4.8e12,
     memory_bytes=143_771 * MiB,
-    inside=H100.inside,
-    across=H100.across,
+    intra_node=H100.intra_node,
+    inter_node=H100.inter_node,
 )
 TPU_V2 = Device(
     # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
@@ -210,7 +210,7 @@ TPU_V2 = Device(
     flops_per_second={"bfloat16": 4.5e13},
     memory_bytes_per_second=7e11,
     memory_bytes=16 * GiB,
-    inside=Link(2.48e11, ICI),
+    intra_node=Link(2.48e11, ICI),
     devices_per_node=256,
 )
 TPU_V5P = Device(
@@ -220,8 +220,8 @@ TPU_V5P = Device(
     flops_per_second={"bfloat16": 4.59e14},
     memory_bytes_per_second=2.765e12,
     memory_bytes=95 * GiB,
-    inside=Link(1.8e11, ICI),
-    across=Link(6.25e9, NETWORK),
+    intra_node=Link(1.8e11, ICI),
+    inter_node=Link(6.25e9, NETWORK),
     devices_per_node=8960,
 )
 

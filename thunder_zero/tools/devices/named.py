@@ -109,7 +109,7 @@ def _from_data(data: Mapping[str, Any]) -> Calibrated:
         flops_per_second=data["flops_per_second"],
         memory_bytes_per_second=data["memory_bytes_per_second"],
         memory_bytes=data["memory_bytes"],
-        inside=Link(**data["inside"]),
+        intra_node=Link(**data["intra_node"]),
         devices_per_node=data["ranks"],
         products=products,
         traffic=traffic,

@@ -78,7 +78,7 @@ class UnitChoice:
     """What may be done with one unit.
 
     Attributes:
-        kept: it stays gathered for backward (``Policy.keep_units``).
+        kept: it stays gathered for backward (``Policy.keep_unsharded``).
         recomputed: backward recomputes it whole (``Policy.recompute_units``).
     """
 
@@ -135,9 +135,9 @@ class Parts:
         """The choice of each unit, from the numbers of the options of all parts."""
         return {unit: self.options[number] for unit, number in zip(self.units, numbers[1:-1], strict=True)}
 
-    def numbers(self, keep_units: Sequence[str], recompute_units: Sequence[str]) -> tuple[int, ...]:
+    def numbers(self, keep_unsharded: Sequence[str], recompute_units: Sequence[str]) -> tuple[int, ...]:
         """The number of the option of each part."""
-        of_units = (self._number[UnitChoice(unit in keep_units, unit in recompute_units)] for unit in self.units)
+        of_units = (self._number[UnitChoice(unit in keep_unsharded, unit in recompute_units)] for unit in self.units)
         return (0, *of_units, 0)
 
     def sums(self, numbers: Sequence[int]) -> tuple[int, float]:

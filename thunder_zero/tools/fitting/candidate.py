@@ -93,8 +93,8 @@ class Candidate:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The units that stay gathered from forward to backward: those of ``keep_units``, and those that the schedule
-        chooses (``reshard_after_forward=None``); not the root."""
+        """The units that stay gathered from forward to backward: those of ``keep_unsharded``, and those that the
+        schedule chooses (``reshard_after_forward=None``); not the root."""
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
 
@@ -156,7 +156,8 @@ class Candidate:
 def under(plan: Plan, policy: Policy) -> Plan:
     """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
     params = tuple(
-        replace(param, kept_unsharded=param.kept_unsharded or param.unit in policy.keep_units) for param in plan.params
+        replace(param, kept_unsharded=param.kept_unsharded or param.unit in policy.keep_unsharded)
+        for param in plan.params
     )
     return replace(plan, policy=policy, params=params)
 

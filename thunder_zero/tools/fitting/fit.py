@@ -70,7 +70,7 @@ def fit(
 ) -> Policy:
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
-    Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
+    Chooses the units that stay gathered (``Policy.keep_unsharded``) and those that are computed again whole
     (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
     launches and recomputed work at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
     calls it, and rank 0 decides.
@@ -184,7 +184,7 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
         traces.lifted, _by_unit(asked), prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}")
     )
     again = traces.plan.recomputed
-    first = Choices(asked.keep_units, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
+    first = Choices(asked.keep_unsharded, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
     compiled = _Compiled(forecasts, search, {first: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:

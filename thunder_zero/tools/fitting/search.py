@@ -28,7 +28,7 @@ FINEST = 500  # part of the bytes below which the search for the least stops
 class Choices:
     """What is chosen, as paths of units and bytes."""
 
-    keep_units: tuple[str, ...]
+    keep_unsharded: tuple[str, ...]
     recompute_units: tuple[str, ...]
     bucket_bytes: int
     in_flight_bytes: int
@@ -48,7 +48,7 @@ class Choices:
         """The policy that was asked for, with these choices."""
         return replace(
             asked,
-            keep_units=self.keep_units,
+            keep_unsharded=self.keep_unsharded,
             recompute_units=self.recompute_units,
             bucket_bytes=self.bucket_bytes,
             in_flight_bytes=self.in_flight_bytes,
@@ -140,7 +140,7 @@ class Search:
 
     @property
     def _options(self) -> tuple[UnitChoice, ...]:
-        """The choices for a unit; among equals the first ones are taken. What is gathered once anyway is not kept."""
+        """The choices for a unit; among equals the first ones are taken. What is kept unsharded anyway is not kept."""
         return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_RECOMPUTED)), PLAIN, RECOMPUTED)
 
     def alike(self, choice: UnitChoice, sizes: tuple[int, int]) -> Choices:
@@ -204,7 +204,7 @@ class Search:
     def _moves(self, parts: Parts, start: Choices, best: Choices, target: int) -> Iterator[Choices]:
         """Choices that differ from the start in one unit or two and should be cheaper than the best: first those that
         should fit, by cost, then by the bytes that should be missing."""
-        now = parts.numbers(start.keep_units, start.recompute_units)
+        now = parts.numbers(start.keep_unsharded, start.recompute_units)
         peak, cost = parts.sums(now)
         peak, cost = self.candidate(start).peak - peak, self._cost(start) - cost  # what the sums leave out
         found = []
