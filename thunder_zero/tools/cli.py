@@ -21,7 +21,7 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
-from thunder_zero.tools.report.line_meanings import PHASES
+from thunder_zero.tools.printing.line_meanings import PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
 DESCRIPTION = (
@@ -187,7 +187,7 @@ def _show_plan(options: argparse.Namespace) -> None:
     """Print which stage and mesh to train a model with."""
     from thunder_zero.tools.planner.plan_training import plan_training
     from thunder_zero.tools.planner.text import print_plan
-    from thunder_zero.tools.report.text import stdout_console
+    from thunder_zero.tools.printing.text import stdout_console
 
     plan = plan_training(options.model, **_others(options, "model", "json"))
     if options.json:

@@ -17,7 +17,7 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.report.text import WIDTH
+from thunder_zero.tools.printing.text import WIDTH
 
 SHORT = 30  # columns
 

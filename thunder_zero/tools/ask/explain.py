@@ -30,7 +30,7 @@ from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import label
+from thunder_zero.tools.printing.line_meanings import label
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

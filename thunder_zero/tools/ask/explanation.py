@@ -16,7 +16,7 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.tools.report.text import WIDTH, clip, place_of
+from thunder_zero.tools.printing.text import WIDTH, clip, place_of
 
 HANGING = 12  # columns
 

@@ -20,8 +20,8 @@ from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import PHASES, Row, label
-from thunder_zero.tools.report.text import place_of
+from thunder_zero.tools.printing.line_meanings import PHASES, Row, label
+from thunder_zero.tools.printing.text import place_of
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.report.text import WIDTH, clip
+from thunder_zero.tools.printing.text import WIDTH, clip
 
 
 class Holds(StrEnum):

@@ -18,7 +18,7 @@ from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.planner.figures import PlanRow, TrainingPlan
-from thunder_zero.tools.report.text import table_of
+from thunder_zero.tools.printing.text import table_of
 
 COLUMNS = ("stage", "shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU", "")
 
