@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.notebook import lanes, small
+from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
 from thunder_zero.tools.cost.lanes import Lanes, Span
@@ -147,6 +149,16 @@ class Estimate:
     def tokens_per_second(self, tokens: int) -> float:
         """Tokens that a rank trains in a second, if its share of a batch has this many."""
         return tokens / self.seconds
+
+    def _repr_html_(self) -> str:
+        """A small form for notebooks: where the time goes, and the lanes."""
+        facts = {"step": self.seconds, "compute": self.compute_seconds, "exposed communication": self.exposed_seconds}
+        words = {name: duration(seconds) for name, seconds in facts.items()} | {"MFU": f"{self.mfu:.1%}"}
+        bars = {
+            str(lane): [(span.start, span.end, span.waits) for span in self.spans if span.lane is lane]
+            for lane in (Lane.COMPUTE, *self.wire_seconds)
+        }
+        return small(f"a step on {self.device.name}", words, lanes(bars, "lanes of the step over time"))
 
     def __str__(self) -> str:
         ms = 1e3

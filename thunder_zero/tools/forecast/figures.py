@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.tools.printing.text import WIDTH, clip
@@ -142,6 +143,12 @@ class Memory:
     def __str__(self) -> str:
         """The peak, what makes it, and the other figures, as text."""
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """A small form for notebooks: what is alive at the peak, and the curve of memory."""
+        facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
+        title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
+        return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
 
     @cached_property
     def peak_line(self) -> MemoryLine:

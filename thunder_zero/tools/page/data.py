@@ -6,11 +6,11 @@ origins are named by their positions in lists; seconds are since the step began,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from thunder_zero.plan.amounts import duration, name_of, size
+from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
 from thunder_zero.tools.page.program import Program
@@ -24,7 +24,7 @@ DIGITS = 10  # of seconds: a tenth of a nanosecond
 def data_of(program: Program) -> Data:
     """All that the page shows of one program."""
     plan, memory = program.traces.plan, program.memory
-    units, params = list(plan.units), list(plan.by_name)
+    units = list(plan.units)
     return {
         "name": program.name,
         "place": place_of(plan),
@@ -37,12 +37,11 @@ def data_of(program: Program) -> Data:
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": units,
         "parameters": [
-            {"path": path, "unit": units.index(param.unit), "explained": str(program.explanations[param.path])}
-            for path, param in plan.by_name.items()
-            if path == param.path
+            {"path": path, "unit": units.index(one.param.unit), "explained": str(one)}
+            for path, one in program.explanations.items()
         ],
         "phases": _phases(program),
-        "lines": _lines_of(program, units, {path: at for at, path in enumerate(dict.fromkeys(_paths(program)))}),
+        "lines": _lines_of(program, units),
         "runs": [[units.index(unit), first, last] for unit, first, last in program.units],
         "lanes": list(program.lanes),
         "bars": _columns(
@@ -58,15 +57,10 @@ def data_of(program: Program) -> Data:
             ]
         ),
         "collectives": [
-            {**asdict(one), "params": len(one.params), "hidden_share": one.hidden_share}
-            for one in program.collectives
+            {**asdict(one), "params": len(one.params), "hidden_share": one.hidden_share} for one in program.collectives
         ],
         "memory": None if memory is None else _memory_of(program, memory),
     }
-
-
-def _paths(program: Program) -> Iterable[str]:
-    return (param.path for param in program.traces.plan.params)
 
 
 def figures_of(program: Program) -> dict[str, float | None]:
@@ -134,8 +128,9 @@ def _phases(program: Program) -> list[Data]:
     return list(found.values())
 
 
-def _lines_of(program: Program, units: Sequence[str], params: Mapping[str, int]) -> Data:
+def _lines_of(program: Program, units: Sequence[str]) -> Data:
     plan, memory = program.traces.plan, program.memory
+    params = {path: at for at, path in enumerate(program.explanations)}
     origins: dict[str, int] = {"": 0}
     rows = []
     for line in program.lines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
@@ -45,7 +46,7 @@ def spans_by_times(forecast: Estimate, times: Times) -> tuple[Span, ...]:
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
     """The operations after the wait of each gather up to that of the next one in its phase, with the seconds."""
     waits = [at for at, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
-    for at, following in zip(waits, waits[1:], strict=False):
+    for at, following in pairwise(waits):
         op = timeline.ops[at]
         seconds = (times.backward if op.backward else times.forward).get(op.params[0])
         if seconds is not None and timeline.ops[following].backward is op.backward:
@@ -115,7 +116,7 @@ def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> I
     first, speed = bounds[0], _usual(forecast, moments)
     zero = moments[first][0] - sum(costs[at].seconds for at in range(first)) * speed
     now = 0.0
-    for begin, stop in zip([-1, *bounds], bounds, strict=False):
+    for begin, stop in pairwise([-1, *bounds]):
         computing = [at for at in range(begin + 1, stop) if timeline.ops[at].kind is Kind.COMPUTE]
         total = sum(costs[at].seconds for at in computing)
         until = moments[stop][0] - zero if stop in moments else now + total * speed
@@ -137,6 +138,6 @@ def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> I
 def _usual(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> float:
     """How much longer compute takes between measured moments than in the forecast."""
     marked = list(moments)
-    between = sum(moments[after][0] - moments[at][1] for at, after in zip(marked, marked[1:], strict=False))
+    between = sum(moments[after][0] - moments[at][1] for at, after in pairwise(marked))
     costs = sum(forecast.costs[at].seconds for at in range(marked[0], marked[-1]))
     return between / costs if costs else 1.0

@@ -161,6 +161,10 @@ function write(words, left, y, { colour = colours.ink, align = "left", bold = fa
   while (words.length > 1 && pen.measureText(words).width > room) words = words.slice(0, words.endsWith("…") ? -2 : -1) + "…";
   if (words.length > 1 || room === Infinity) pen.fillText(words, left, y);
 }
+function shortened(path, room) {
+  pen.font = `400 ${text}px system-ui, sans-serif`;
+  return pen.measureText(path).width > room ? path.split(".").at(-1) : path;
+}
 function rectangle(start, end, y, height, fill) {
   const left = Math.max(gutter, x(start)), right = Math.min(width, Math.max(x(end), left + 0.7));
   if (right <= gutter || left >= width) return null;
@@ -196,12 +200,12 @@ function drawPhases(program, area) {
   for (const phase of program.phases) {
     const left = x(phase.start), right = Math.min(x(phase.end), width);
     if (left >= gutter && left <= width) { pen.fillStyle = colours.ink; pen.fillRect(left, area.phases, 1.5, area.bottom - area.phases); }
-    if (right > gutter && left < width) write(phase.name, Math.max(left, gutter) + 4, area.phases + 0.8 * text, { bold: true, room: right - Math.max(left, gutter) - 6 });
+    if (right - gutter > 2 * text && width - left > 2 * text && right - left > 3 * text) write(phase.name, Math.max(left, gutter) + 4, area.phases + 0.8 * text, { bold: true, room: right - Math.max(left, gutter) - 6 });
   }
   write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
   for (const [unit, first, last] of program.runs) {
     const at = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`]);
-    if (at && at.right - at.left > 2 * text) write(program.units[unit] || "root", at.left + 3, area.units + 0.8 * text, { colour: "#14181d", room: at.right - at.left - 5 });
+    if (at && at.right - at.left > 1.2 * text) write(shortened(program.units[unit] || "root", at.right - at.left - 4), at.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: at.right - at.left - 4 });
   }
 }
 function drawLanes(program, area) {
@@ -215,13 +219,15 @@ function drawLanes(program, area) {
     const unit = lines.unit[bars.line[at]], colour = colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`];
     if (bars.waits[at]) rectangle(bars.start[at], bars.end[at], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
     const seen = rectangle(bars.start[at], bars.end[at], y, area.lane, bars.waits[at] ? hatch(colours.warn) : colour);
-    if (seen && seen.right - seen.left > 3) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
+    if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
     if (!seen || seen.right - seen.left < 2.5 * text) continue;
     const words = bars.waits[at] ? "waits" : lane ? lines.label[bars.line[at]] : lines.label[bars.line[at]] || program.units[unit] || lines.phase[bars.line[at]];
     if (bars.waits[at]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
     write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[at] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
   }
 }
+const mostBytes = () => Math.max(...page.programs.map((one) => one.highest)) * 1.06 || 1;
+const bytesOf = ({ memory, alive }, kind, line) => (line < 0 ? 0 : line === memory.peak.line ? memory.peak.by_kind[memory.kinds[kind]] ?? 0 : alive[kind][line]);
 function seenLines(program) {
   const columns = Math.max(1, Math.floor(width - gutter)), seen = new Int32Array(columns).fill(-1), { end, highest } = program.lines;
   for (let line = 0, before = 0; line < program.count; before = end[line++]) {
@@ -231,7 +237,7 @@ function seenLines(program) {
   return seen;
 }
 function drawMemory(program, area) {
-  const { memory, lines } = program, most = Math.max(...page.programs.map((one) => one.highest)) * 1.06 || 1;
+  const { memory, lines } = program, most = mostBytes();
   const seen = (program.seen = seenLines(program)), base = new Float64Array(seen.length).fill(memory.reserve);
   const y = (bytes) => area.bottom - (bytes / most) * area.height;
   for (const share of [0, 0.5, 1]) {
@@ -241,21 +247,25 @@ function drawMemory(program, area) {
   }
   write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
   const names = [];
+  pen.font = `400 ${text}px system-ui, sans-serif`;
   memory.kinds.forEach((kind, at) => {
-    const bytesIn = (line) => (line < 0 ? 0 : line === memory.peak.line ? memory.peak.by_kind[kind] ?? 0 : program.alive[at][line]);
+    const bytesIn = (line) => bytesOf(program, at, line);
+    const wide = Math.ceil(pen.measureText(kind).width);
     let thickest = 0, where = -1;
     pen.beginPath();
     pen.moveTo(gutter, y(base[0]));
     for (let column = 0; column < seen.length; column++) pen.lineTo(gutter + column, y(base[column]));
     for (let column = seen.length - 1; column >= 0; column--) {
-      const bytes = bytesIn(seen[column]);
+      const bytes = bytesIn(seen[column]), below = base[column], right = column + wide;
       base[column] += bytes;
-      if (bytes > thickest && column < seen.length - 9 * text) [thickest, where] = [bytes, column];
       pen.lineTo(gutter + column, y(base[column]));
+      if (right >= seen.length) continue;
+      const [floor, roof] = [Math.max(below, base[right] - bytesIn(seen[right])), Math.min(base[column], base[right])];
+      if (roof - floor > thickest) [thickest, where] = [roof - floor, [column, (floor + roof) / 2]];
     }
     pen.fillStyle = KINDS[kind];
     pen.fill();
-    if ((thickest / most) * area.height > 1.25 * text && where >= 0) names.push([kind, gutter + where + 3, y(base[where] - thickest / 2)]);
+    if ((thickest / most) * area.height > 1.15 * text) names.push([kind, gutter + where[0] + 2, y(where[1])]);
   });
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1;
@@ -322,7 +332,7 @@ function hit(event) {
     return run ? { program: at, line: run[1] } : null;
   }
   const line = top >= area.memory && program.seen ? program.seen[Math.floor(left - gutter)] ?? -1 : -1;
-  return line < 0 ? null : { program: at, line, memory: true };
+  return line < 0 ? null : { program: at, line, bytes: ((area.bottom - top) / area.height) * mostBytes() };
 }
 function tell(event) {
   const found = hit(event), tip = $("tip");
@@ -331,6 +341,11 @@ function tell(event) {
   const program = page.programs[found.program], { lines, bars } = program, line = found.line;
   const parts = [`${lines.kind[line] ?? lines.phase[line]} ${lines.label[line] || program.units[lines.unit[line]] || ""}`.trim()];
   if (found.bar !== undefined) parts.push(`${bars.waits[found.bar] ? "compute waits" : title(program.lanes[bars.lane[found.bar]], program)} ${duration(bars.end[found.bar] - bars.start[found.bar])}`);
+  if (found.bytes !== undefined) {
+    let below = program.memory.reserve;
+    const kind = program.memory.kinds.findIndex((_, at) => (below += bytesOf(program, at, line)) > found.bytes);
+    if (kind >= 0) parts.push(`${program.memory.kinds[kind]} ${size(bytesOf(program, kind, line))}`);
+  }
   if (lines.highest[line] !== null) parts.push(`${size(lines.highest[line])} alive`);
   tip.textContent = parts.join("\n");
   tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
@@ -433,7 +448,7 @@ function showChosen() {
       ["does", [lines.kind[line] ?? lines.phase[line], lines.label[line] ? ` ${lines.label[line]}` : ""].join("")],
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
       ["from", origin],
-      ["time", `${duration(lines.start[line])} to ${duration(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
+      ["time", lines.start[line] === lines.end[line] ? `at ${duration(lines.end[line])}; takes no time of its own` : `${duration(lines.start[line])} to ${duration(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
       ...(one ? [["on the wire", `${duration(one.wire_seconds)}, ${size(one.sent_bytes)} sent by this rank`],
         ["hidden", one.exposed_seconds ? `${Math.round(one.hidden_share * 100)}%: compute waits ${duration(one.exposed_seconds)}. ${one.why_exposed}` : "all of it"],
         ["why there", one.why], ["links", [jump("launch", one.launch), " · ", jump("wait", one.wait)]]] : []),

@@ -1,4 +1,4 @@
-"""What the page shows of one program: lines with their times, bars of the lanes, collectives, memory. Frozen data.
+"""What the page shows of one program: lines with their times, bars, collectives. Frozen data.
 
 Traces, a forecast of time and one of memory go in. A line of the page is a line of a trace, or stands for what runs
 around them: the digests of ZeRO-1, the loss, the optimizer's step::
@@ -120,7 +120,8 @@ class Program:
     @cached_property
     def _places(self) -> tuple[int | str, ...]:
         """Of each operation of the forecast of time: its position in the traces' timeline, or the phase around it."""
-        ops, found, at = self.traces.timeline.ops, [], 0
+        ops, at = self.traces.timeline.ops, 0
+        found: list[int | str] = []
         for op in self.estimate.timeline.ops:
             if at < len(ops) and op is ops[at]:
                 found.append(at)

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import name_of
+from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.times import Times
 from thunder_zero.tools.ask.save_timeline import events_of
 from thunder_zero.tools.cost.estimate import Estimate, estimate
@@ -29,7 +30,6 @@ from thunder_zero.tools.page.data import Data, data_of, top_of
 from thunder_zero.tools.page.differences import differences
 from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
 from thunder_zero.tools.page.program import Program
-from thunder_zero.tools.printing.text import place_of
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -73,7 +73,7 @@ def report(
             ``torch.profiler.profile.export_chrome_trace`` wrote: drawn beside the forecast.
         beside: other traces of the same module, such as those of another stage or policy: drawn beside the first.
         loss, optimizer: as for :func:`thunder_zero.tools.memory`; left out where they are not given.
-        title: of the page, such as the model's name (default: the model's class, or its number of parameters).
+        title: of the page, such as the model's name (default: the model's class, if a model is given).
 
     Raises:
         TypeError: neither traces nor a model with ZeroTransform; what ``estimate`` or ``memory`` refuses.
@@ -98,11 +98,10 @@ def page_of(
 ) -> Data:
     """The page as data that JSON can hold; arguments and errors are those of :func:`report`."""
     on = device_of(device)
-    is_model = not isinstance(model_or_traces, Traces)
-    traces = traces_of(model_or_traces) if is_model else model_or_traces
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     found = [*_programs(traces, on, measured, beside, loss, optimizer)]
     count = sum(prod(param.shape) for param in traces.plan.params)
-    name = type(model_or_traces._model).__name__ if is_model else f"{_many(count)} parameters"
+    name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or name,
@@ -121,20 +120,18 @@ def _programs(
     loss: Loss | None,
     optimizer: MakeOptimizer | None,
 ) -> Iterator[Program]:
-    first = _program(place_of(traces.plan), traces, device, loss, optimizer)
+    first = _program(STAGES[traces.plan.policy.stage].name, traces, device, loss, optimizer)
     yield first
     if measured is not None:
         yield _measured(first, measured)
     if beside is not None:
         if not isinstance(beside, Traces):
             raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
-        name = place_of(beside.plan)
+        name = STAGES[beside.plan.policy.stage].name
         yield _program(f"{name}, second" if name == first.name else name, beside, device, loss, optimizer)
 
 
-def _program(
-    name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None
-) -> Program:
+def _program(name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None) -> Program:
     time = estimate(traces, device, loss=loss, optimizer=optimizer)
     try:
         held, why = memory(traces, loss=loss, optimizer=optimizer), ""
