@@ -277,7 +277,7 @@ def draw_step(trainer: Trainer, traces: tz.tools.Traces) -> None:
         plain=GPT(trainer.config).to(trainer.ranks.device),
         inputs=windows[:, :-1],
         loss=lambda logits: F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten()),
-        optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+        optimizer=torch.optim.AdamW,
         ranks=trainer.ranks,
     )
 

@@ -80,6 +80,7 @@ def collective_of(
     waited: float,
     rings: Sequence[Bar],
     waits: Sequence[Bar],
+    before: str,
 ) -> Collective:
     """The collective that starts at a position.
 
@@ -91,6 +92,7 @@ def collective_of(
         launched, waited: when compute starts it, and reaches its wait.
         rings: its bars on the wires.
         waits: compute's, for it; without overlap they are at the launch.
+        before: what its wire carries until it starts there; "" if nothing.
     """
     op = timeline.ops[at]
     wire = sum(ring.end - ring.start for ring in rings if not ring.waits)
@@ -112,7 +114,7 @@ def collective_of(
         wire_seconds=wire,
         exposed_seconds=exposed,
         why=_why(op, explained),
-        why_exposed=_why_exposed(wire, exposed, max(waited - launched, 0.0), max(first - launched, 0.0)),
+        why_exposed=_why_exposed(wire, exposed, max(waited - launched, 0.0), max(first - launched, 0.0), before),
     )
 
 
@@ -124,11 +126,11 @@ def _why(op: Op, explained: Explanation) -> str:
     return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
 
 
-def _why_exposed(wire: float, exposed: float, ahead: float, queued: float) -> str:
-    """Why compute waits so long for what takes ``wire`` seconds, starts ``ahead`` of its wait, and stands in the queue
-    of its wire first."""
+def _why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
+    """Why compute waits for what takes ``wire`` seconds, is launched ``ahead`` of its wait, and stands in the queue of
+    its wire first, behind what is there before it."""
     if not exposed:
         return ""
-    computes = f"only {duration(ahead)} of compute lie between launch and wait" if ahead else "its wait follows at once"
-    queue = f", and the wire is busy for the first {duration(queued)}" if queued else ""
-    return f"it takes {duration(wire)} on the wire; {computes}{queue}"
+    lies = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"
+    queue = f", and for {duration(queued)} the wire still carries {before or 'others'}" if queued else ""
+    return f"it takes {duration(wire)} on the wire; {lies}{queue}"

@@ -159,11 +159,13 @@ function write(words, left, y, { colour = colours.ink, align = "left", bold = fa
   pen.textAlign = align;
   pen.textBaseline = "middle";
   while (words.length > 1 && pen.measureText(words).width > room) words = words.slice(0, words.endsWith("…") ? -2 : -1) + "…";
-  if (words.length > 1 || room === Infinity) pen.fillText(words, left, y);
+  if (words.length > (room === Infinity ? 0 : 1) || /^\d$/.test(words)) pen.fillText(words, left, y);
 }
-function shortened(path, room) {
+function shortened(words, room, unit = words) {
   pen.font = `400 ${text}px system-ui, sans-serif`;
-  return pen.measureText(path).width > room ? path.split(".").at(-1) : path;
+  if (pen.measureText(words).width <= room || (unit !== words && room > 7 * text)) return words;
+  const last = unit.split(".").at(-1);
+  return pen.measureText(last).width <= room ? last : "";
 }
 function rectangle(start, end, y, height, fill) {
   const left = Math.max(gutter, x(start)), right = Math.min(width, Math.max(x(end), left + 0.7));
@@ -220,8 +222,9 @@ function drawLanes(program, area) {
     if (bars.waits[at]) rectangle(bars.start[at], bars.end[at], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
     const seen = rectangle(bars.start[at], bars.end[at], y, area.lane, bars.waits[at] ? hatch(colours.warn) : colour);
     if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
-    if (!seen || seen.right - seen.left < 2.5 * text) continue;
-    const words = bars.waits[at] ? "waits" : lane ? lines.label[bars.line[at]] : lines.label[bars.line[at]] || program.units[unit] || lines.phase[bars.line[at]];
+    if (!seen || seen.right - seen.left < (bars.waits[at] ? 3.4 : 1.2) * text) continue;
+    const named = lines.label[bars.line[at]] || program.units[unit] || lines.phase[bars.line[at]];
+    const words = bars.waits[at] ? "waits" : shortened(named, seen.right - seen.left - 7, program.units[unit] || "root");
     if (bars.waits[at]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
     write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[at] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
   }
@@ -260,8 +263,12 @@ function drawMemory(program, area) {
       base[column] += bytes;
       pen.lineTo(gutter + column, y(base[column]));
       if (right >= seen.length) continue;
-      const [floor, roof] = [Math.max(below, base[right] - bytesIn(seen[right])), Math.min(base[column], base[right])];
-      if (roof - floor > thickest) [thickest, where] = [roof - floor, [column, (floor + roof) / 2]];
+      let floor = below, roof = base[column];
+      for (let part = column; part <= right; part += Math.max(1, wide >> 3)) {
+        floor = Math.max(floor, base[part] - bytesIn(seen[part]));
+        roof = Math.min(roof, base[part]);
+      }
+      if (roof - floor >= thickest) [thickest, where] = [roof - floor, [column, (floor + roof) / 2]];
     }
     pen.fillStyle = KINDS[kind];
     pen.fill();
@@ -519,8 +526,8 @@ function showGlance() {
   const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0);
   $("exposed").replaceChildren(
     make("p", { className: "note" }, seen.length ? `${seen.length} of ${gathers.length}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${gathers.length} gathers are hidden behind compute.`),
-    make("ol", {}, ...seen.slice(0, 5).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
-    seen.length > 5 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = "gather"; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
+    make("ol", {}, ...seen.slice(0, 4).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
+    seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = "gather"; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
 }
 function showWhich() {
   $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => { choose(at, -1); showGlance(); } }, program.name))));

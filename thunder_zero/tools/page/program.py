@@ -25,7 +25,7 @@ from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
 from thunder_zero.tools.page.collectives import Bar, Collective, collective_of
-from thunder_zero.tools.printing.line_meanings import Row
+from thunder_zero.tools.printing.line_meanings import Row, label
 
 DIGESTS, LOSS = "digests", "loss"  # phases beside those of the traces and OPTIMIZER_STEP
 AROUND = {
@@ -185,6 +185,7 @@ class Program:
         for bar in self.bars:
             if bar.lane != Lane.COMPUTE or bar.waits:
                 rings.setdefault(bar.line, []).append(bar)
+        ending = {(bar.lane.split()[-1], bar.end): bar.line for bar in self.bars if bar.lane != Lane.COMPUTE}
         ops = self.traces.timeline.ops
         waits = {op.reads[0]: at for at, op in enumerate(ops) if op.kind is Kind.WAIT}
         found = []
@@ -192,7 +193,13 @@ class Program:
             if op.kind in LAUNCHES:
                 lines = self.line_of[at], self.line_of[waits[op.writes[0]]]
                 launch, wait = (self.lines[line] for line in lines)
-                times = launch.end, wait.start, rings.get(lines[0], ()), rings.get(lines[1], ())
+                own = rings.get(lines[0], ())
+                before = next(
+                    (ending[key] for bar in own if (key := (bar.lane.split()[-1], bar.start)) in ending), None
+                )
+                row = None if before is None else self.lines[before].row
+                behind = "" if row is None else label(row.params, self.traces.plan, gradients=row.gradients)
+                times = launch.end, wait.start, own, rings.get(lines[1], ()), behind
                 found.append(collective_of(self.traces.timeline, at, self.explanations[op.params[0]], lines, *times))
         return tuple(found)
 
