@@ -296,3 +296,12 @@ def test_notebooks_show_a_small_form() -> None:
         assert html.count("<svg") == 1
         assert len(html) < 60_000
     assert "waits" in one.estimate._repr_html_()
+
+
+@pytest.mark.slow
+def test_the_page_of_the_documents_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs/report.md"
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(block, str(page), "exec"), {"__name__": "page"})
+    assert (tmp_path / "report.html").stat().st_size > 10_000

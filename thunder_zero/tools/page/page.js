@@ -457,7 +457,7 @@ function showChosen() {
       ["from", origin],
       ["time", lines.start[line] === lines.end[line] ? `at ${duration(lines.end[line])}; takes no time of its own` : `${duration(lines.start[line])} to ${duration(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
       ...(one ? [["on the wire", `${duration(one.wire_seconds)}, ${size(one.sent_bytes)} sent by this rank`],
-        ["hidden", one.exposed_seconds ? `${Math.round(one.hidden_share * 100)}%: compute waits ${duration(one.exposed_seconds)}. ${one.why_exposed}` : "all of it"],
+        ["hidden", one.exposed_seconds ? `${Math.round(one.hidden_share * 100)}%: compute waits ${duration(one.exposed_seconds)}: ${one.why_exposed}` : "all of it"],
         ["why there", one.why], ["links", [jump("launch", one.launch), " · ", jump("wait", one.wait)]]] : []),
       ["alive", lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`],
     ]),
