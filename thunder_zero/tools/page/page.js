@@ -78,7 +78,7 @@ function choose(program, line, { parameter, zoom = false, say = true } = {}) {
   showWhich();
   showChosen();
   showTrace(true);
-  showTable();
+  markTable();
   draw();
   if (line < 0) return;
   const place = lines.ops[line].length ? `op=${lines.ops[line][0]}` : `line=${line}`;
@@ -102,12 +102,12 @@ function zoomBy(factor, at = (view.start + view.end) / 2) {
   const length = Math.min(whole, Math.max(whole / 1e6, (view.end - view.start) * factor));
   const start = Math.max(0, Math.min(whole - length, at - ((at - view.start) / (view.end - view.start)) * length));
   Object.assign(view, { start, end: start + length });
-  draw();
+  drawSoon();
 }
 function pan(seconds) {
   const length = view.end - view.start, start = Math.max(0, Math.min(whole - length, view.start + seconds));
   Object.assign(view, { start, end: start + length });
-  draw();
+  drawSoon();
 }
 function zoomTo(line) {
   const { lines, collectiveOf, collectives } = current(), one = collectives[collectiveOf.get(line)];
@@ -153,19 +153,25 @@ function hatch(colour) {
   brush.stroke();
   return (hatches[colour] = pen.createPattern(tile, "repeat"));
 }
+const widths = new Map(); // measuring text is slow
+function widthOf(words, weight = 400) {
+  const font = `${weight} ${text}px system-ui, sans-serif`, key = font + words;
+  pen.font = font;
+  if (!widths.has(key)) widths.set(key, pen.measureText(words).width);
+  return widths.get(key);
+}
 function write(words, left, y, { colour = colours.ink, align = "left", bold = false, room = Infinity } = {}) {
-  pen.font = `${bold ? 600 : 400} ${text}px system-ui, sans-serif`;
+  const weight = bold ? 600 : 400, full = widthOf(words, weight);
   pen.fillStyle = colour;
   pen.textAlign = align;
   pen.textBaseline = "middle";
-  while (words.length > 1 && pen.measureText(words).width > room) words = words.slice(0, words.endsWith("…") ? -2 : -1) + "…";
+  if (full > room) words = `${words.slice(0, Math.max(0, Math.floor((words.length * room) / full) - 1))}…`;
   if (words.length > (room === Infinity ? 0 : 1) || /^\d$/.test(words)) pen.fillText(words, left, y);
 }
 function shortened(words, room, unit = words) {
-  pen.font = `400 ${text}px system-ui, sans-serif`;
-  if (pen.measureText(words).width <= room || (unit !== words && room > 7 * text)) return words;
+  if (widthOf(words) <= room || (unit !== words && room > 7 * text)) return words;
   const last = unit.split(".").at(-1);
-  return pen.measureText(last).width <= room ? last : "";
+  return widthOf(last) <= room ? last : "";
 }
 function rectangle(start, end, y, height, fill) {
   const left = Math.max(gutter, x(start)), right = Math.min(width, Math.max(x(end), left + 0.7));
@@ -175,6 +181,11 @@ function rectangle(start, end, y, height, fill) {
   return { left, right };
 }
 
+let waits = false; // several moves within a frame are drawn once
+function drawSoon() {
+  if (!waits) requestAnimationFrame(() => { waits = false; draw(); });
+  waits = true;
+}
 function draw() {
   if (!areas.length) return;
   pen.clearRect(0, 0, canvas.width, canvas.height);
@@ -250,10 +261,9 @@ function drawMemory(program, area) {
   }
   write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
   const names = [];
-  pen.font = `400 ${text}px system-ui, sans-serif`;
   memory.kinds.forEach((kind, at) => {
     const bytesIn = (line) => bytesOf(program, at, line);
-    const wide = Math.ceil(pen.measureText(kind).width);
+    const wide = Math.ceil(widthOf(kind));
     let thickest = 0, where = -1;
     pen.beginPath();
     pen.moveTo(gutter, y(base[0]));
@@ -292,8 +302,7 @@ function drawMemory(program, area) {
   pen.arc(peak, y(memory.peak.bytes), 4, 0, 7);
   pen.fill();
   const words = `peak ${size(memory.peak.bytes)}`;
-  pen.font = `600 ${text}px system-ui, sans-serif`;
-  const wide = pen.measureText(words).width + 8, left = peak + wide + 8 > width ? peak - wide - 6 : peak + 6;
+  const wide = widthOf(words, 600) + 8, left = peak + wide + 8 > width ? peak - wide - 6 : peak + 6;
   pen.fillStyle = colours.panel;
   pen.fillRect(left, y(memory.peak.bytes) - 0.2 * text, wide, 1.4 * text);
   write(words, left + 4, y(memory.peak.bytes) + 0.55 * text, { colour: colours.warn, bold: true });
@@ -496,10 +505,14 @@ function showTable() {
     cell.firstChild.textContent = COLUMNS[at][0] + (at === order.column ? (order.down ? " ▼" : " ▲") : "");
   });
   $("count").textContent = `${found.length} of ${program.collectives.length}`;
-  const now = program.collectiveOf.get(chosen.line);
-  $("table").tBodies[0].replaceChildren(...found.map(([one, at], number) => make("tr", { className: at === now ? "is" : "", tabIndex: at === now || (now === undefined && !number) ? 0 : -1, ariaSelected: String(at === now), onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
+  $("table").tBodies[0].replaceChildren(...found.map(([one, at]) => make("tr", { place: at, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
     ...COLUMNS.map(([name, value, how]) => make("td", { className: `${how === "text" ? "text" : ""} ${name === "compute waits" && one.exposed_seconds ? "peak" : ""}` },
       name === "unit" ? swatch(unitColour(program.units.indexOf(one.unit))) : "", how === "text" ? value(one) : how(value(one)))))));
+  markTable();
+}
+function markTable() {
+  const now = current().collectiveOf.get(chosen.line), all = [...$("table").tBodies[0].rows], has = all.some((row) => row.place === now);
+  all.forEach((row, number) => Object.assign(row, { className: row.place === now ? "is" : "", tabIndex: (has ? row.place === now : !number) ? 0 : -1, ariaSelected: String(row.place === now) }));
 }
 for (const [id, event] of [["filter", "input"], ["of", "change"], ["waiting", "change"]]) $(id).addEventListener(event, showTable);
 $("table").tBodies[0].addEventListener("keydown", (event) => {
@@ -507,7 +520,7 @@ $("table").tBodies[0].addEventListener("keydown", (event) => {
   if (!next && event.key !== "Enter") return;
   event.preventDefault();
   if (next) next.focus();
-  else { const at = row.sectionRowIndex; row.click(); $("table").tBodies[0].rows[at]?.focus(); }
+  else row.click();
 });
 
 // At a glance.
@@ -530,8 +543,11 @@ function showGlance() {
     seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = "gather"; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
 }
 function showWhich() {
-  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => { choose(at, -1); showGlance(); } }, program.name))));
-  if (chosen.glance !== chosen.program) { chosen.glance = chosen.program; showGlance(); }
+  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => choose(at, -1) }, program.name))));
+  if (chosen.glance === chosen.program) return;
+  chosen.glance = chosen.program;
+  showGlance();
+  showTable();
 }
 $("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((one) => one.path)].map((value) => make("option", { value })));
 $("find").addEventListener("change", () => {
