@@ -27,7 +27,7 @@ import thunder_zero as tz
 from thunder_zero.plan import layout
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.tools.report.line_meanings import format_timeline
+from thunder_zero.tools.printing.line_meanings import format_timeline
 from thunder_zero.traces.insert import insert_synchronize, module_inputs
 from thunder_zero.traces.lift import emit, lift, lift_phases
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor

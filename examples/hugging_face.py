@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py            # ZeRO-3
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --lora 4   # trains adapters of rank 4 only
     python examples/hugging_face.py --stage 1 --dtype float32                    # one process
+    thunder-zero report examples/hugging_face.py:llama --beside 2                # a picture of a step of a larger one
 
 The model is made from a config (tied embeddings, grouped-query attention) and reads bytes; nothing is downloaded. The
 loss comes from `labels=`. Each step clips the norm of all gradients. At the end the sharded checkpoint becomes one
@@ -104,6 +105,26 @@ def make_llama(options: argparse.Namespace) -> nn.Module:
             if name in ADAPTED:
                 setattr(model.get_submodule(parent), name, LoRA(layer, options.lora))
     return model
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def llama() -> tuple[nn.Module, Tensor]:
+    """A Llama of 8 layers and its input, without values, for ``thunder-zero report`` and ``thunder-zero plan``."""
+    check_transformers()
+    options = parse_options(["--layers", "8", "--width", "1024", "--context", "1024"])
+    with torch.device("meta"):
+        return WithLoss(make_llama(options)), torch.zeros(4, options.context, dtype=torch.long)
 
 
 class Trainer:

@@ -7,7 +7,8 @@
 
 Uses NCCL if each rank on the machine has a GPU, else gloo on CPUs. Downloads nothing. Shows the loss while it trains,
 then prints a table (losses, speed, bytes sent, memory), saves the loss curve, and prints one unit's life in the program
-that ran: where it is gathered, used, freed and reduced. The defaults take about two minutes on 2 CPU cores.
+that ran: where it is gathered, used, freed and reduced; with --report it also draws a step in one HTML file. The
+defaults take about two minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from rich.console import Console
 from show import console_of, progress_bar
 from stdlib_text import Shape, Text, load_text, train_batch, validation_batches
+from step_report import write_step_report
 from tensor_memory import added_at_peak, bytes_held, parameters_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -89,6 +91,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="highest learning rate (depends on --size)")
     every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
+    parser.add_argument("--report", action="store_true", help="draw a step in an HTML file in --out (no)")
     options = parser.parse_args(argv)
     for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
         if getattr(options, name) < least:
@@ -128,8 +131,8 @@ class Trainer:
         self.shape = Shape(ranks.rounded_up(options.batch), options.context, ranks.rank, ranks.world_size)
         size = SIZES[options.size]
         torch.manual_seed(options.seed)  # the same weights on every rank
-        config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)
-        module = GPT(config).to(ranks.device)
+        self.config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)
+        module = GPT(self.config).to(ranks.device)
         precision = tz.MixedPrecision(DTYPES[options.dtype])
         policy = tz.Policy(
             options.stage, reshard_after_forward=options.reshard_after_forward or None, mixed_precision=precision
@@ -253,6 +256,24 @@ def modules_kept_unsharded(plan: tz.schedule.Plan) -> str:
     return ", ".join(dict.fromkeys(owners)) or "nothing"
 
 
+def draw_step(trainer: Trainer, traces: tz.tools.Traces) -> None:
+    """Draw a step in an HTML file, on all ranks: see :func:`step_report.write_step_report`."""
+    options, path = trainer.options, trainer.options.out / f"train_gpt_stage{trainer.options.stage}.html"
+    windows = train_batch(trainer.text, 0, trainer.shape, options.seed).to(trainer.ranks.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_step_report(
+        trainer.model,
+        lambda: trainer.step(options.steps - 1),
+        path,
+        traces=traces,
+        plain=GPT(trainer.config).to(trainer.ranks.device),
+        inputs=windows[:, :-1],
+        loss=lambda logits: F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten()),
+        optimizer=torch.optim.AdamW,
+        ranks=trainer.ranks,
+    )
+
+
 def report_of(trainer: Trainer, run: Run, traces: tz.tools.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
     parameters = sum(prod(param.shape) for param in traces.plan.params)
@@ -282,12 +303,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         run, traces = train(trainer, batches, first, console)
         report = report_of(trainer, run, traces)
+        if options.report:
+            draw_step(trainer, traces)
         if ranks.rank == 0:
             print_report(report, console)
             options.out.mkdir(parents=True, exist_ok=True)
             curve = options.out / f"train_gpt_stage{options.stage}.png"
             save_curve(report, curve)
             console.print(f"The loss curve is in {curve}.")
+            if options.report:
+                console.print(f"A step is in {curve.with_suffix('.html')}.")
             print_life(traces, console)
 
 

@@ -53,6 +53,7 @@ class Room:
 ROOMS = (  # bottom up: each reads rooms above its row only; those below the line are tools, which core never reads
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
+    Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/layout.py",    NOT,    NOT,     NOT,     NOTHING),
     Room("plan/precision.py", IMPORT, NOT,     NOT,     NOTHING),
@@ -73,32 +74,35 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
-    Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
+    Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm sharded optim")),
     Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
-    Room("tools/report/",     NOT,    NOT,     NOT,     rooms("plan schedule")),
-    Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/report")),
+    Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
+    Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/dry_run.py",  IMPORT, NOT,     IMPORT,  rooms("plan compat traces sharded frontends tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
-    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces comm compat sharded frontends "
-                                                              "tools/report")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule frontends tools/report tools/devices "
-                                                              "tools/forecast")),
-    Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/report tools/dry_run "
-                                                              "tools/forecast")),
-    Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/report tools/forecast")),
-    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule frontends tools/report tools/devices "
+    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces comm compat sharded "
+                                                              "frontends tools/printing")),
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule frontends tools/printing "
+                                                              "tools/devices tools/forecast")),
+    Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/printing "
+                                                              "tools/dry_run tools/forecast")),
+    Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
+    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/cost tools/forecast")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     NOTHING),
-    Room("tools/planner/",    IMPORT, NOT,     NOT,     rooms("plan schedule frontends tools/report tools/devices "
+    Room("tools/planner/",    IMPORT, NOT,     NOT,     rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/cost tools/dry_run tools/forecast "
                                                               "tools/from_file")),
-    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/report")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded frontends tools/report")),
+    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule frontends tools/printing tools/devices "
+                                                              "tools/dry_run tools/forecast tools/cost tools/ask "
+                                                              "tools/planner")),
+    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
+    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded frontends tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file "
-                                                              "tools/planner tools/report")),
+                                                              "tools/page tools/planner tools/printing")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     NOT,     ALL),
@@ -174,7 +178,11 @@ def test_a_room_imports_only_what_it_may() -> None:
         ("plan/policy.py", "from torch import nn", "plan/policy.py imports torch.nn"),
         ("plan/layout.py", "if TYPE_CHECKING:\n    import torch", "plan/layout.py imports torch for types"),
         ("schedule/free.py", "def f():\n    import thunder.core.trace", "schedule/free.py imports thunder.core.trace"),
-        ("tools/report/a.py", "import thunder_zero.traces.lift", "tools/report/a.py imports thunder_zero.traces.lift"),
+        (
+            "tools/printing/a.py",
+            "import thunder_zero.traces.lift",
+            "tools/printing/a.py imports thunder_zero.traces.lift",
+        ),
         ("optim/a.py", "from thunder_zero.tools.cost import costs", "optim/a.py imports thunder_zero.tools.cost.costs"),
         ("traces/lift.py", "from torch import distributed as dist", "traces/lift.py imports torch.distributed"),
         ("traces/lift.py", "import torch\ntorch.distributed.barrier()", "traces/lift.py imports torch.distributed"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunder_zero.tools.report.progress import show_steps
+from thunder_zero.tools.printing.progress import show_steps
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

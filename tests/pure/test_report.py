@@ -17,9 +17,9 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
-from thunder_zero.tools.report.text import fold
-from thunder_zero.tools.report.trace_printer import print_rows, print_total
+from thunder_zero.tools.printing.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
+from thunder_zero.tools.printing.text import fold
+from thunder_zero.tools.printing.trace_printer import print_rows, print_total
 
 POLICY = Policy(stage=3)
 PARAMS = (

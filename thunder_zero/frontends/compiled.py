@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.symbols import Program, ZeroExecutor
 
@@ -70,6 +72,20 @@ class Traces:
         """Whether a fuser has made regions of lines."""
         lines = (line for phase in (self.forward, self.backward) if phase for line in phase.bound_symbols)
         return any(line.sym.is_fusion for line in lines)
+
+    def _repr_html_(self) -> str:
+        """A small form for notebooks: what a step sends, and the curve of gathered bytes."""
+        timeline, plan = self.timeline, self.plan
+        gathered = gathered_bytes(timeline)
+        counts = {kind: sum(op.kind is kind for op in timeline.ops) for kind in LAUNCHES}
+        facts = {
+            "gathers": str(counts[Kind.GATHER]),
+            "reductions": str(counts[Kind.REDUCE]),
+            "sent by this rank": size(sum(map(timeline.bytes_sent, timeline.ops))),
+            "gathered at most": size(max(gathered, default=0)),
+        }
+        title = f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}"
+        return small(title, facts, curve(gathered, "bytes of gathered parameters, operation by operation"))
 
     @property
     def forward_timeline(self) -> Timeline:

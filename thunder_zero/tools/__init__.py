@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.forecast.figures import Storage as Storage
     from thunder_zero.tools.forecast.memory import memory as memory
     from thunder_zero.tools.measure import measure_times as measure_times
+    from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
@@ -53,6 +54,7 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.tools.forecast.figures": "Holds Memory MemoryLine Storage",
         "thunder_zero.tools.forecast.memory": "memory",
         "thunder_zero.tools.measure": "measure_times",
+        "thunder_zero.tools.page.report": "report",
         "thunder_zero.tools.planner.training_plan": "TrainingPlan",
         "thunder_zero.tools.planner.plan_training": "plan_training",
     },

@@ -4,6 +4,7 @@ thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--device h100] [--json]
+thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
 thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
@@ -23,7 +24,7 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
-from thunder_zero.tools.report.line_meanings import PHASES
+from thunder_zero.tools.printing.line_meanings import PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
 DESCRIPTION = (
@@ -65,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     """Of all commands. What a command needs is imported when it runs: who asks for help need not wait for Thunder."""
     made = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = made.add_subparsers(dest="command", required=True)
-    for one in (_inspect, _consolidate, _shard, _trace, _plan, _doctor, _calibrate):
+    for one in (_inspect, _consolidate, _shard, _trace, _report, _plan, _doctor, _calibrate):
         one(commands.add_parser)
     return made
 
@@ -143,6 +144,21 @@ def _trace(add: Add) -> None:
     show.add_argument("--json", action="store_true", help="print JSON: each line, its meaning, bytes")
 
 
+def _report(add: Add) -> None:
+    show = _command(add, "report", "write one HTML file that shows a step: time, memory, bytes, lines", _write_report)
+    show.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(KNOWN)}")
+    show.add_argument("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
+    show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
+    show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
+    show.add_argument("--beside", type=int, metavar="STAGE", help="another stage to show beside it")
+    show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
+    show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
+    show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
+    show.add_argument("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
+    show.add_argument("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
+    show.add_argument("--json", action="store_true", help="print what the page shows as JSON; write no file")
+
+
 def _plan(add: Add) -> None:
     show = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
     show.add_argument("--model", required=True, help=f"{', '.join(KNOWN)}, or FILE.py:function: (module, input, ...)")
@@ -209,3 +225,17 @@ def _show_trace(options: argparse.Namespace) -> None:
         print(json.dumps(json_of(traces, options.phase, unit=options.unit, fold=options.fold), indent=1))
     else:
         print_trace(traces, options.phase, unit=options.unit, fold=options.fold)
+
+
+def _write_report(options: argparse.Namespace) -> None:
+    """Write the report of a model under one stage, or two; the optimizer is AdamW, as in a plan."""
+    from thunder_zero.tools.page.planned import report_of
+
+    data = report_of(options.model, **_others(options, "model", "out", "json"))
+    if options.json:
+        print(json.dumps(data))
+        return
+    from thunder_zero.tools.page.report import html_of
+
+    options.out.write_text(html_of(data), encoding="utf-8")
+    print(f"{options.out}  {options.out.stat().st_size:,} B")

@@ -22,7 +22,7 @@ from thunder_zero.compat.imports import TESTED
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.dtensors import local
-from thunder_zero.tools.report.words import WIDTH
+from thunder_zero.tools.printing.words import WIDTH
 
 import thunder
 

@@ -17,7 +17,7 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.report.words import WIDTH, count, summed_up
+from thunder_zero.tools.printing.words import WIDTH, count, summed_up
 
 SHORT = 30  # columns
 MOST = 12  # lines of units in a summary

@@ -9,6 +9,7 @@ say why there::
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -27,10 +28,11 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate, estimate
+from thunder_zero.tools.cost.estimate import estimate
+from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import label
+from thunder_zero.tools.printing.line_meanings import label
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -59,10 +61,25 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     """
     of = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    plan = traces.plan
     _require_parameter(path, traces)
-    param = plan.by_name[path]
-    facts = _Facts(traces, param, None if of is None else estimate(traces, of))
+    spans = None if of is None else estimate(traces, of).spans
+    return _explained(_Program(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
+
+
+def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
+    """What :func:`thunder_zero.explain` says of each parameter, by path.
+
+    Args:
+        traces: of the program.
+        spans: when each operation of ``traces.timeline`` runs.
+        device: the name of the device where it does.
+    """
+    program = _Program(traces, spans, device)
+    return {param.path: _explained(program, param) for param in traces.plan.params}
+
+
+def _explained(program: _Program, param: Param) -> Explanation:
+    traces, plan, facts = program.traces, program.traces.plan, _Facts(program, param)
     gathers, gradient = facts.gathers(), facts.gradient()
     return Explanation(
         param=param,
@@ -73,7 +90,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         gathers=gathers,
         gradient=gradient,
         why_no_gradient="" if gradient else _why_no_gradient(param, traces),
-        device=None if of is None else of.name,
+        device=program.device,
     )
 
 
@@ -96,27 +113,48 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What the timeline says about a parameter."""
+class _Program:
+    """What the explanations of all parameters share; ``spans`` and ``device`` are None without a forecast of time."""
 
     traces: Traces
-    param: Param
-    estimate: Estimate | None
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.traces.timeline
-
-    @property
-    def plan(self) -> Plan:
-        return self.traces.plan
+    spans: Sequence[Span] | None
+    device: str | None
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
-        return gathered_bytes(self.timeline)
+        return gathered_bytes(self.traces.timeline)
+
+    @cached_property
+    def spans_by_op(self) -> Mapping[int, Sequence[Span]] | None:
+        if self.spans is None:
+            return None
+        found: dict[int, list[Span]] = {}
+        for span in self.spans:
+            found.setdefault(span.op, []).append(span)
+        return found
+
+    @cached_property
+    def why(self) -> dict[str, tuple[int, Bound]]:
+        return bounds(self.traces.timeline)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the timeline says about a parameter."""
+
+    program: _Program
+    param: Param
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.program.traces.timeline
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.traces.plan
 
     def gathers(self) -> tuple[Gathered, ...]:
-        why = bounds(self.timeline)
+        why = self.program.why
         return tuple(
             self._gathered(at, *why[op.writes[0]])
             for at, op in enumerate(self.timeline.ops)
@@ -148,7 +186,7 @@ class _Facts:
             sent_bytes=self.plan.gather_bytes(param),
             received_bytes=param.full_bytes - own,
             nbytes=param.full_bytes,
-            gathered_at_most=max(self.gathered[at : len(timeline.ops) if free is None else free]),
+            gathered_at_most=max(self.program.gathered[at : len(timeline.ops) if free is None else free]),
             wire_seconds=wire,
             exposed_seconds=exposed,
         )
@@ -200,15 +238,16 @@ class _Facts:
     def _lines(self, *positions: int | None) -> dict[int, Line]:
         ops = {at: self.timeline.ops[at] for at in positions if at is not None}
         return {
-            at: Line("backward" if op.backward else "forward", op.source[0], code_of(op, self.traces))
+            at: Line("backward" if op.backward else "forward", op.source[0], code_of(op, self.program.traces))
             for at, op in ops.items()
         }
 
     def _seconds(self, launch: int, wait: int) -> tuple[float | None, float | None]:
         """Of a bucket: on the wires, and those that compute waits for it; without overlap it does at the launch."""
-        if self.estimate is None:
+        by_op = self.program.spans_by_op
+        if by_op is None:
             return None, None
-        spans = [span for span in self.estimate.spans if span.op in (launch, wait)]
+        spans = [*by_op.get(launch, ()), *by_op.get(wait, ())]
         return (
             sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE),
             sum(span.seconds for span in spans if span.waits),

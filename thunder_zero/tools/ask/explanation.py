@@ -16,8 +16,8 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.tools.report.text import clip, place_of
-from thunder_zero.tools.report.words import WIDTH, summed_up
+from thunder_zero.tools.printing.text import clip, place_of
+from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 HANGING = 12  # columns
 MOST = 2  # gathers in a summary

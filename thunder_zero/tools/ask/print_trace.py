@@ -17,8 +17,8 @@ from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.report.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
-from thunder_zero.tools.report.trace_printer import QUIET, print_rows, print_total
+from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
 
 import thunder
 from thunder.core.codeutils import get_source_line

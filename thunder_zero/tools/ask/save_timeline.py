@@ -20,8 +20,8 @@ from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import PHASES, Row, label
-from thunder_zero.tools.report.text import place_of
+from thunder_zero.tools.printing.line_meanings import PHASES, Row, label
+from thunder_zero.tools.printing.text import place_of
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -64,7 +64,7 @@ def save_timeline(
     device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     forecast = estimate(traces, device)
-    profile = [] if measured is None else _events_of(Path(measured))
+    profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
     events = [*_forecast(forecast, traces, pid), *_moved(profile, forecast)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
@@ -115,8 +115,13 @@ def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
         before = nbytes
 
 
-def _events_of(path: Path) -> list[Event]:
-    """Those of a profile."""
+def events_of(path: Path) -> list[Event]:
+    """Those of a profile.
+
+    Raises:
+        ValueError: it is no trace in this format.
+        OSError: it cannot be read.
+    """
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)

@@ -27,7 +27,7 @@ from thunder_zero.checkpoint.whole_files import (
 )
 from thunder_zero.plan.amounts import bytes_of, float_dtype
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
-from thunder_zero.tools.report.progress import show_progress
+from thunder_zero.tools.printing.progress import show_progress
 
 TORCH = (".pt", ".pth", ".bin")
 

@@ -22,7 +22,7 @@ from thunder_zero.checkpoint.whole_files import SUFFIX, dtype_to_write
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import float_dtype
 from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
-from thunder_zero.tools.report.progress import show_progress
+from thunder_zero.tools.printing.progress import show_progress
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
@@ -28,8 +29,8 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.report.text import table_of, text_of_table
-from thunder_zero.tools.report.words import WIDTH, folded, summed_up
+from thunder_zero.tools.printing.text import table_of, text_of_table
+from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 
 
 def estimate(
@@ -153,6 +154,16 @@ class Estimate:
 
     def __repr__(self) -> str:
         return summed_up(self, str(self))
+
+    def _repr_html_(self) -> str:
+        """A small form for notebooks: where the time goes, and the lanes."""
+        facts = {"step": self.seconds, "compute": self.compute_seconds, "exposed communication": self.exposed_seconds}
+        words = {name: duration(seconds) for name, seconds in facts.items()} | {"MFU": f"{self.mfu:.1%}"}
+        bars = {
+            str(lane): [(span.start, span.end, span.waits) for span in self.spans if span.lane is lane]
+            for lane in (Lane.COMPUTE, *self.wire_seconds)
+        }
+        return small(f"a step on {self.device.name}", words, lanes(bars, "lanes of the step over time"))
 
     def __str__(self) -> str:
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"

@@ -43,7 +43,7 @@ from thunder_zero.tools.devices.measures import (
     seconds_of,
 )
 from thunder_zero.tools.devices.named import save_device
-from thunder_zero.tools.report.progress import show_status
+from thunder_zero.tools.printing.progress import show_status
 
 DTYPES = (torch.float32, torch.bfloat16)
 Key = tuple[Any, ...]  # what was measured: such as ("launch", "gather", bytes sent)

@@ -18,8 +18,8 @@ from math import isfinite
 
 from thunder_zero.plan.amounts import duration
 from thunder_zero.tools.devices.device import Device, Sent
-from thunder_zero.tools.report.text import table_of, text_of_table
-from thunder_zero.tools.report.words import WIDTH, count, folded
+from thunder_zero.tools.printing.text import table_of, text_of_table
+from thunder_zero.tools.printing.words import WIDTH, count, folded
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from math import isfinite
 from types import MappingProxyType
 
 from thunder_zero.plan.amounts import size
-from thunder_zero.tools.report.words import count, folded, summed_up
+from thunder_zero.tools.printing.words import count, folded, summed_up
 
 
 @dataclass(frozen=True, slots=True)

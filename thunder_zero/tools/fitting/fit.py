@@ -28,8 +28,8 @@ from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.report.progress import show_status
-from thunder_zero.tools.report.words import WIDTH
+from thunder_zero.tools.printing.progress import show_status
+from thunder_zero.tools.printing.words import WIDTH
 
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
-from thunder_zero.tools.report.text import table_of
+from thunder_zero.tools.printing.text import table_of
 
 COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "cost", "")
 BAR = 16  # columns of the longest bar

@@ -19,10 +19,11 @@ from enum import StrEnum
 from functools import cached_property
 from textwrap import wrap
 
+from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.report.text import clip
-from thunder_zero.tools.report.words import WIDTH, folded, summed_up
+from thunder_zero.tools.printing.text import clip
+from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 
 
 class Holds(StrEnum):
@@ -161,6 +162,12 @@ class Memory:
     def table(self) -> str:
         """The same with all tensors that are alive at the peak."""
         return _text_of(self, len(self.at_peak))
+
+    def _repr_html_(self) -> str:
+        """A small form for notebooks: what is alive at the peak, and the curve of memory."""
+        facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
+        title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
+        return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
 
     @cached_property
     def peak_line(self) -> MemoryLine:

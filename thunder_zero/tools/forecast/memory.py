@@ -22,8 +22,8 @@ from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind,
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
 from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.watch import Allocation, Watch
-from thunder_zero.tools.report.line_meanings import SourceLine, rows
-from thunder_zero.tools.report.text import place_of
+from thunder_zero.tools.printing.line_meanings import SourceLine, rows
+from thunder_zero.tools.printing.text import place_of
 
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule

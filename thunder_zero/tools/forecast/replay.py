@@ -24,7 +24,7 @@ from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
 from thunder_zero.tools.forecast.watch import META, Watch, needs_no_values
-from thunder_zero.tools.report.line_meanings import label
+from thunder_zero.tools.printing.line_meanings import label
 from thunder_zero.traces.symbols import functions_of
 
 from thunder.core import dtypes, prims

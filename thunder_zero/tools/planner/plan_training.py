@@ -24,7 +24,7 @@ from thunder_zero.tools.planner.models import Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
 from thunder_zero.tools.planner.training_plan import AS_FAST, Mesh, PlanRow, TrainingPlan, code_of, meshes, reason_of
-from thunder_zero.tools.report.progress import Steps, show_steps
+from thunder_zero.tools.printing.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -20,8 +20,8 @@ from typing import Any
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
-from thunder_zero.tools.report.text import table_of, text_of_table
-from thunder_zero.tools.report.words import summed_up
+from thunder_zero.tools.printing.text import table_of, text_of_table
+from thunder_zero.tools.printing.words import summed_up
 
 APART = 8  # a mesh shards over so many times as many ranks as the one before
 NARROW = 80  # columns of the text

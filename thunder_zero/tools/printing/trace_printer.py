@@ -22,9 +22,9 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.report.line_meanings import Gap, Row, label, total
-from thunder_zero.tools.report.text import clip, fill, fold, place_of
-from thunder_zero.tools.report.words import WIDTH
+from thunder_zero.tools.printing.line_meanings import Gap, Row, label, total
+from thunder_zero.tools.printing.text import clip, fill, fold, place_of
+from thunder_zero.tools.printing.words import WIDTH
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns

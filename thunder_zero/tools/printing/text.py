@@ -21,7 +21,7 @@ from rich.table import Table
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.tools.report.words import WIDTH
+from thunder_zero.tools.printing.words import WIDTH
 
 INDENT = " " * 4  # of continuation lines
 WHOLE_LINES = 2  # a statement of at most so many lines is shown whole

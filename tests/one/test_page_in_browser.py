@@ -1,0 +1,190 @@
+"""The report in headless Chromium: it opens without errors, and selection, links, filters and keys work."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thunder_zero as tz
+from tests.harness.traced import Chain, ResidualBlock, traced
+from thunder_zero.tools import Device, Link
+
+MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
+    pytest.mark.slow,
+]
+DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6))
+WIDE, NARROW = (1400, 1200), (700, 1200)
+
+
+def chain() -> Chain:
+    return Chain(*(ResidualBlock(16) for _ in range(8)))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a report of two stages."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    two = [traced(chain, (8, 16), tz.Policy(stage, reshard_after_forward=True)) for stage in (3, 2)]
+    around: dict[str, Any] = {"loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
+    tz.tools.report(two[0], path, device=DEVICE, beside=two[1], **around)
+    return Path(path).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(option)
+    options.binary_location = shutil.which("chromium") or ""
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver") or ""))
+    yield driver
+    driver.quit()
+
+
+Ask = Callable[..., Any]  # JavaScript, and its arguments -> what it returns
+
+
+@pytest.fixture
+def shown(browser: Any, report: str) -> Ask:
+    """The report, opened anew."""
+    return opened(browser, report)
+
+
+def opened(browser: Any, address: str, size: tuple[int, int] = WIDE, scheme: str = "light") -> Ask:
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    browser.get("about:blank")
+    browser.get(address)
+    return lambda script, *values: browser.execute_script(f"return {script}", *values)
+
+
+def press(browser: Any, name: str, *keys: str) -> None:
+    browser.find_element("id", name).send_keys(*keys)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_it_opens_without_errors_and_fits(browser: Any, report: str, size: tuple[int, int], scheme: str) -> None:
+    ask = opened(browser, report, size, scheme)
+    assert browser.get_log("browser") == []
+    assert ask("document.documentElement.scrollWidth") <= size[0]
+    assert ask("getComputedStyle(document.body).backgroundColor") != (
+        "rgb(255, 255, 255)" if scheme == "dark" else "rgb(0, 0, 0)"
+    )
+    painted = "new Set(pen.getImageData(0, 0, canvas.width, canvas.height).data.filter((_, at) => at % 4 < 3)).size"
+    assert ask(painted) > 20
+    assert ask("document.querySelectorAll('#rows .row').length") < 60 < ask("page.programs[0].rows.length")
+
+
+def test_a_selection_is_everywhere_and_has_a_link(browser: Any, report: str, shown: Ask) -> None:
+    gather = shown("page.programs[0].collectives.findIndex((one) => one.exposed_seconds && one.backward)")
+    line, op = shown(f"[page.programs[0].collectives[{gather}].launch, page.programs[0].collectives[{gather}].op]")
+    shown(f"choose(0, {line}, {{ zoom: true }})")
+    assert shown("location.hash") == f"#op={op}"
+    for ask in (shown, opened(browser, f"{report}#op={op}")):
+        assert ask("chosen.line") == line
+        (row,) = browser.find_elements("css selector", "#rows .row.is")
+        assert row.text.startswith(str(op))
+        (in_table,) = browser.find_elements("css selector", "#table tr.is")
+        assert "gather, backward" in in_table.text
+        assert "compute waits" in browser.find_element("id", "chosen").text
+        explained = ask("page.programs[0].parameters[chosen.parameter].explained")
+        told = browser.find_element("id", "explained").get_attribute("textContent")
+        assert "".join(told.split()) == "".join(explained.split())
+        assert ask(f"x(page.programs[0].lines.end[{line}])") > ask("gutter")
+    wait = shown(f"page.programs[0].collectives[{gather}].wait")
+    browser.find_element("id", "trace").click()
+    shown(f"choose(0, {wait})")
+    browser.find_element("css selector", f"#line-{wait} + .row, #line-{wait}").click()
+    assert shown("chosen.line") in (wait, wait + 1)
+    assert str(shown("chosen.line")) in shown("trace.getAttribute('aria-activedescendant')")
+
+
+def click(browser: Any, ask: Ask, left: float, top: float) -> None:
+    """Click on a place of the canvas."""
+    ask("canvas.scrollIntoView()")
+    box = ask("canvas.getBoundingClientRect().toJSON()")
+    for kind in ("mousePressed", "mouseReleased"):
+        where = {"x": box["left"] + left, "y": box["top"] + top, "button": "left", "clickCount": 1}
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **where})
+
+
+def test_a_click_on_a_bar_or_on_the_curve_selects_its_line(browser: Any, shown: Ask) -> None:
+    for program in (0, 1):
+        bars = f"page.programs[{program}].bars"
+        bar = shown(f"{bars}.line.findIndex((_, at) => {bars}.lane[at] === 1)")
+        left = shown(f"x(({bars}.start[{bar}] + {bars}.end[{bar}]) / 2)")
+        click(browser, shown, left, shown(f"areas[{program}].lanes[1] + areas[{program}].lane / 2"))
+        assert shown("[chosen.program, chosen.line]") == [program, shown(f"{bars}.line[{bar}]")]
+    ends, peak = "page.programs[0].lines.end", "page.programs[0].memory.peak.line"
+    click(browser, shown, *shown(f"[x({ends}[{peak}]), areas[0].bottom - 5]"))
+    assert shown("chosen.program") == 0
+    assert shown(f"Math.abs(x({ends}[chosen.line]) - x({ends}[{peak}]))") < 3, "pixels"
+
+
+def test_keys_zoom_and_move_and_select(browser: Any, shown: Ask) -> None:
+    from selenium.webdriver import Keys
+
+    length = "view.end - view.start"
+    whole = shown(length)
+    press(browser, "lanes", "+", "+")
+    assert shown(length) == pytest.approx(whole * 0.36)
+    start = shown("view.start")
+    press(browser, "lanes", Keys.ARROW_RIGHT)
+    assert shown("view.start") == pytest.approx(start + whole * 0.06)
+    press(browser, "lanes", "-")
+    assert shown(length) == pytest.approx(whole * 0.6)
+    press(browser, "lanes", "0", Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert (shown(length), shown("chosen.line")) == (whole, 1)
+    assert "op=" in shown("document.getElementById('said').textContent")
+    press(browser, "trace", Keys.PAGE_DOWN, Keys.ARROW_UP, Keys.ENTER)
+    assert shown("chosen.line") == 20
+    assert shown(length) < whole
+    assert browser.find_elements("css selector", "#rows .row.is")
+    press(browser, "lanes", Keys.ESCAPE)
+    assert shown("chosen.line") == -1
+    script = "canvas.dispatchEvent(new WheelEvent('wheel', { deltaY: -300, clientX: 600, cancelable: true }))"
+    press(browser, "lanes", "0")
+    shown(script)
+    assert shown(length) < 0.6 * whole
+
+
+def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None:
+    rows = "[...document.querySelectorAll('#table tbody tr')].length"
+    every = shown("page.programs[0].collectives.length")
+    assert shown(rows) == every
+    press(browser, "filter", "3")
+    of_unit = shown("page.programs[0].collectives.filter((one) => /3/.test(one.unit + one.label + one.why)).length")
+    assert 0 < of_unit <= shown(rows) < every
+    browser.find_element("id", "filter").clear()
+    press(browser, "filter", " ", "\b")
+    browser.find_element("id", "waiting").click()
+    waiting = shown("page.programs[0].collectives.filter((one) => one.exposed_seconds).length")
+    assert shown(rows) == waiting < every
+    head = browser.find_element("xpath", "//th/button[text()='compute waits']")
+    head.click()
+    order = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[7].textContent)"
+    longest = shown("duration(Math.max(...page.programs[0].collectives.map((one) => one.exposed_seconds)))")
+    assert shown(order)[0] == longest
+    head.click()
+    assert shown(order)[-1] == longest
+    assert head.find_element("xpath", "..").get_attribute("aria-sort") == "ascending"
+    press(browser, "find", "4.up.weight", "\n")
+    assert shown("page.programs[0].parameters[chosen.parameter].path") == "4.up.weight"
+    browser.find_element("xpath", "//span[@id='which']/button[text()='ZeRO-2']").click()
+    assert shown("chosen.program") == 1
+    assert browser.get_log("browser") == []

@@ -1,0 +1,136 @@
+"""The collectives of a step, and why some are not hidden behind compute. Frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunder_zero.plan.amounts import duration
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.tools.ask.explanation import Explanation
+from thunder_zero.tools.printing.line_meanings import label
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A piece of time on a lane: of compute, or a ring of the launch of a line.
+
+    Attributes:
+        lane: such as "compute", "gather shard" or "reduce replicate": one for each kind of launch and wire.
+        line: position on the page.
+        start, end: seconds since the step began.
+        waits: compute waits here for the wire.
+    """
+
+    lane: str
+    line: int
+    start: float
+    end: float
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A launch with its wait.
+
+    Attributes:
+        op: position of the launch in the timeline.
+        kind: gather or reduce.
+        backward: whether it is in backward.
+        unit: whose parameters travel.
+        params: their paths.
+        label: these in a few words.
+        sent_bytes: by this rank.
+        launch, wait: positions of their lines on the page.
+        launched, waited: seconds since the step began, when compute starts it, and reaches its wait.
+        wire_seconds: on the wires.
+        exposed_seconds: how long compute waits for it.
+        why: why it stands there.
+        why_exposed: why compute waits; "" if it is hidden.
+    """
+
+    op: int
+    kind: Kind
+    backward: bool
+    unit: str
+    params: tuple[str, ...]
+    label: str
+    sent_bytes: int
+    launch: int
+    wait: int
+    launched: float
+    waited: float
+    wire_seconds: float
+    exposed_seconds: float
+    why: str
+    why_exposed: str
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of its time on the wires that compute does not wait for: 0 to 1."""
+        return 1.0 if not self.wire_seconds else max(0.0, 1 - self.exposed_seconds / self.wire_seconds)
+
+
+def collective_of(
+    timeline: Timeline,
+    at: int,
+    explained: Explanation,
+    lines: tuple[int, int],
+    launched: float,
+    waited: float,
+    rings: Sequence[Bar],
+    waits: Sequence[Bar],
+    before: str,
+) -> Collective:
+    """The collective that starts at a position.
+
+    Args:
+        timeline: of the program.
+        at: position of the launch.
+        explained: the first of its parameters.
+        lines: those of launch and wait.
+        launched, waited: when compute starts it, and reaches its wait.
+        rings: its bars on the wires.
+        waits: compute's, for it; without overlap they are at the launch.
+        before: what its wire carries until it starts there; "" if nothing.
+    """
+    op = timeline.ops[at]
+    wire = sum(ring.end - ring.start for ring in rings if not ring.waits)
+    held = [bar for bar in (*rings, *waits) if bar.waits]
+    exposed = sum(bar.end - bar.start for bar in held)
+    first = min((ring.start for ring in rings if not ring.waits), default=launched)
+    return Collective(
+        op=at,
+        kind=op.kind,
+        backward=op.backward,
+        unit=timeline.params_of(op)[0].unit,
+        params=op.params,
+        label=label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
+        sent_bytes=timeline.bytes_sent(op),
+        launch=lines[0],
+        wait=lines[1],
+        launched=launched,
+        waited=waited,
+        wire_seconds=wire,
+        exposed_seconds=exposed,
+        why=_why(op, explained),
+        why_exposed=_why_exposed(wire, exposed, max(waited - launched, 0.0), max(first - launched, 0.0), before),
+    )
+
+
+def _why(op: Op, explained: Explanation) -> str:
+    if op.kind is Kind.GATHER:
+        place = "backward" if op.backward else "forward", op.source[0]
+        return next(one.why_launch for one in explained.gathers if (one.launch.phase, one.launch.position) == place)
+    reduced = explained.gradient
+    return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
+
+
+def _why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
+    """Why compute waits for what takes ``wire`` seconds, is launched ``ahead`` of its wait, and stands in the queue of
+    its wire first, behind what is there before it."""
+    if not exposed:
+        return ""
+    lies = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"
+    queue = f", and for {duration(queued)} the wire still carries {before or 'others'}" if queued else ""
+    return f"it takes {duration(wire)} on the wire; {lies}{queue}"

@@ -1,0 +1,143 @@
+"""When operations run by measurements: the times of ``measure_times``, or a profile of a step.
+
+In: the forecast of a step, and what was measured between the waits of its collectives. Out: spans, as a forecast has
+them. Lines between two measured moments share the time between them as they do in the forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from thunder_zero.plan.policy import Times
+from thunder_zero.schedule.names import launch_label, wait_label
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.tools.cost.costs import Cost, Lane
+from thunder_zero.tools.cost.estimate import Estimate
+from thunder_zero.tools.cost.lanes import Span
+
+MICRO = 1e6  # a profile's unit of time is a microsecond
+
+
+def spans_by_times(forecast: Estimate, times: Times) -> tuple[Span, ...]:
+    """The step with measured seconds of compute between the waits of gathers, and the measured speed of gathers.
+
+    What has no measurement (before the first wait of a phase, after the last, reductions) is as much slower than the
+    forecast, or faster, as what has one.
+    """
+    ops, costs = forecast.timeline.ops, list(forecast.costs)
+    factors: list[float | None] = [None] * len(ops)
+    for stretch, seconds in _stretches(forecast.timeline, times):
+        total = sum(costs[at].seconds for at in stretch)
+        factors[stretch.start : stretch.stop] = [seconds / total if total else None] * len(stretch)
+    known = [at for at, factor in enumerate(factors) if factor is not None and ops[at].kind is Kind.COMPUTE]
+    before = sum(costs[at].seconds for at in known)
+    usual = sum(costs[at].seconds * (factors[at] or 0.0) for at in known) / before if before else 1.0
+    slower = _slower_wires(forecast, times)
+    for at, cost in enumerate(costs):
+        factor = factors[at]
+        costs[at] = _scaled(cost, usual if factor is None else factor, slower)
+    return replace(forecast, costs=tuple(costs)).spans
+
+
+def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
+    """The operations after the wait of each gather up to that of the next one in its phase, with the seconds."""
+    waits = [at for at, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
+    for at, following in pairwise(waits):
+        op = timeline.ops[at]
+        seconds = (times.backward if op.backward else times.forward).get(op.params[0])
+        if seconds is not None and timeline.ops[following].backward is op.backward:
+            yield range(at + 1, following), seconds
+
+
+def _slower_wires(forecast: Estimate, times: Times) -> float:
+    """How much longer gathers take than in the forecast."""
+    gathers = [at for at, op in enumerate(forecast.timeline.ops) if op.kind is Kind.GATHER]
+    nbytes = sum(forecast.timeline.wire_bytes(forecast.timeline.ops[at]) for at in gathers)
+    seconds = sum(ring for at in gathers for _, ring in forecast.costs[at].wires)
+    return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
+
+
+def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
+    """What else holds compute up is part of what was measured."""
+    wires = tuple((lane, seconds * wire) for lane, seconds in cost.wires)
+    return replace(cost, seconds=cost.seconds * compute, wires=wires, loads=(), launch_seconds=0.0, finish_seconds=0.0)
+
+
+def spans_by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
+    """The last whole step of a profile, as the host saw it: a collective is in flight from its launch to the end of its
+    wait.
+
+    Args:
+        forecast: of the step, without a loss and an optimizer.
+        events: of Chrome's trace event format; those with our labels of launches and waits count.
+
+    Raises:
+        ValueError: no whole step of this program is among them.
+    """
+    ops = forecast.timeline.ops
+    marked = [at for at, op in enumerate(ops) if op.kind in LAUNCHES or op.kind is Kind.WAIT]
+    names = [_label(forecast.timeline, ops[at]) for at in marked]
+    known = set(names)
+    found = sorted(
+        (event for event in events if event.get("name") in known and event.get("cat") in (None, "user_annotation")),
+        key=lambda event: float(event["ts"]),
+    )
+    seen = [event["name"] for event in found]
+    starts = [at for at in range(len(seen) - len(names), -1, -1) if seen[at : at + len(names)] == names]
+    if not names or not starts:
+        missing = sorted(known - set(seen))
+        lacks = f"it lacks {missing[0]!r}" if missing else "their order is another one"
+        raise ValueError(
+            f"the profile has no whole step of this program: of {len(names)} launches and waits it has {len(seen)}, "
+            f"and {lacks}; profile forward and backward of the program whose traces you give"
+        )
+    step = dict(zip(marked, found[starts[0] : starts[0] + len(names)], strict=True))
+    return tuple(_placed(forecast, {at: _moments(event) for at, event in step.items()}))
+
+
+def _label(timeline: Timeline, op: Op) -> str:
+    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+    return (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params)
+
+
+def _moments(event: Mapping[str, Any]) -> tuple[float, float]:
+    start = float(event["ts"]) / MICRO
+    return start, start + float(event.get("dur", 0.0)) / MICRO
+
+
+def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> Iterator[Span]:
+    """Waits and launches where they were measured; computations between them share the time."""
+    timeline, costs = forecast.timeline, forecast.costs
+    bounds = [*moments, len(timeline.ops)]
+    first, speed = bounds[0], _usual(forecast, moments)
+    zero = moments[first][0] - sum(costs[at].seconds for at in range(first)) * speed
+    now = 0.0
+    for begin, stop in pairwise([-1, *bounds]):
+        computing = [at for at in range(begin + 1, stop) if timeline.ops[at].kind is Kind.COMPUTE]
+        total = sum(costs[at].seconds for at in computing)
+        until = moments[stop][0] - zero if stop in moments else now + total * speed
+        factor = (until - now) / total if total else 0.0
+        for at in computing:
+            yield Span(at, Lane.COMPUTE, now, now + costs[at].seconds * factor)
+            now += costs[at].seconds * factor
+        if stop in moments:
+            start, end = (moment - zero for moment in moments[stop])
+            op = timeline.ops[stop]
+            yield Span(stop, Lane.COMPUTE, start, end, None, op.kind is Kind.WAIT)
+            if op.kind is Kind.WAIT:
+                launch = timeline.writer[op.reads[0]]
+                lane = next((lane for lane, _ in costs[launch].wires), Lane.SHARD)
+                yield Span(launch, lane, moments[launch][0] - zero, end)
+            now = end
+
+
+def _usual(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> float:
+    """How much longer compute takes between measured moments than in the forecast."""
+    marked = list(moments)
+    between = sum(moments[after][0] - moments[at][1] for at, after in pairwise(marked))
+    costs = sum(forecast.costs[at].seconds for at in range(marked[0], marked[-1]))
+    return between / costs if costs else 1.0

@@ -1,0 +1,565 @@
+// Draws the data of the page: lanes and memory on a canvas, the lines as a list of which only the seen part exists.
+"use strict";
+const page = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const make = (tag, properties, ...children) => {
+  const { style, ...others } = properties;
+  const made = Object.assign(document.createElement(tag), others);
+  if (style) made.style.cssText = style;
+  made.append(...children.filter((child) => child !== null && child !== ""));
+  return made;
+};
+const size = (bytes) => {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let value = bytes, power = 0;
+  for (; value >= 999.5 && power < 5; power++) value /= 1024;
+  return power ? `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} ${units[power]}` : `${bytes} B`;
+};
+const duration = (seconds) => {
+  for (const [unit, scale] of [["s", 1], ["ms", 1e3], ["us", 1e6], ["ns", 1e9]])
+    if (seconds * scale >= 0.9995) return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
+  return "0 s";
+};
+const unitColour = (unit) => `var(--u${unit <= 0 ? -1 : (unit - 1) % 8})`;
+const KINDS = {
+  "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
+  "gathered parameters": "#46aaa3", "saved for backward": "#e6b04f", "full gradients": "#d2605f",
+  "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
+  "outputs and loss": "#9fb45f", "workspaces": "#8b8b8b", "temporaries": "#c4bcae",
+};
+const title = (lane, program) => {
+  const [kind, wire] = lane.split(" ");
+  if (!wire) return lane;
+  const both = new Set(program.lanes.map((one) => one.split(" ")[1])).size > 2;
+  return `${{ gather: "gathers", reduce: "reductions" }[kind]}${both ? `, ${wire}` : ""}`;
+};
+
+// What each program's columns say, the other way round.
+for (const program of page.programs) {
+  const { lines, bars, memory } = program;
+  program.count = lines.code.length;
+  program.lineOf = new Map();
+  lines.ops.forEach((ops, line) => ops.forEach((op) => program.lineOf.set(op, line)));
+  program.collectiveOf = new Map();
+  program.collectives.forEach((one, at) => [one.launch, one.wait].forEach((line) => program.collectiveOf.set(line, at)));
+  program.barsOf = new Map();
+  bars.line.forEach((line, at) => program.barsOf.set(line, [...(program.barsOf.get(line) ?? []), at]));
+  program.rows = [];
+  let phase = "", origin = 0;
+  for (let line = 0; line < program.count; line++) {
+    if (lines.phase[line] !== phase) program.rows.push({ text: lines.phase[line], phase: true });
+    if (lines.origin[line] && lines.origin[line] !== origin) program.rows.push({ text: `# ${lines.origins[lines.origin[line]]}` });
+    phase = lines.phase[line];
+    origin = lines.origin[line] || origin;
+    program.rows.push({ line });
+  }
+  program.rowOf = new Map(program.rows.map((row, at) => [row.line, at]));
+  program.highest = Math.max(0, ...(memory ? [memory.peak.bytes, program.figures.optimizer_step_bytes ?? 0] : []));
+  if (memory) {
+    program.alive = memory.kinds.map(() => new Float64Array(program.count));
+    for (const [line, kind, bytes] of memory.changes) program.alive[kind][line] += bytes;
+    for (const alive of program.alive) for (let line = 1; line < program.count; line++) alive[line] += alive[line - 1];
+  }
+}
+
+// The state: which line of which program is selected, which parameter, and the seconds that are shown.
+const whole = Math.max(...page.programs.map((program) => program.figures.step_seconds)) || 1;
+const view = { start: 0, end: whole };
+const chosen = { program: 0, line: -1, parameter: -1 };
+const current = () => page.programs[chosen.program];
+
+function choose(program, line, { parameter, zoom = false, say = true } = {}) {
+  Object.assign(chosen, { program, line });
+  const { lines, collectiveOf, collectives } = current();
+  const own = line < 0 ? [] : lines.params[line];
+  chosen.parameter = parameter ?? (own.includes(chosen.parameter) ? chosen.parameter : own[0] ?? -1);
+  if (zoom && line >= 0) zoomTo(line);
+  else if (line >= 0 && (lines.end[line] < view.start || lines.start[line] > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
+  showWhich();
+  showChosen();
+  showTrace(true);
+  markTable();
+  draw();
+  if (line < 0) return;
+  const place = lines.ops[line].length ? `op=${lines.ops[line][0]}` : `line=${line}`;
+  history.replaceState(null, "", `#${program ? `program=${program}&` : ""}${place}`);
+  const collective = collectives[collectiveOf.get(line)];
+  if (say) $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
+}
+
+function openLink() {
+  const link = new URLSearchParams(location.hash.slice(1));
+  const program = Math.min(Number(link.get("program") ?? 0), page.programs.length - 1) || 0;
+  const line = link.has("op") ? page.programs[program].lineOf.get(Number(link.get("op"))) : link.has("line") ? Number(link.get("line")) : undefined;
+  if (line !== undefined && line < page.programs[program].count) choose(program, line, { zoom: true });
+}
+
+// The lanes and the memory.
+const canvas = $("lanes"), pen = canvas.getContext("2d");
+let text = 12, gutter = 90, width = 800, areas = [], colours = {};
+
+function zoomBy(factor, at = (view.start + view.end) / 2) {
+  const length = Math.min(whole, Math.max(whole / 1e6, (view.end - view.start) * factor));
+  const start = Math.max(0, Math.min(whole - length, at - ((at - view.start) / (view.end - view.start)) * length));
+  Object.assign(view, { start, end: start + length });
+  drawSoon();
+}
+function pan(seconds) {
+  const length = view.end - view.start, start = Math.max(0, Math.min(whole - length, view.start + seconds));
+  Object.assign(view, { start, end: start + length });
+  drawSoon();
+}
+function zoomTo(line) {
+  const { lines, collectiveOf, collectives } = current(), one = collectives[collectiveOf.get(line)];
+  const start = one ? one.launched : lines.start[line], end = one ? lines.end[one.wait] : lines.end[line];
+  const length = Math.min(whole, Math.max((end - start) * 3, whole / 40)), from = Math.max(0, Math.min(whole - length, (start + end - length) / 2));
+  Object.assign(view, { start: from, end: from + length });
+}
+const x = (seconds) => gutter + ((seconds - view.start) / (view.end - view.start)) * (width - gutter);
+const secondsAt = (place) => view.start + ((place - gutter) / (width - gutter)) * (view.end - view.start);
+
+function layOut() {
+  const style = getComputedStyle(document.documentElement), em = parseFloat(style.fontSize);
+  text = 0.75 * em;
+  width = canvas.clientWidth;
+  gutter = Math.min(7.2 * em, width * 0.2);
+  for (const name of ["ink", "quiet", "panel", "line", "chosen", "shade", "warn", ...[-1, 0, 1, 2, 3, 4, 5, 6, 7].map((at) => `u${at}`)])
+    colours[name] = style.getPropertyValue(`--${name}`).trim();
+  let y = 1.4 * em;
+  areas = page.programs.map((program) => {
+    const top = y, lanes = [];
+    y += page.programs.length > 1 ? 1.4 * em : 0;
+    const phases = y, units = (y += 1.2 * em);
+    y += 1.35 * em;
+    program.lanes.forEach(() => { lanes.push(y); y += 1.75 * em; });
+    const memory = y + 0.3 * em, height = program.memory ? (page.programs.length > 1 ? 8.5 : 11) * em : 0;
+    y = memory + height + 1.1 * em;
+    return { top, phases, units, lanes, lane: 1.55 * em, memory, height, bottom: memory + height };
+  });
+  const ratio = devicePixelRatio || 1;
+  canvas.style.height = `${y}px`;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(y * ratio);
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+}
+
+const hatches = {};
+function hatch(colour) {
+  if (hatches[colour]) return hatches[colour];
+  const tile = make("canvas", { width: 8, height: 8 }), brush = tile.getContext("2d");
+  brush.strokeStyle = colour;
+  brush.lineWidth = 1.6;
+  for (const shift of [-8, 0, 8]) { brush.moveTo(shift, 8); brush.lineTo(shift + 8, 0); }
+  brush.stroke();
+  return (hatches[colour] = pen.createPattern(tile, "repeat"));
+}
+const widths = new Map(); // measuring text is slow
+function widthOf(words, weight = 400) {
+  const font = `${weight} ${text}px system-ui, sans-serif`, key = font + words;
+  pen.font = font;
+  if (!widths.has(key)) widths.set(key, pen.measureText(words).width);
+  return widths.get(key);
+}
+function write(words, left, y, { colour = colours.ink, align = "left", bold = false, room = Infinity } = {}) {
+  const weight = bold ? 600 : 400, full = widthOf(words, weight);
+  pen.fillStyle = colour;
+  pen.textAlign = align;
+  pen.textBaseline = "middle";
+  if (full > room) words = `${words.slice(0, Math.max(0, Math.floor((words.length * room) / full) - 1))}…`;
+  if (words.length > (room === Infinity ? 0 : 1) || /^\d$/.test(words)) pen.fillText(words, left, y);
+}
+function shortened(words, room, unit = words) {
+  if (widthOf(words) <= room || (unit !== words && room > 7 * text)) return words;
+  const last = unit.split(".").at(-1);
+  return widthOf(last) <= room ? last : "";
+}
+function rectangle(start, end, y, height, fill) {
+  const left = Math.max(gutter, x(start)), right = Math.min(width, Math.max(x(end), left + 0.7));
+  if (right <= gutter || left >= width) return null;
+  pen.fillStyle = fill;
+  pen.fillRect(left, y, right - left, height);
+  return { left, right };
+}
+
+let waits = false; // several moves within a frame are drawn once
+function drawSoon() {
+  if (!waits) requestAnimationFrame(() => { waits = false; draw(); });
+  waits = true;
+}
+function draw() {
+  if (!areas.length) return;
+  pen.clearRect(0, 0, canvas.width, canvas.height);
+  drawAxis();
+  page.programs.forEach((program, at) => {
+    const area = areas[at];
+    if (page.programs.length > 1) write(program.name, 0, area.top + 0.8 * text, { bold: true, colour: at === chosen.program ? colours.chosen : colours.ink });
+    drawPhases(program, area);
+    drawLanes(program, area);
+    if (program.memory) drawMemory(program, area);
+    if (at === chosen.program && chosen.line >= 0) drawChosen(program, area);
+  });
+}
+function drawAxis() {
+  const rough = (view.end - view.start) / Math.max(3, (width - gutter) / 110), power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((times) => times * power).find((one) => one >= rough);
+  for (let tick = Math.ceil(view.start / step) * step; tick <= view.end; tick += step) {
+    pen.fillStyle = colours.line;
+    pen.fillRect(x(tick), text * 1.4, 1, canvas.clientHeight);
+    const [unit, scale] = view.end >= 1 ? ["s", 1] : view.end >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
+    write(`${Number((tick * scale).toPrecision(6))} ${unit}`, x(tick), text * 0.7, { colour: colours.quiet, align: x(tick) > width - 3 * text ? "right" : x(tick) < gutter + 2 * text ? "left" : "center" });
+  }
+}
+function drawPhases(program, area) {
+  for (const phase of program.phases) {
+    const left = x(phase.start), right = Math.min(x(phase.end), width);
+    if (left >= gutter && left <= width) { pen.fillStyle = colours.ink; pen.fillRect(left, area.phases, 1.5, area.bottom - area.phases); }
+    if (right - gutter > 2 * text && width - left > 2 * text && right - left > 3 * text) write(phase.name, Math.max(left, gutter) + 4, area.phases + 0.8 * text, { bold: true, room: right - Math.max(left, gutter) - 6 });
+  }
+  write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
+  for (const [unit, first, last] of program.runs) {
+    const at = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`]);
+    if (at && at.right - at.left > 1.2 * text) write(shortened(program.units[unit] || "root", at.right - at.left - 4), at.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: at.right - at.left - 4 });
+  }
+}
+function drawLanes(program, area) {
+  const { bars, lines } = program, last = program.lanes.map(() => -9);
+  program.lanes.forEach((lane, at) => write(title(lane, program), 0, area.lanes[at] + area.lane / 2, { room: gutter - 6 }));
+  for (let at = 0; at < bars.line.length; at++) {
+    if (bars.end[at] < view.start || bars.start[at] > view.end) continue;
+    const lane = bars.lane[at], y = area.lanes[lane], right = x(bars.end[at]), wide = right - x(bars.start[at]);
+    if (wide < 1 && Math.floor(right) === last[lane]) continue;
+    last[lane] = Math.floor(right);
+    const unit = lines.unit[bars.line[at]], colour = colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`];
+    if (bars.waits[at]) rectangle(bars.start[at], bars.end[at], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
+    const seen = rectangle(bars.start[at], bars.end[at], y, area.lane, bars.waits[at] ? hatch(colours.warn) : colour);
+    if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
+    if (!seen || seen.right - seen.left < (bars.waits[at] ? 3.4 : 1.2) * text) continue;
+    const named = lines.label[bars.line[at]] || program.units[unit] || lines.phase[bars.line[at]];
+    const words = bars.waits[at] ? "waits" : shortened(named, seen.right - seen.left - 7, program.units[unit] || "root");
+    if (bars.waits[at]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
+    write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[at] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
+  }
+}
+const mostBytes = () => Math.max(...page.programs.map((one) => one.highest)) * 1.06 || 1;
+const bytesOf = ({ memory, alive }, kind, line) => (line < 0 ? 0 : line === memory.peak.line ? memory.peak.by_kind[memory.kinds[kind]] ?? 0 : alive[kind][line]);
+function seenLines(program) {
+  const columns = Math.max(1, Math.floor(width - gutter)), seen = new Int32Array(columns).fill(-1), { end, highest } = program.lines;
+  for (let line = 0, before = 0; line < program.count; before = end[line++]) {
+    const from = Math.max(0, Math.floor(x(before) - gutter)), to = Math.min(columns - 1, Math.floor(x(end[line]) - gutter));
+    for (let column = from; column <= to; column++) if (seen[column] < 0 || highest[line] > highest[seen[column]]) seen[column] = line;
+  }
+  return seen;
+}
+function drawMemory(program, area) {
+  const { memory, lines } = program, most = mostBytes();
+  const seen = (program.seen = seenLines(program)), base = new Float64Array(seen.length).fill(memory.reserve);
+  const y = (bytes) => area.bottom - (bytes / most) * area.height;
+  for (const share of [0, 0.5, 1]) {
+    pen.fillStyle = colours.line;
+    pen.fillRect(gutter, y(most * share), width - gutter, 1);
+    write(size(Math.round(most * share)), gutter - 6, y(most * share) + (share === 1 ? 0.5 : share ? 0 : -0.3) * text, { colour: colours.quiet, align: "right" });
+  }
+  write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
+  const names = [];
+  memory.kinds.forEach((kind, at) => {
+    const bytesIn = (line) => bytesOf(program, at, line);
+    const wide = Math.ceil(widthOf(kind));
+    let thickest = 0, where = -1;
+    pen.beginPath();
+    pen.moveTo(gutter, y(base[0]));
+    for (let column = 0; column < seen.length; column++) pen.lineTo(gutter + column, y(base[column]));
+    for (let column = seen.length - 1; column >= 0; column--) {
+      const bytes = bytesIn(seen[column]), below = base[column], right = column + wide;
+      base[column] += bytes;
+      pen.lineTo(gutter + column, y(base[column]));
+      if (right >= seen.length) continue;
+      let floor = below, roof = base[column];
+      for (let part = column; part <= right; part += Math.max(1, wide >> 3)) {
+        floor = Math.max(floor, base[part] - bytesIn(seen[part]));
+        roof = Math.min(roof, base[part]);
+      }
+      if (roof - floor >= thickest) [thickest, where] = [roof - floor, [column, (floor + roof) / 2]];
+    }
+    pen.fillStyle = KINDS[kind];
+    pen.fill();
+    if ((thickest / most) * area.height > 1.15 * text) names.push([kind, gutter + where[0] + 2, y(where[1])]);
+  });
+  pen.strokeStyle = colours.ink;
+  pen.lineWidth = 1;
+  pen.beginPath();
+  seen.forEach((line, column) => line >= 0 && lines.highest[line] !== null && pen.lineTo(gutter + column, y(lines.highest[line])));
+  pen.stroke();
+  for (const [kind, left, middle] of names) write(kind, left, middle, { colour: "#14181d" });
+  const peak = x(lines.end[memory.peak.line]);
+  if (peak < gutter || peak > width) return;
+  pen.setLineDash([4, 3]);
+  pen.strokeStyle = colours.warn;
+  pen.lineWidth = 1.5;
+  pen.strokeRect(peak, area.phases + 1.5 * text, 0, area.bottom - area.phases - 1.5 * text);
+  pen.setLineDash([]);
+  pen.fillStyle = colours.warn;
+  pen.beginPath();
+  pen.arc(peak, y(memory.peak.bytes), 4, 0, 7);
+  pen.fill();
+  const words = `peak ${size(memory.peak.bytes)}`;
+  const wide = widthOf(words, 600) + 8, left = peak + wide + 8 > width ? peak - wide - 6 : peak + 6;
+  pen.fillStyle = colours.panel;
+  pen.fillRect(left, y(memory.peak.bytes) - 0.2 * text, wide, 1.4 * text);
+  write(words, left + 4, y(memory.peak.bytes) + 0.55 * text, { colour: colours.warn, bold: true });
+}
+function drawChosen(program, area) {
+  const one = program.collectives[program.collectiveOf.get(chosen.line)], related = one ? [one.launch, one.wait] : [chosen.line];
+  const frame = (bar, colour, thick) => {
+    const left = Math.max(gutter, x(program.bars.start[bar])), right = Math.min(width, x(program.bars.end[bar]));
+    if (right < gutter || left > width) return;
+    pen.strokeStyle = colour;
+    pen.lineWidth = thick;
+    pen.strokeRect(left, area.lanes[program.bars.lane[bar]], Math.max(1, right - left), area.lane);
+  };
+  if (chosen.parameter >= 0)
+    program.barsOf.forEach((bars, line) => program.lines.params[line].includes(chosen.parameter) && bars.forEach((bar) => frame(bar, colours.ink, 1.5)));
+  for (const line of related) for (const bar of program.barsOf.get(line) ?? []) frame(bar, colours.chosen, 3);
+  const at = x(program.lines.end[chosen.line]);
+  if (at < gutter || at > width) return;
+  pen.fillStyle = colours.chosen;
+  pen.fillRect(at - 1, area.units, 2, area.bottom - area.units);
+  pen.beginPath();
+  pen.moveTo(at - 5, area.units - 5);
+  pen.lineTo(at + 5, area.units - 5);
+  pen.lineTo(at, area.units + 2);
+  pen.fill();
+}
+function hit(event) {
+  const box = canvas.getBoundingClientRect(), left = event.clientX - box.left, top = event.clientY - box.top;
+  const at = areas.findIndex((area) => top >= area.top && top <= area.bottom), area = areas[at], program = page.programs[at];
+  if (at < 0 || left < gutter) return null;
+  const lane = area.lanes.findIndex((y) => top >= y && top <= y + area.lane), { bars } = program;
+  if (lane >= 0) {
+    let best = -1, nearest = 3;
+    for (let bar = 0; bar < bars.line.length; bar++) {
+      if (bars.lane[bar] !== lane) continue;
+      const away = Math.max(x(bars.start[bar]) - left, left - x(bars.end[bar]), 0);
+      if (away < nearest) [best, nearest] = [bar, away];
+    }
+    return best < 0 ? null : { program: at, line: bars.line[best], bar: best };
+  }
+  if (top >= area.units && top < area.lanes[0]) {
+    const run = program.runs.find(([, first, last]) => secondsAt(left) >= program.lines.start[first] && secondsAt(left) <= program.lines.end[last]);
+    return run ? { program: at, line: run[1] } : null;
+  }
+  const line = top >= area.memory && program.seen ? program.seen[Math.floor(left - gutter)] ?? -1 : -1;
+  return line < 0 ? null : { program: at, line, bytes: ((area.bottom - top) / area.height) * mostBytes() };
+}
+function tell(event) {
+  const found = hit(event), tip = $("tip");
+  tip.hidden = !found;
+  if (!found) return;
+  const program = page.programs[found.program], { lines, bars } = program, line = found.line;
+  const parts = [`${lines.kind[line] ?? lines.phase[line]} ${lines.label[line] || program.units[lines.unit[line]] || ""}`.trim()];
+  if (found.bar !== undefined) parts.push(`${bars.waits[found.bar] ? "compute waits" : title(program.lanes[bars.lane[found.bar]], program)} ${duration(bars.end[found.bar] - bars.start[found.bar])}`);
+  if (found.bytes !== undefined) {
+    let below = program.memory.reserve;
+    const kind = program.memory.kinds.findIndex((_, at) => (below += bytesOf(program, at, line)) > found.bytes);
+    if (kind >= 0) parts.push(`${program.memory.kinds[kind]} ${size(bytesOf(program, kind, line))}`);
+  }
+  if (lines.highest[line] !== null) parts.push(`${size(lines.highest[line])} alive`);
+  tip.textContent = parts.join("\n");
+  tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+}
+let drag = null;
+canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, moved: 0 }; canvas.setPointerCapture(event.pointerId); });
+canvas.addEventListener("pointermove", (event) => {
+  if (!drag) return tell(event);
+  const by = event.clientX - drag.x;
+  drag = { x: event.clientX, moved: drag.moved + Math.abs(by) };
+  pan((-by / (width - gutter)) * (view.end - view.start));
+});
+canvas.addEventListener("pointerup", (event) => {
+  const found = drag && drag.moved < 4 ? hit(event) : null;
+  drag = null;
+  if (found) choose(found.program, found.line);
+});
+canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const length = view.end - view.start;
+  if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(((event.deltaX || event.deltaY) / width) * length);
+  else zoomBy(1.002 ** event.deltaY, secondsAt(event.clientX - canvas.getBoundingClientRect().left));
+}, { passive: false });
+function step(by) {
+  const line = chosen.line < 0 ? 0 : Math.max(0, Math.min(current().count - 1, chosen.line + by));
+  choose(chosen.program, line);
+}
+const KEYS = {
+  "+": () => zoomBy(0.6), "=": () => zoomBy(0.6), "-": () => zoomBy(1 / 0.6), "0": fit, Home: fit,
+  ArrowLeft: () => pan(-(view.end - view.start) / 6), ArrowRight: () => pan((view.end - view.start) / 6),
+  ArrowDown: () => step(1), ArrowUp: () => step(-1), PageDown: () => step(20), PageUp: () => step(-20),
+  Enter: () => chosen.line >= 0 && choose(chosen.program, chosen.line, { zoom: true }), Escape: () => choose(chosen.program, -1),
+};
+function fit() { Object.assign(view, { start: 0, end: whole }); draw(); }
+for (const target of [canvas, $("trace")])
+  target.addEventListener("keydown", (event) => {
+    if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    KEYS[event.key]();
+  });
+$("in").onclick = KEYS["+"];
+$("out").onclick = KEYS["-"];
+$("fit").onclick = fit;
+
+// The lines.
+const trace = $("trace"), rows = $("rows");
+let rowHeight = 20;
+function showTrace(scroll = false) {
+  const program = current(), { lines } = program, one = program.collectives[program.collectiveOf.get(chosen.line)];
+  rowHeight = 1.4 * parseFloat(getComputedStyle(document.documentElement).fontSize);
+  rows.style.height = `${program.rows.length * rowHeight}px`;
+  if (scroll && chosen.line >= 0) {
+    const top = program.rowOf.get(chosen.line) * rowHeight;
+    if (top < trace.scrollTop || top > trace.scrollTop + trace.clientHeight - 2 * rowHeight) trace.scrollTop = top - trace.clientHeight / 3;
+  }
+  const first = Math.max(0, Math.floor(trace.scrollTop / rowHeight) - 4), count = Math.ceil(trace.clientHeight / rowHeight) + 8;
+  rows.replaceChildren(...program.rows.slice(first, first + count).map((row, at) => {
+    const style = `top: ${(first + at) * rowHeight}px;`;
+    if (row.line === undefined) return make("div", { className: `row text ${row.phase ? "phase" : ""}`, style, title: row.text }, row.text);
+    const line = row.line, isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line;
+    const related = (one && (line === one.launch || line === one.wait)) || (chosen.parameter >= 0 && lines.params[line].includes(chosen.parameter));
+    return make("div", { className: `row ${isChosen ? "is" : related ? "of" : ""}`, id: `line-${line}`, role: "option", ariaSelected: String(isChosen), title: lines.code[line], style: `${style} border-color: ${unitColour(lines.unit[line])}`, onclick: () => choose(chosen.program, line) },
+      make("span", {}, String(lines.ops[line][0] ?? "")), make("span", {}, lines.code[line]), make("span", {}, lines.kind[line] ?? ""), make("span", {}, lines.label[line]),
+      make("span", {}, lines.sent[line] === null ? "" : size(lines.sent[line])),
+      make("span", { className: isPeak ? "peak" : "" }, isPeak ? "▲ peak" : lines.alive[line] === null ? "" : size(lines.alive[line])));
+  }));
+  trace.setAttribute("aria-activedescendant", chosen.line < 0 ? "" : `line-${chosen.line}`);
+}
+trace.addEventListener("scroll", () => showTrace());
+
+// What is selected.
+const jump = (words, line, parameter) => make("button", { className: "link", type: "button", onclick: () => choose(chosen.program, line, { parameter, zoom: true }) }, words);
+const swatch = (colour) => make("span", { className: "swatch", style: `background: ${colour}` });
+function facts(pairs) {
+  return make("dl", {}, ...pairs.filter(([, value]) => value !== null && value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
+}
+function tensorsAt(program, line) {
+  const { tensors, peak } = program.memory, found = [];
+  if (line === peak.line) return peak.tensors;
+  tensors.made.forEach((made, at) => { if (made <= line && (tensors.freed[at] === null || tensors.freed[at] > line)) found.push(at); });
+  return found.sort((one, other) => tensors.bytes[other] - tensors.bytes[one]);
+}
+function tensorList(program, line, most) {
+  const { tensors, kinds } = program.memory, found = tensorsAt(program, line);
+  const items = found.slice(0, most).map((at) => make("li", {}, make("b", {}, size(tensors.bytes[at])), make("span", {}, swatch(KINDS[kinds[tensors.kind[at]]]), `${kinds[tensors.kind[at]]}: `, tensors.made[at] < 0 ? tensors.name[at] : jump(tensors.name[at] || "its line", tensors.made[at]))));
+  if (found.length > most) items.push(make("li", {}, make("b", {}), make("span", {}, `and ${found.length - most} smaller tensors`)));
+  return make("ul", {}, ...items);
+}
+function showChosen() {
+  const program = current(), { lines } = program, line = chosen.line, place = $("chosen");
+  if (line < 0) return place.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
+  const one = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && lines.kind[line] === "wait";
+  const origin = lines.origins[lines.origin[line]];
+  place.replaceChildren(
+    make("div", { className: "says" }, lines.code[line]),
+    facts([
+      ["place", [`${lines.phase[line]}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.ops[line].length ? `op ${lines.ops[line].join(", ")}` : `line ${line}`)]],
+      ["does", [lines.kind[line] ?? lines.phase[line], lines.label[line] ? ` ${lines.label[line]}` : ""].join("")],
+      ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
+      ["from", origin],
+      ["time", lines.start[line] === lines.end[line] ? `at ${duration(lines.end[line])}; takes no time of its own` : `${duration(lines.start[line])} to ${duration(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
+      ...(one ? [["on the wire", `${duration(one.wire_seconds)}, ${size(one.sent_bytes)} sent by this rank`],
+        ["hidden", one.exposed_seconds ? `${Math.round(one.hidden_share * 100)}%: compute waits ${duration(one.exposed_seconds)}: ${one.why_exposed}` : "all of it"],
+        ["why there", one.why], ["links", [jump("launch", one.launch), " · ", jump("wait", one.wait)]]] : []),
+      ["alive", lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`],
+    ]),
+  );
+  const own = lines.params[line];
+  if (own.length) {
+    const pick = make("select", { ariaLabel: "Parameter", onchange: () => choose(chosen.program, line, { parameter: Number(pick.value) }) },
+      ...own.map((at) => make("option", { value: at, selected: at === chosen.parameter }, program.parameters[at].path)));
+    place.append(make("h2", {}, "Its parameter ", pick),
+      make("div", { className: "says", id: "explained" }, ...program.parameters[chosen.parameter].explained.split("\n").map((row) => make("div", {}, row || " "))));
+  }
+  if (program.memory) place.append(make("h2", {}, "Alive here, the largest"), tensorList(program, line, 12));
+}
+
+// The collectives.
+const COLUMNS = [
+  ["unit", (one) => one.unit || "root unit", "text"], ["kind", (one) => `${one.kind}, ${one.backward ? "backward" : "forward"}`, "text"],
+  ["parameters", (one) => one.label, "text"], ["sent", (one) => one.sent_bytes, size], ["launch", (one) => one.launched, duration],
+  ["wait", (one) => one.waited, duration], ["on the wire", (one) => one.wire_seconds, duration],
+  ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, (share) => `${Math.floor(share * 100)}%`],
+  ["why it stands there; why compute waits", (one) => one.why + (one.why_exposed ? `. Compute waits: ${one.why_exposed}` : ""), "text"],
+];
+const order = { column: -1, down: false };
+$("table").tHead.rows[0].append(...COLUMNS.map(([name, , how], at) => make("th", { scope: "col", className: how === "text" ? "text" : "" },
+  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === at ? !order.down : how !== "text", column: at }); showTable(); } }, name))));
+function showTable() {
+  const program = current(), words = $("filter").value.toLowerCase();
+  let found = program.collectives.map((one, at) => [one, at]).filter(([one]) => (!$("of").value || one.kind === $("of").value) && (!$("waiting").checked || one.exposed_seconds)
+    && (!words || COLUMNS.some(([, value, how]) => how === "text" && String(value(one)).toLowerCase().includes(words))));
+  if (order.column >= 0) {
+    const [, value] = COLUMNS[order.column], way = order.down ? -1 : 1;
+    found = found.sort(([one], [other]) => way * (value(one) > value(other) ? 1 : value(one) < value(other) ? -1 : 0));
+  }
+  [...$("table").tHead.rows[0].cells].forEach((cell, at) => {
+    cell.ariaSort = at === order.column ? (order.down ? "descending" : "ascending") : "none";
+    cell.firstChild.textContent = COLUMNS[at][0] + (at === order.column ? (order.down ? " ▼" : " ▲") : "");
+  });
+  $("count").textContent = `${found.length} of ${program.collectives.length}`;
+  $("table").tBodies[0].replaceChildren(...found.map(([one, at]) => make("tr", { place: at, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
+    ...COLUMNS.map(([name, value, how]) => make("td", { className: `${how === "text" ? "text" : ""} ${name === "compute waits" && one.exposed_seconds ? "peak" : ""}` },
+      name === "unit" ? swatch(unitColour(program.units.indexOf(one.unit))) : "", how === "text" ? value(one) : how(value(one)))))));
+  markTable();
+}
+function markTable() {
+  const now = current().collectiveOf.get(chosen.line), all = [...$("table").tBodies[0].rows], has = all.some((row) => row.place === now);
+  all.forEach((row, number) => Object.assign(row, { className: row.place === now ? "is" : "", tabIndex: (has ? row.place === now : !number) ? 0 : -1, ariaSelected: String(row.place === now) }));
+}
+for (const [id, event] of [["filter", "input"], ["of", "change"], ["waiting", "change"]]) $(id).addEventListener(event, showTable);
+$("table").tBodies[0].addEventListener("keydown", (event) => {
+  const row = event.target.closest("tr"), next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
+  if (!next && event.key !== "Enter") return;
+  event.preventDefault();
+  if (next) next.focus();
+  else row.click();
+});
+
+// At a glance.
+function showGlance() {
+  const program = current(), { memory, collectives, lines } = program;
+  if (memory) {
+    const most = Object.entries(memory.peak.by_kind), line = memory.peak.line;
+    $("peak").replaceChildren(
+      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(lines.ops[line].length ? `op ${lines.ops[line][0]}` : lines.phase[line], line), program.left_out.length ? `; left out: ${program.left_out.map((one) => one.replace("left out: ", "")).join("; ")}` : ""),
+      make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...most.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
+      make("ul", {}, ...most.map(([kind, bytes]) => make("li", {}, make("b", {}, size(bytes)), make("span", {}, swatch(KINDS[kind]), kind)))),
+      make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
+    $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)));
+  } else $("peak").replaceChildren(make("p", {}, program.note));
+  const gathers = collectives.filter((one) => one.kind === "gather"), seen = gathers.filter((one) => one.exposed_seconds).sort((one, other) => other.exposed_seconds - one.exposed_seconds);
+  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0);
+  $("exposed").replaceChildren(
+    make("p", { className: "note" }, seen.length ? `${seen.length} of ${gathers.length}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${gathers.length} gathers are hidden behind compute.`),
+    make("ol", {}, ...seen.slice(0, 4).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
+    seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = "gather"; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
+}
+function showWhich() {
+  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => choose(at, -1) }, program.name))));
+  if (chosen.glance === chosen.program) return;
+  chosen.glance = chosen.program;
+  showGlance();
+  showTable();
+}
+$("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((one) => one.path)].map((value) => make("option", { value })));
+$("find").addEventListener("change", () => {
+  const program = current(), words = $("find").value.trim(), parameter = program.parameters.findIndex((one) => one.path === words), unit = program.units.indexOf(words);
+  const line = program.lines.params.findIndex((own, at) => (parameter >= 0 ? own.includes(parameter) : words && program.lines.unit[at] === unit));
+  if (line >= 0) choose(chosen.program, line, { parameter: parameter < 0 ? undefined : parameter, zoom: true });
+});
+
+const again = () => { Object.keys(hatches).forEach((key) => delete hatches[key]); layOut(); draw(); showTrace(); };
+new ResizeObserver(again).observe(canvas.parentElement);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+addEventListener("hashchange", openLink);
+layOut();
+choose(0, -1);
+openLink();

@@ -1,0 +1,56 @@
+"""The page of a model that is planned: by its name, or made by a function of a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from thunder_zero.plan.amounts import float_dtype
+from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.page.data import Data
+from thunder_zero.tools.page.report import page_of
+from thunder_zero.tools.planner.models import KNOWN, subject_of
+from thunder_zero.tools.planner.plan_training import PRECISION
+
+
+def report_of(
+    model: str,
+    *,
+    world_size: int,
+    stage: int,
+    beside: int | None,
+    rank: int,
+    replicas: int,
+    device: str,
+    dtype: str | None,
+    blocks: int | None,
+) -> Data:
+    """The data of the page, with AdamW and the model's loss; ``thunder-zero report --help`` says what options mean.
+
+    Raises:
+        ValueError: there is no such model, function, stage, rank, dtype or device; ``blocks`` is not above 0.
+        OSError: a file cannot be read.
+    """
+    on, subject = device_of(device), subject_of(model)
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
+    precision = PRECISION if model in KNOWN else MixedPrecision()
+    if dtype is not None:
+        precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
+    first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)
+    with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
+        interpreted = Interpreted(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
+        traces, second = interpreted.under(first), [interpreted.under(other) for other in others]
+    cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
+    return page_of(
+        traces,
+        on,
+        beside=second[0] if second else None,
+        loss=subject.loss,
+        optimizer=torch.optim.AdamW,
+        title=f"{subject.name}{cut}",
+    )

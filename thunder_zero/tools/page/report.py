@@ -1,0 +1,167 @@
+"""``tz.tools.report``: writes one HTML file that shows a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.plan.amounts import name_of
+from thunder_zero.plan.policy import STAGES, Times
+from thunder_zero.tools.ask.save_timeline import events_of
+from thunder_zero.tools.cost.estimate import Estimate, estimate
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
+from thunder_zero.tools.forecast.replay import Loss
+from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.tools.page.data import Data, data_of, top_of
+from thunder_zero.tools.page.differences import differences
+from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
+from thunder_zero.tools.page.program import Program
+
+if TYPE_CHECKING:
+    from thunder.core.module import ThunderModule
+
+Measured = Times | str | PathLike[str]
+BY_TIMES = (
+    "Compute between the waits of gathers, and the speed of gathers, are those of measure_times; lines between two "
+    "waits share the time as in the forecast, and what was not measured is scaled like the rest."
+)
+BY_PROFILE = (
+    "Launches and waits are where the profile has them, as the host saw them: a collective is drawn from its launch to "
+    "the end of its wait. Lines between them share the time as in the forecast."
+)
+
+
+def report(
+    model_or_traces: ThunderModule | Traces,
+    path: str | PathLike[str],
+    *,
+    device: Device | str,
+    measured: Measured | None = None,
+    beside: Traces | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    title: str = "",
+) -> None:
+    """Write one HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
+
+    Open it in a browser; it needs no network and no server. ``report.html#op=412`` opens it at an operation. Its
+    figures are those of :func:`thunder_zero.tools.estimate` and :func:`thunder_zero.tools.memory` for the same
+    arguments; bytes sent are those of this rank, counted.
+
+    >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
+    >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages, and what differs
+
+    Args:
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
+        path: the file to write.
+        device: of the forecast, as for :func:`thunder_zero.tools.estimate`.
+        measured: the result of :func:`thunder_zero.tools.measure_times`, or a file that
+            ``torch.profiler.profile.export_chrome_trace`` wrote: drawn beside the forecast.
+        beside: other traces of the same module, such as those of another stage or policy: drawn beside the first.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory`; left out where they are not given.
+        title: of the page, such as the model's name (default: the model's class, if a model is given).
+
+    Raises:
+        TypeError: neither traces nor a model with ZeroTransform; what ``estimate`` or ``memory`` refuses.
+        ValueError: ``beside`` is of another module; ``measured`` is no profile, or has no whole step of this program;
+            the device lacks what the step needs.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model was not called yet.
+    """
+    data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title)
+    Path(path).write_text(html_of(data), encoding="utf-8")
+
+
+def page_of(
+    model_or_traces: ThunderModule | Traces,
+    device: Device | str,
+    measured: Measured | None = None,
+    beside: Traces | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    title: str = "",
+) -> Data:
+    """The page as data that JSON can hold; arguments and errors are those of :func:`report`."""
+    on = device_of(device)
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    found = [*_programs(traces, on, measured, beside, loss, optimizer)]
+    count = sum(prod(param.shape) for param in traces.plan.params)
+    name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
+    dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
+    return {
+        "title": title or name,
+        "facts": [f"{_many(count)} parameters", f"compute in {', '.join(dtypes)}", f"on {on.name}"],
+        "top": top_of(found),
+        "programs": [data_of(program) for program in found],
+        "differences": differences(found),
+    }
+
+
+def _programs(
+    traces: Traces,
+    device: Device,
+    measured: Measured | None,
+    beside: Traces | None,
+    loss: Loss | None,
+    optimizer: MakeOptimizer | None,
+) -> Iterator[Program]:
+    first = _program(STAGES[traces.plan.policy.stage].name, traces, device, loss, optimizer)
+    yield first
+    if measured is not None:
+        yield _measured(first, measured)
+    if beside is not None:
+        if not isinstance(beside, Traces):
+            raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
+        name = STAGES[beside.plan.policy.stage].name
+        yield _program(f"{name}, second" if name == first.name else name, beside, device, loss, optimizer)
+
+
+def _program(name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None) -> Program:
+    time = estimate(traces, device, loss=loss, optimizer=optimizer)
+    try:
+        held, why = memory(traces, loss=loss, optimizer=optimizer), ""
+    except NoForecast as error:
+        held, why = None, f"There is no forecast of memory: {error}."
+    return Program(name, traces, time, time.spans, held, no_memory=why)
+
+
+def _measured(first: Program, measured: Measured) -> Program:
+    """The same program, with measured times."""
+    if isinstance(measured, Times):
+        spans, name, note = spans_by_times(first.estimate, measured), "measured times", BY_TIMES
+        time: Estimate = first.estimate
+    else:
+        time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
+        spans, name, note = spans_by_profile(time, events_of(Path(measured))), "profile", BY_PROFILE
+    return Program(name, first.traces, time, spans, first.memory, first.no_memory, note)
+
+
+def _many(count: int) -> str:
+    """``1.32 G``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return str(count)
+
+
+def html_of(data: Any) -> str:
+    """The file: the template with its style, its script and the data inside."""
+    parts = {name: files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
+    template = files(__package__).joinpath("page.html.jinja").read_text("utf-8")
+    inline = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    return made.render(page=data, data=Markup(inline), style=Markup(parts["page.css"]), script=Markup(parts["page.js"]))
