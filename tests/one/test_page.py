@@ -187,7 +187,7 @@ def test_two_stages_are_compared_as_diff_does() -> None:
     figures = {row[0]: row[1:] for row in step["rows"]}
     assert figures["gathers"] == [str(one.gathers) for one in change.total]
     assert change.peaks == tuple(one["figures"]["peak_bytes"] for one in shown["programs"])
-    assert by_unit["heads"] == ["unit", "gathers", "reduces", "sent", "gathered", "ops again", "FLOP again"]
+    assert by_unit["heads"] == ["unit", "gathers", "reduces", "sent", "gathered", "recomputed", "its FLOP"]
     units = {row[0]: row[1] for row in by_unit["rows"]}
     gathers = [(str(first.gathers), str(second.gathers)) for first, second in change.units.values()]
     arrow = "\N{RIGHTWARDS ARROW}"
