@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from thunder_zero.schedule.names import launch_label, wait_label
 from thunder_zero.schedule.timeline import LAUNCHES, Kind
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.ask.print_trace import code_of
+from thunder_zero.tools.page.collectives import Bar
 from thunder_zero.tools.page.data import data_of
 from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
 from thunder_zero.tools.page.program import Program
@@ -89,12 +90,15 @@ def test_each_operation_is_on_the_line_that_the_trace_has_for_it(stage: int) -> 
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(starts))
 
 
+def length(bars: Iterable[Bar]) -> float:
+    return sum(bar.end - bar.start for bar in bars)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_bars_take_the_time_of_the_forecast_and_none_is_over_another(stage: int) -> None:
     one = program(stage)
     by_lane = {lane: [bar for bar in one.bars if bar.lane == lane] for lane in one.lanes}
     assert sum(map(len, by_lane.values())) == len(one.bars)
-    length = lambda bars: sum(bar.end - bar.start for bar in bars)  # noqa: E731
     assert length(bar for bar in by_lane["compute"] if not bar.waits) == pytest.approx(one.estimate.compute_seconds)
     assert length(bar for bar in one.bars if bar.waits) == pytest.approx(one.estimate.exposed_seconds)
     wires = sum(length(bars) for lane, bars in by_lane.items() if lane != "compute")
