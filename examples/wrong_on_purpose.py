@@ -84,12 +84,6 @@ def optimizer_built_early(case: Case) -> None:
     optimizer.step()
 
 
-def loaded_full_tensors(case: Case) -> str:
-    """load_state_dict gets the plain module's tensors, which load_original_state_dict takes."""
-    case.sharded().load_state_dict(case.plain().state_dict())
-    return "no message; no mistake here: this rank has all parameters in full"
-
-
 def stepped_in_an_accumulation(case: Case) -> None:
     """The optimizer steps while gradients wait for their reduction."""
     model = case.sharded()
@@ -152,7 +146,6 @@ MISTAKES: tuple[Mistake, ...] = (
     reduced_twice,
     wrapped_in_ddp,
     optimizer_built_early,
-    loaded_full_tensors,
     stepped_in_an_accumulation,
     called_the_plain_module,
     other_models,

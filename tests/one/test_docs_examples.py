@@ -74,7 +74,7 @@ def test_the_features_run(tmp_path: Path) -> None:
     names |= {"build": lambda: deepcopy(module), "path": tmp_path / "model.pt", "runs": tmp_path / "runs"}
     names |= {"model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
-        if block in FABRIC:
+        if "lightning" in block:
             continue
         exec(compile(block, str(FEATURES), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())
@@ -99,6 +99,35 @@ def test_the_fabric_examples_run(block: str) -> None:
     exec(compile(block, "the Fabric example", "exec"), names)
     names["model"](names["x"]).sum().backward()
     assert all(param.grad is not None for param in names["optimizer"].param_groups[0]["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
+@pytest.mark.usefixtures("group")
+@mock.patch.dict(os.environ)
+def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch import LightningModule
+    from torch.utils.data import DataLoader
+
+    class Lit(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.net(x).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    monkeypatch.chdir(tmp_path)  # Lightning writes logs and checkpoints here
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as under torchrun; the group exists
+    (block,) = (block for block in blocks(FEATURES) if "lightning.pytorch" in block)
+    names: dict[str, Any] = {"W": 1, "lightning_module": Lit(), "loader": DataLoader(torch.ones(4, 4), batch_size=2)}
+    exec(compile(block, str(FEATURES), "exec"), names)
+    assert names["trainer"].strategy.sharded.state.plan.policy.stage == 3
 
 
 def test_without_lightning_its_room_says_what_to_install() -> None:

@@ -167,7 +167,7 @@ def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
         assert memory.lines[-1].phase == ("backward" if enabled else "forward")
         lacks = [what.partition(":")[0] for what in memory.excluded]
         assert lacks == (["the optimizer's state and step"] if enabled else ["backward"])
-        assert str(memory).splitlines()[-1] == f"left out: {memory.excluded[0]}"
+        assert f"left out: {memory.excluded[0]}" in " ".join(str(memory).split())
         if enabled:
             y.sum().backward()
     frozen = tz.trace(Net().requires_grad_(False), torch.empty(ROWS, WIDTH), world_size=2)
@@ -355,7 +355,7 @@ def test_what_cannot_be_forecast_is_refused() -> None:
     assert message.endswith("measure the step instead")
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("# cannot forecast memory: ")
-    assert lines[2].endswith(" sent gathered")
+    assert lines[6].endswith(" sent gathered")
 
 
 def reads_a_value(phase: str, schedule: str) -> Any:

@@ -418,6 +418,11 @@ def only_the_first_gradients_placements_count() -> bool:
         dist.destroy_process_group()
 
 
+def nobody_says_that_fully_shard_was_applied() -> bool:
+    names = (name for home in (torch.distributed, torch.distributed.fsdp) for name in dir(home))
+    return not [name for name in names if "registry" in name.lower() and not name.startswith("_")]
+
+
 def torch_has_no_public_names() -> bool:
     homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
     words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
@@ -461,6 +466,7 @@ NEEDS = (
     Need("trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
+    Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("lookasides.py: list_members_in_order", names_come_in_another_order),
     Need("lookasides.py: mend_label_smoothing", smoothing_counts_ignored_targets),

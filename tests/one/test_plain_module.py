@@ -44,9 +44,6 @@ class Net(nn.Module):
         self.offset = self.offset + 1
         return y * self.ignored * self.bound + self.offset
 
-    def generate(self, x: Tensor) -> Tensor:
-        return self(x)
-
 
 class Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
@@ -72,7 +69,6 @@ Attempt = Callable[[Any, Any], Any]  # given the plain module and the sharded on
 MIXES: dict[str, Attempt] = {
     "a method of the sharded model": lambda plain, model: model.features(X),
     "a method of the plain module": lambda plain, model: plain.features(X),
-    "generate": lambda plain, model: model.generate(X),
     "a submodule": lambda plain, model: model.get_submodule("first")(X),
     "the plain module": lambda plain, model: plain(X),
     "an operator": lambda plain, model: X @ plain.first.weight,
