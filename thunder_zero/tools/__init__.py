@@ -1,4 +1,16 @@
-"""Tools that explain, forecast and plan: ``thunder_zero.tools``. Nothing that trains imports them."""
+"""Tools that explain, forecast and plan: ``thunder_zero.tools``. Nothing that trains imports them.
+
+In: a module and inputs, a model that ran, or a checkpoint. Out: answers as frozen data, which print themselves::
+
+    module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why there
+                                      |   |
+                                      |   +---> forecast/        bytes alive, line by line
+                                      +-------> cost/ devices/   seconds, lane by lane
+                                                  |
+                  page/ one picture of all these -+- fitting/ many policies -- planner/ stages and meshes
+
+    checkpoint on disk --> convert/
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,4 @@
-"""``tz.tools.fit``: the cheapest policy whose step fits into memory."""
+"""``tz.tools.fit``: the cheapest policy whose step fits into memory.
+
+In: traces and a number of bytes. Out: a policy; ``candidate.py`` evaluates one, ``search.py`` and ``budget.py`` choose.
+"""
