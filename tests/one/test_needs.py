@@ -198,6 +198,10 @@ def lists_lose_gradients() -> bool:
     return is_wrong(lambda x: torch.hstack([x, x]))
 
 
+def complex_factors_lack_a_conjugate() -> bool:
+    return is_wrong(lambda x: torch.view_as_real(x * torch.polar(torch.ones(4), torch.ones(4)))[..., 1])
+
+
 def draws_again(of: Function) -> bool:
     """Whether backward has another mask than forward."""
     x = torch.ones(64, requires_grad=True)
@@ -490,6 +494,7 @@ MORE = (
     *(Need("untraceable.py", PARTS[what], what=what) for what in list(PARTS)[1:]),
     Need("wrong_gradients.py", written_views_lose_gradients, what="a view"),
     Need("wrong_gradients.py", lists_lose_gradients, what="a list"),
+    Need("wrong_gradients.py", complex_factors_lack_a_conjugate, what="complex numbers"),
 )
 
 

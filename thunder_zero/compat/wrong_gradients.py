@@ -1,4 +1,4 @@
-"""needed while: Thunder gets gradients of writes in place, and of tensors in lists, wrong.
+"""needed while: Thunder gets gradients of writes in place, of tensors in lists and of complex numbers wrong.
 
 Refuses lines of a trace whose gradient it gets wrong without a word. It saves a value for backward and then lets an
 operation in place write to it::
@@ -18,6 +18,10 @@ It has no gradient for tensors in a list, if it knows the operator by automatic 
 It has none for values that are put into a tensor without one::
 
     t1 = torch.index_put(zeros, (index,), t0)
+
+It leaves out the conjugate of complex numbers::
+
+    t2 = torch.mul(t1, frequencies)
 """
 
 from __future__ import annotations
@@ -25,12 +29,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from thunder.core import prims
-from thunder.core.dtypes import is_inexact_dtype
+from thunder.core.dtypes import is_complex_dtype, is_inexact_dtype
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.update_aliases import _is_inplace_op
+
+# Right for complex numbers: linear, without a factor, and abs. What Thunder registered automatically is torch's own.
+WITHOUT_CONJUGATE = {
+    *("abs", "add", "cat", "chunk", "clone", "contiguous", "expand", "flatten", "getitem", "index_select", "mean"),
+    *("movedim", "neg", "permute", "repeat", "reshape", "select", "split", "squeeze", "stack", "sub", "sum", "t", "to"),
+    *("transpose", "type", "unbind", "unflatten", "unsqueeze", "view"),
+}
 
 
 def require_unwritten(forward: TraceCtx, module: str) -> None:
@@ -69,9 +80,9 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
 
     Raises:
         RuntimeError: it gives a list of tensors to an operator that Thunder registered automatically, or puts values
-            with a gradient into a tensor without one. It writes in place to an input with a gradient, or to a view of a
-            parameter; to a value of which it reads another view later; or, under no_grad, to a value that has a
-            gradient.
+            with a gradient into a tensor without one. It multiplies complex numbers that have a gradient. It writes in
+            place to an input with a gradient, or to a view of a parameter; to a value of which it reads another view
+            later; or, under no_grad, to a value that has a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
@@ -93,6 +104,7 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
             break
         read = _names((line.args, line.kwargs))
         _require_known(line, trained, module)
+        _require_real(line, trained & read, module)
         made = line.flat_proxy_outs
         detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in made)
         if _is_inplace_op(line):
@@ -119,6 +131,20 @@ def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
         raise RuntimeError(
             f"forward of {module} gives {line.sym.id} a list of tensors, and Thunder has no gradient for them: "
             f"they would get none, without a word; use another operator, such as torch.cat for torch.hstack"
+        )
+
+
+def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
+    """Detached lines have no gradient, so a factor may be computed from anything."""
+    if (
+        trained
+        and any(map(_is_complex, (*line.flat_proxy_args, *line.flat_proxy_outs)))
+        and line.sym.name not in WITHOUT_CONJUGATE
+        and prims.OpTags.AUTO_REGISTERED not in (line.sym.tags or ())
+    ):
+        raise RuntimeError(
+            f"forward of {module} computes {line.sym.name} of complex numbers that have a gradient, and Thunder would "
+            f"leave out a conjugate there; compute with real and imaginary parts{_where(line)}"
         )
 
 
@@ -168,6 +194,10 @@ def _has_numbers(arg: object) -> bool:
     return any(isinstance(item, TensorProxy) and is_inexact_dtype(item.dtype) for item in arg) or any(
         map(_has_numbers, arg)
     )
+
+
+def _is_complex(proxy: Proxy) -> bool:
+    return isinstance(proxy, TensorProxy) and is_complex_dtype(proxy.dtype)
 
 
 def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
