@@ -1,4 +1,4 @@
-"""needed while: Thunder gets gradients of writes in place, of tensors in lists and of complex numbers wrong.
+"""needed while: Thunder gets gradients of writes in place, lists and complex numbers wrong.
 
 Refuses lines of a trace whose gradient it gets wrong without a word. It saves a value for backward and then lets an
 operation in place write to it::
