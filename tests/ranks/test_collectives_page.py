@@ -89,7 +89,7 @@ def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
         "load": lambda: tz.load(f"{folder}/saved", model),
         "save_pretrained": lambda: tz.save_pretrained(model, f"{folder}/pretrained"),
         "measure_times": lambda: tz.tools.measure_times(model, lambda: train(model), steps=1),
-        "fit": lambda: tz.tools.fit(fresh(Mlp), (X,), memory_bytes=1 << 20, world_size=2),
+        "fit": lambda: tz.tools.fit(fresh(Mlp), X, memory_bytes=1 << 20, world_size=2),
         "calibrate": lambda: tz.tools.calibrate(seconds=0.01, dtypes=[torch.float32]),
         "backward again": lambda: train(model),
     }
@@ -105,6 +105,7 @@ def calls_alone(model: Any, optimizer: Any, ema: tz.EMA, folder: Path) -> Iterat
     yield lambda: tz.tools.estimate(traces, "h100")
     yield lambda: tz.tools.diff(traces, tz.trace(fresh(Mlp), X, policy=tz.ZERO2, world_size=4))
     yield lambda: tz.tools.save_timeline(folder / "trace.json", traces, device="h100")
+    yield lambda: tz.tools.report(traces, folder / "report.html", device="h100")
     yield lambda: tz.tools.plan_training(fresh(Mlp), X, world_size=2, device="h100", stages=(3,))
     yield lambda: tz.tools.consolidate(folder / "saved", folder / "one.safetensors")
     yield lambda: tz.tools.shard_safetensors(folder / "one.safetensors", folder / "start", ranks=2)

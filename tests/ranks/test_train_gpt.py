@@ -68,7 +68,7 @@ def zero3(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 def test_it_trains_and_reports(zero3: tuple[str, Path]) -> None:
     sends = 2 * (3 * MODEL - NOT_READ - GATHERED_ONCE)  # u is half the model: 2 bytes a parameter
-    words = f"3u - {2 * NOT_READ:,} not read by backward - {2 * GATHERED_ONCE:,} gathered"
+    words = f"3u - {2 * NOT_READ:,} not read by backward - {2 * GATHERED_ONCE:,} kept"
     check_report(*zero3, sends, words, (f"{4 * GATHERED_ONCE / 1e6:.2f} MB", "blocks.0, blocks.1, norm, head"))
 
 
