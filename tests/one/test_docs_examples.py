@@ -125,7 +125,8 @@ def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as under torchrun; the group exists
     (block,) = (block for block in blocks(FEATURES) if "lightning.pytorch" in block)
-    names: dict[str, Any] = {"W": 1, "lightning_module": Lit(), "loader": DataLoader(torch.ones(4, 4), batch_size=2)}
+    rows: Any = torch.ones(4, 4)  # indexed by row, as a dataset is
+    names: dict[str, Any] = {"W": 1, "lightning_module": Lit(), "loader": DataLoader(rows, batch_size=2)}
     exec(compile(block, str(FEATURES), "exec"), names)
     assert names["trainer"].strategy.sharded.state.plan.policy.stage == 3
 
