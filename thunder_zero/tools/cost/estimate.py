@@ -22,7 +22,7 @@ from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
-from thunder_zero.tools.cost.lanes import Lanes, Span
+from thunder_zero.tools.cost.lanes import Lanes, Span, exposed, step_seconds, working
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -101,17 +101,17 @@ class Estimate:
     @cached_property
     def seconds(self) -> float:
         """How long the step takes."""
-        return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
+        return step_seconds(self.spans)
 
     @cached_property
     def compute_seconds(self) -> float:
         """How long the rank computes, what collectives take from it included."""
-        return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
+        return working(self.spans)
 
     @cached_property
     def exposed_seconds(self) -> float:
         """How long compute waits for communication."""
-        return sum(span.seconds for span in self.spans if span.waits)
+        return exposed(self.spans)
 
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:

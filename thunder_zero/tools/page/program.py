@@ -22,7 +22,7 @@ from thunder_zero.tools.ask.explanation import Explanation
 from thunder_zero.tools.ask.print_trace import rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate
-from thunder_zero.tools.cost.lanes import Span
+from thunder_zero.tools.cost.lanes import Span, exposed, step_seconds, working
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
 from thunder_zero.tools.page.collectives import Bar, Collective, collective_of
 from thunder_zero.tools.printing.line_meanings import Row, label
@@ -206,17 +206,17 @@ class Program:
     @property
     def seconds(self) -> float:
         """How long the step takes."""
-        return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
+        return step_seconds(self.spans)
 
     @property
     def compute_seconds(self) -> float:
         """How long the rank computes."""
-        return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
+        return working(self.spans)
 
     @property
     def exposed_seconds(self) -> float:
         """How long compute waits for communication."""
-        return sum(span.seconds for span in self.spans if span.waits)
+        return exposed(self.spans)
 
     @property
     def sent_bytes(self) -> int:
