@@ -138,9 +138,9 @@ def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
     """Detached lines have no gradient, so a factor may be computed from anything."""
     if (
         trained
-        and any(map(_is_complex, (*line.flat_proxy_args, *line.flat_proxy_outs)))
         and line.sym.name not in WITHOUT_CONJUGATE
         and prims.OpTags.AUTO_REGISTERED not in (line.sym.tags or ())
+        and any(map(_is_complex, (*line.flat_proxy_args, *line.flat_proxy_outs)))
     ):
         raise RuntimeError(
             f"forward of {module} computes {line.sym.name} of complex numbers that have a gradient, and Thunder would "
