@@ -1,12 +1,15 @@
 """Writes what docs/how-a-step-works.md shows: the steps of a model of three blocks in each stage, from real traces.
 
-python docs/step.py
+python docs/step.py                the picture and the table
+python docs/step.py report.html    the report, which the site makes by itself
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -150,7 +153,23 @@ def data(stages: list[list[dict[str, Any]]]) -> str:
     return f"// Written by docs/step.py from the traces of each stage.\nconst STAGES = {json.dumps(found)};\n"
 
 
+def report() -> str:
+    """The report of stage 3 beside stage 2, as an HTML page, on a device on which some gathers are not hidden."""
+    device = tz.tools.Device("slow", {"float32": 2e9}, 1e10, 1 << 30, intra_node=tz.tools.Link(1e8, 1e-5))
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    zero3, zero2 = (tz.trace(Blocks(), x, policy=POLICIES[stage], world_size=RANKS) for stage in (3, 2))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "report.html"
+        loss = lambda y: y.square().mean()  # noqa: E731
+        around = {"loss": loss, "optimizer": torch.optim.AdamW, "title": "Three blocks on four ranks"}
+        tz.tools.report(zero3, path, device=device, beside=zero2, **around)
+        return path.read_text("utf-8")
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(report(), "utf-8")
+        return
     stages = [steps(stage) for stage in range(len(NAMES))]
     DATA.write_text(data(stages))
     before, _, rest = PAGE.read_text().partition(BEGIN)

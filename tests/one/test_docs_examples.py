@@ -1,4 +1,4 @@
-"""docs/reference.md names every public name; what it and docs/features.md show runs."""
+"""docs/reference.md names every public name; what it and the pages on training show runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.harness.tiers import slow
 import thunder
 
 DOCS = Path(__file__).parents[2] / "docs"
-REFERENCE, FEATURES = DOCS / "reference.md", DOCS / "features.md"
+REFERENCE, LIGHTNING = DOCS / "reference.md", DOCS / "lightning.md"
+TRAIN = [DOCS / f"{name}.md" for name in ("training", "optimizers", "checkpoints", "large-models")]
 
 
 def blocks(document: Path) -> list[str]:
@@ -33,7 +34,7 @@ def blocks(document: Path) -> list[str]:
 
 
 BLOCKS = [block for block in blocks(REFERENCE) if "lightning" not in block]
-FABRIC = [block for document in (REFERENCE, FEATURES) for block in blocks(document) if "lightning.fabric" in block]
+FABRIC = [block for document in (REFERENCE, LIGHTNING) for block in blocks(document) if "lightning.fabric" in block]
 
 
 @pytest.mark.usefixtures("group")
@@ -65,18 +66,17 @@ def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("group")
-def test_the_features_run(tmp_path: Path) -> None:
-    """One after the other, with a model, an input and a loss of the reader's."""
+def test_the_pages_on_training_run(tmp_path: Path) -> None:
+    """One after the other, with a model, its optimizer, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
     torch.save(module.state_dict(), tmp_path / "model.pt")
     names = {"tz": tz, "torch": torch, "nn": nn, "thunder": thunder, "dist": dist, "init_device_mesh": init_device_mesh}
     names |= {"build": lambda: deepcopy(module), "path": tmp_path / "model.pt", "runs": tmp_path / "runs"}
     names |= {"model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
-    for block in blocks(FEATURES):
-        if "lightning" in block:
-            continue
-        exec(compile(block, str(FEATURES), "exec"), names)
+    for page in TRAIN:
+        for block in blocks(page):
+            exec(compile(block, str(page), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())
     assert not any(tensor.is_meta for tensor in names["large"].parameters())
     for source in ("drawn", "read", "sent"):
@@ -88,7 +88,7 @@ def test_the_features_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("block", [FABRIC[0], *slow(*FABRIC[1:])], ids=["reference", "features"])
+@pytest.mark.parametrize("block", [FABRIC[0], *slow(*FABRIC[1:])], ids=["reference", "lightning"])
 @mock.patch.dict(os.environ)  # Fabric's launcher writes to it
 def test_the_fabric_examples_run(block: str) -> None:
     """Each by itself, after the reference's imports, with a module and an optimizer of the reader's."""
@@ -124,10 +124,10 @@ def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)  # Lightning writes logs and checkpoints here
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as under torchrun; the group exists
-    (block,) = (block for block in blocks(FEATURES) if "lightning.pytorch" in block)
+    (block,) = (block for block in blocks(LIGHTNING) if "lightning.pytorch" in block)
     rows: Any = torch.ones(4, 4)  # indexed by row, as a dataset is
     names: dict[str, Any] = {"W": 1, "lightning_module": Lit(), "loader": DataLoader(rows, batch_size=2)}
-    exec(compile(block, str(FEATURES), "exec"), names)
+    exec(compile(block, str(LIGHTNING), "exec"), names)
     assert names["trainer"].strategy.sharded.state.plan.policy.stage == 3
 
 

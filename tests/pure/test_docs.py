@@ -32,7 +32,7 @@ def test_what_a_document_names_exists(document: Path) -> None:
     places = (ROOT, PACKAGE, document.parent, PACKAGE / "report", ROOT / "tests")
     assert [file for file in files if not any((place / file).exists() for place in places)] == []
     tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert tests or document.name != "fsdp2.md"
+    assert tests or document.name != "from-fsdp2.md"
     assert [(file, name) for file, name in tests if f"\ndef {name}(" not in (ROOT / file).read_text()] == []
 
 

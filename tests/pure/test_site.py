@@ -13,16 +13,16 @@ from thunder_zero.plan.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 PAGES = run_path(str(ROOT / "docs/pages.py"))
-COMING_FROM = sorted((ROOT / "docs").glob("from-*.md"))
+COMING_FROM = sorted({*(ROOT / "docs").glob("from-*.md")} - {ROOT / "docs/from-fsdp2.md"})  # its table is README's
 ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
 
 
 @pytest.mark.parametrize(
     ("page", "text", "turned"),
     [
-        ("index.md", "[the page](docs/errors.md#forward)", "[the page](errors.md#forward)"),
+        ("index.md", "see [it](docs/errors.md#forward)", "see [it](errors.md#forward)"),
         ("index.md", "[docs/errors.md](docs/errors.md)", "[Errors and what to do](errors.md)"),
-        ("errors.md", "[start](../README.md#use)", "[start](index.md#use)"),
+        ("errors.md", "see [start](../README.md#use)", "see [start](index.md#use)"),
         ("errors.md", "[memory](memory.md)", "[memory](memory.md)"),
         ("errors.md", "[a script](../examples/train_gpt.py)", "[a script](source/examples/train_gpt.py.md)"),
         ("example-scripts.md", "[p](../docs/images/bench.png)", "[p](images/bench.png)"),
@@ -30,7 +30,16 @@ ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
     ],
 )
 def test_links_lead_to_pages_of_the_site(page: str, text: str, turned: str) -> None:
-    assert PAGES["turn_links"](page, text) == turned
+    assert PAGES["shown"](page, text) == turned
+
+
+def test_a_paragraph_that_is_a_link_to_a_section_becomes_the_section() -> None:
+    shown = PAGES["shown"]("from-fsdp2.md", "# Title\n\n[the names](../README.md#from-fsdp2)\n\nafter\n")
+    assert shown.startswith("# Title\n\n| FSDP2 | thunder_zero |\n")
+    assert shown.endswith("\n\nafter\n")
+    assert "](torch-tools.md)" in shown  # README's link, from the page
+    with pytest.raises(ValueError, match=r"README\.md#no-such, which is no section"):
+        PAGES["shown"]("why.md", "[x](../README.md#no-such)\n")
 
 
 def test_every_file_outside_of_docs_has_a_page_and_back() -> None:

@@ -1,4 +1,4 @@
-"""Promises of FSDP2's own tests that no other test here shows, each against eager; docs/fsdp2.md lists all promises."""
+"""Promises of FSDP2's own tests that no other test here shows, each against eager; docs/from-fsdp2.md lists them."""
 
 from __future__ import annotations
 
