@@ -144,12 +144,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Make search work from the disk, too; refuse a site that fetches anything when it is viewed."""
+    """Refuse a site that fetches anything when it is viewed."""
     from mkdocs.exceptions import PluginError
 
     site = Path(config.site_dir)
-    index = site / "search/search_index.json"  # a page from the disk may read a script, but no JSON
-    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     for path in sorted([*site.rglob("*.html"), *site.rglob("*.css"), *site.glob("*.js")]):
         if found := fetched(path.read_text()):
             raise PluginError(f"{path.relative_to(site)} would fetch {', '.join(sorted(set(found)))}; keep it in docs/")
