@@ -148,6 +148,8 @@ def on_post_build(config: MkDocsConfig) -> None:
     from mkdocs.exceptions import PluginError
 
     site = Path(config.site_dir)
+    index = site / "search/search_index.json"  # the theme asks for a script on pages from the disk, where it cannot search
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     for path in sorted([*site.rglob("*.html"), *site.rglob("*.css"), *site.glob("*.js")]):
         if found := fetched(path.read_text()):
             raise PluginError(f"{path.relative_to(site)} would fetch {', '.join(sorted(set(found)))}; keep it in docs/")

@@ -1,6 +1,6 @@
 """Measures what a user waits for before the first step ends, and where that time goes.
 
-    python -m examples.bench.first_step                    the table of docs/performance.md
+    python -m examples.bench.first_step                    the table of docs/first-step.md
     python -m examples.bench.first_step passes             what a layer costs, by pass
 
 CPU seconds of all processes, of the second model of a process, on one rank: a first step (forward and backward), and
