@@ -148,7 +148,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     from mkdocs.exceptions import PluginError
 
     site = Path(config.site_dir)
-    index = site / "search/search_index.json"  # the theme asks for a script on pages from the disk, where it cannot search
+    index = site / "search/search_index.json"  # on pages from the disk the theme asks for a script
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
     for path in sorted([*site.rglob("*.html"), *site.rglob("*.css"), *site.glob("*.js")]):
         if found := fetched(path.read_text()):
