@@ -19,6 +19,7 @@ from thunder_zero.tools.devices.calibrated import Collective, Curve
 BLOCKS, WIDTH = 16, 8
 COLUMNS, LINES, LINES_OF_REPR = 100, 60, 12
 OTHERS = {"Traces", "DoesNotFit"}  # not made by the tools; an error
+pytestmark = pytest.mark.slow
 
 
 class Uneven(nn.Module):
