@@ -163,6 +163,23 @@ def test_keys_zoom_and_move_and_select(browser: Any, shown: Ask) -> None:
     assert shown(length) < 0.6 * whole
 
 
+def test_what_is_chosen_at_a_glance_is_shown_and_back_leads_back(browser: Any, report: str) -> None:
+    for size in ((1366, 768), NARROW):
+        ask = opened(browser, report, size)
+        first, second = browser.find_elements("css selector", "#exposed .link")[:2]
+        first.click()
+        link, shown_at = ask("location.hash"), ask("document.getElementById('chosen').getBoundingClientRect().top")
+        assert 0 <= shown_at < size[1] / 2
+        ask("arguments[0].click()", second)
+        assert ask("location.hash") != link
+        browser.back()
+        assert ask("location.hash") == link
+        browser.find_element("css selector", "body").send_keys("+")
+        assert ask("view.end - view.start") < ask("whole")
+        browser.find_element("css selector", "body").send_keys("0")
+        assert ask("view.end - view.start") == ask("whole")
+
+
 def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None:
     rows = "[...document.querySelectorAll('#table tbody tr')].length"
     every = shown("page.programs[0].collectives.length")
@@ -183,8 +200,11 @@ def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None
     head.click()
     assert shown(order)[-1] == longest
     assert head.find_element("xpath", "..").get_attribute("aria-sort") == "ascending"
-    press(browser, "find", "4.up.weight", "\n")
+    press(browser, "find", "4.UP", "\n")  # a part of a name
     assert shown("page.programs[0].parameters[chosen.parameter].path") == "4.up.weight"
+    browser.find_element("id", "find").clear()
+    press(browser, "find", "nonsense", "\n")
+    assert "No line" in shown("document.getElementById('find').validationMessage")
     browser.find_element("xpath", "//span[@id='which']/button[text()='ZeRO-2']").click()
     assert shown("chosen.program") == 1
     assert browser.get_log("browser") == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
@@ -37,7 +38,12 @@ def data_of(program: Program) -> Data:
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": units,
         "parameters": [
-            {"path": path, "unit": units.index(one.param.unit), "explained": str(one)}
+            {
+                "path": path,
+                "unit": units.index(one.param.unit),
+                "elements": prod(one.param.shape),
+                "explained": str(one),
+            }
             for path, one in program.explanations.items()
         ],
         "phases": _phases(program),
@@ -117,7 +123,11 @@ def bound_of(program: Program) -> str:
         if waits := sum(one.exposed_seconds for one in program.collectives if one.kind == kind):
             parts[words] = waits
     most = sorted(parts, key=lambda name: -parts[name])
-    return ", ".join(f"{name} {parts[name] / program.seconds:.0%}" for name in most) if program.seconds else ""
+    return ", ".join(f"{name} {_percent(parts[name] / program.seconds)}" for name in most) if program.seconds else ""
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
 def _phases(program: Program) -> list[Data]:

@@ -20,6 +20,8 @@ const duration = (seconds) => {
     if (seconds * scale >= 0.9995) return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
   return "0 s";
 };
+const moment = (seconds) => (whole >= 1 ? `${seconds.toFixed(6)} s` : `${(seconds * 1e3).toFixed(whole >= 1e-3 ? 3 : 6)} ms`);
+const share = (part) => `${Math.floor(part * 100)}%`;
 const unitColour = (unit) => `var(--u${unit <= 0 ? -1 : (unit - 1) % 8})`;
 const KINDS = {
   "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
@@ -27,11 +29,12 @@ const KINDS = {
   "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
   "outputs and loss": "#9fb45f", "workspaces": "#8b8b8b", "temporaries": "#c4bcae",
 };
+const NAMES = { gather: "gathers", reduce: "reductions" };
 const title = (lane, program) => {
   const [kind, wire] = lane.split(" ");
   if (!wire) return lane;
   const both = new Set(program.lanes.map((one) => one.split(" ")[1])).size > 2;
-  return `${{ gather: "gathers", reduce: "reductions" }[kind]}${both ? `, ${wire}` : ""}`;
+  return `${NAMES[kind]}${both ? `, ${wire}` : ""}`;
 };
 
 // What each program's columns say, the other way round.
@@ -68,11 +71,11 @@ const view = { start: 0, end: whole };
 const chosen = { program: 0, line: -1, parameter: -1 };
 const current = () => page.programs[chosen.program];
 
-function choose(program, line, { parameter, zoom = false, say = true } = {}) {
+function choose(program, line, { parameter, zoom = false } = {}) {
   Object.assign(chosen, { program, line });
   const { lines, collectiveOf, collectives } = current();
   const own = line < 0 ? [] : lines.params[line];
-  chosen.parameter = parameter ?? (own.includes(chosen.parameter) ? chosen.parameter : own[0] ?? -1);
+  chosen.parameter = parameter ?? (own.includes(chosen.parameter) ? chosen.parameter : largest(own));
   if (zoom && line >= 0) zoomTo(line);
   else if (line >= 0 && (lines.end[line] < view.start || lines.start[line] > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
   showWhich();
@@ -82,16 +85,24 @@ function choose(program, line, { parameter, zoom = false, say = true } = {}) {
   draw();
   if (line < 0) return;
   const place = lines.ops[line].length ? `op=${lines.ops[line][0]}` : `line=${line}`;
-  history.replaceState(null, "", `#${program ? `program=${program}&` : ""}${place}`);
+  const link = `#${program ? `program=${program}&` : ""}${place}`;
+  if (link !== location.hash) history[zoom ? "pushState" : "replaceState"](null, "", link); // Back leads to the last jump
   const collective = collectives[collectiveOf.get(line)];
-  if (say) $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
+  $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
+}
+
+const largest = (own) => own.reduce((most, one) => (most < 0 || current().parameters[one].elements > current().parameters[most].elements ? one : most), -1);
+// After a choice that was made outside of the picture: bring it, or what is said of it, into the window.
+function reveal() {
+  const place = $(innerWidth > 60 * parseFloat(getComputedStyle(document.documentElement).fontSize) ? "step-title" : "chosen-title"), { top } = place.getBoundingClientRect();
+  if (top < 0 || top > innerHeight / 2) place.scrollIntoView();
 }
 
 function openLink() {
   const link = new URLSearchParams(location.hash.slice(1));
   const program = Math.min(Number(link.get("program") ?? 0), page.programs.length - 1) || 0;
   const line = link.has("op") ? page.programs[program].lineOf.get(Number(link.get("op"))) : link.has("line") ? Number(link.get("line")) : undefined;
-  if (line !== undefined && line < page.programs[program].count) choose(program, line, { zoom: true });
+  if (line !== undefined && line < page.programs[program].count) { choose(program, line, { zoom: true }); reveal(); }
 }
 
 // The lanes and the memory.
@@ -101,13 +112,16 @@ let text = 12, gutter = 90, width = 800, areas = [], colours = {};
 function zoomBy(factor, at = (view.start + view.end) / 2) {
   const length = Math.min(whole, Math.max(whole / 1e6, (view.end - view.start) * factor));
   const start = Math.max(0, Math.min(whole - length, at - ((at - view.start) / (view.end - view.start)) * length));
+  show(start, length);
+}
+function show(start, length) {
   Object.assign(view, { start, end: start + length });
+  $("tip").hidden = true;
   drawSoon();
 }
 function pan(seconds) {
   const length = view.end - view.start, start = Math.max(0, Math.min(whole - length, view.start + seconds));
-  Object.assign(view, { start, end: start + length });
-  drawSoon();
+  show(start, length);
 }
 function zoomTo(line) {
   const { lines, collectiveOf, collectives } = current(), one = collectives[collectiveOf.get(line)];
@@ -206,7 +220,7 @@ function drawAxis() {
     pen.fillStyle = colours.line;
     pen.fillRect(x(tick), text * 1.4, 1, canvas.clientHeight);
     const [unit, scale] = view.end >= 1 ? ["s", 1] : view.end >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
-    write(`${Number((tick * scale).toPrecision(6))} ${unit}`, x(tick), text * 0.7, { colour: colours.quiet, align: x(tick) > width - 3 * text ? "right" : x(tick) < gutter + 2 * text ? "left" : "center" });
+    write(`${(tick * scale).toFixed(Math.max(0, -Math.floor(Math.log10(step * scale * 1.001))))} ${unit}`, x(tick), text * 0.7, { colour: colours.quiet, align: x(tick) > width - 3 * text ? "right" : x(tick) < gutter + 2 * text ? "left" : "center" });
   }
 }
 function drawPhases(program, area) {
@@ -284,6 +298,8 @@ function drawMemory(program, area) {
     pen.fill();
     if ((thickest / most) * area.height > 1.15 * text) names.push([kind, gutter + where[0] + 2, y(where[1])]);
   });
+  pen.fillStyle = hatch(colours.quiet);
+  seen.forEach((line, column) => line >= 0 && lines.highest[line] > base[column] && pen.fillRect(gutter + column, y(lines.highest[line]), 1, y(base[column]) - y(lines.highest[line])));
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1;
   pen.beginPath();
@@ -362,7 +378,7 @@ function tell(event) {
     const kind = program.memory.kinds.findIndex((_, at) => (below += bytesOf(program, at, line)) > found.bytes);
     if (kind >= 0) parts.push(`${program.memory.kinds[kind]} ${size(bytesOf(program, kind, line))}`);
   }
-  if (lines.highest[line] !== null) parts.push(`${size(lines.highest[line])} alive`);
+  if (lines.highest[line] !== null) parts.push(lines.highest[line] > lines.alive[line] ? `${size(lines.highest[line])} while it runs, ${size(lines.alive[line])} after it` : `${size(lines.alive[line])} alive`);
   tip.textContent = parts.join("\n");
   tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
   tip.style.top = `${event.clientY + 14}px`;
@@ -382,8 +398,9 @@ canvas.addEventListener("pointerup", (event) => {
 });
 canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
 canvas.addEventListener("wheel", (event) => {
-  event.preventDefault();
   const length = view.end - view.start;
+  if (event.deltaY > 0 && length >= whole && !event.shiftKey) return; // nothing to zoom out of: the page scrolls
+  event.preventDefault();
   if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(((event.deltaX || event.deltaY) / width) * length);
   else zoomBy(1.002 ** event.deltaY, secondsAt(event.clientX - canvas.getBoundingClientRect().left));
 }, { passive: false });
@@ -397,13 +414,18 @@ const KEYS = {
   ArrowDown: () => step(1), ArrowUp: () => step(-1), PageDown: () => step(20), PageUp: () => step(-20),
   Enter: () => chosen.line >= 0 && choose(chosen.program, chosen.line, { zoom: true }), Escape: () => choose(chosen.program, -1),
 };
-function fit() { Object.assign(view, { start: 0, end: whole }); draw(); }
+function fit() { show(0, whole); }
 for (const target of [canvas, $("trace")])
   target.addEventListener("keydown", (event) => {
     if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     KEYS[event.key]();
   });
+addEventListener("keydown", (event) => {
+  if (!"+=-0".includes(event.key) && event.key !== "Escape") return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || event.target.closest("input, select")) return;
+  KEYS[event.key]();
+});
 $("in").onclick = KEYS["+"];
 $("out").onclick = KEYS["-"];
 $("fit").onclick = fit;
@@ -435,7 +457,8 @@ function showTrace(scroll = false) {
 trace.addEventListener("scroll", () => showTrace());
 
 // What is selected.
-const jump = (words, line, parameter) => make("button", { className: "link", type: "button", onclick: () => choose(chosen.program, line, { parameter, zoom: true }) }, words);
+const place = ({ lines }, line) => (lines.ops[line].length ? `op ${lines.ops[line][0]}` : lines.phase[line]);
+const jump = (words, line) => make("button", { className: "link", type: "button", onclick: () => { choose(chosen.program, line, { zoom: true }); reveal(); } }, words);
 const swatch = (colour) => make("span", { className: "swatch", style: `background: ${colour}` });
 function facts(pairs) {
   return make("dl", {}, ...pairs.filter(([, value]) => value !== null && value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
@@ -448,25 +471,25 @@ function tensorsAt(program, line) {
 }
 function tensorList(program, line, most) {
   const { tensors, kinds } = program.memory, found = tensorsAt(program, line);
-  const items = found.slice(0, most).map((at) => make("li", {}, make("b", {}, size(tensors.bytes[at])), make("span", {}, swatch(KINDS[kinds[tensors.kind[at]]]), `${kinds[tensors.kind[at]]}: `, tensors.made[at] < 0 ? tensors.name[at] : jump(tensors.name[at] || "its line", tensors.made[at]))));
+  const items = found.slice(0, most).map((at) => make("li", {}, make("b", {}, size(tensors.bytes[at])), make("span", {}, swatch(KINDS[kinds[tensors.kind[at]]]), `${kinds[tensors.kind[at]]}: `, tensors.made[at] < 0 ? tensors.name[at] : jump(tensors.name[at] || place(program, tensors.made[at]), tensors.made[at]))));
   if (found.length > most) items.push(make("li", {}, make("b", {}), make("span", {}, `and ${found.length - most} smaller tensors`)));
   return make("ul", {}, ...items);
 }
 function showChosen() {
-  const program = current(), { lines } = program, line = chosen.line, place = $("chosen");
-  if (line < 0) return place.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
+  const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
+  if (line < 0) return panel.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
   const one = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && lines.kind[line] === "wait";
   const origin = lines.origins[lines.origin[line]];
-  place.replaceChildren(
+  panel.replaceChildren(
     make("div", { className: "says" }, lines.code[line]),
     facts([
       ["place", [`${lines.phase[line]}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.ops[line].length ? `op ${lines.ops[line].join(", ")}` : `line ${line}`)]],
       ["does", [lines.kind[line] ?? lines.phase[line], lines.label[line] ? ` ${lines.label[line]}` : ""].join("")],
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
       ["from", origin],
-      ["time", lines.start[line] === lines.end[line] ? `at ${duration(lines.end[line])}; takes no time of its own` : `${duration(lines.start[line])} to ${duration(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
+      ["time", lines.start[line] === lines.end[line] ? `at ${moment(lines.end[line])}; takes no time of its own` : `${moment(lines.start[line])} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
       ...(one ? [["on the wire", `${duration(one.wire_seconds)}, ${size(one.sent_bytes)} sent by this rank`],
-        ["hidden", one.exposed_seconds ? `${Math.round(one.hidden_share * 100)}%: compute waits ${duration(one.exposed_seconds)}: ${one.why_exposed}` : "all of it"],
+        ["hidden", one.exposed_seconds ? `${share(one.hidden_share)}: compute waits ${duration(one.exposed_seconds)}: ${one.why_exposed}` : "all of it"],
         ["why there", one.why], ["links", [jump("launch", one.launch), " · ", jump("wait", one.wait)]]] : []),
       ["alive", lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`],
     ]),
@@ -475,10 +498,10 @@ function showChosen() {
   if (own.length) {
     const pick = make("select", { ariaLabel: "Parameter", onchange: () => choose(chosen.program, line, { parameter: Number(pick.value) }) },
       ...own.map((at) => make("option", { value: at, selected: at === chosen.parameter }, program.parameters[at].path)));
-    place.append(make("h2", {}, "Its parameter ", pick),
+    panel.append(make("h2", {}, "Its parameter ", pick),
       make("div", { className: "says", id: "explained" }, ...program.parameters[chosen.parameter].explained.split("\n").map((row) => make("div", {}, row || " "))));
   }
-  if (program.memory) place.append(make("h2", {}, "Alive here, the largest"), tensorList(program, line, 12));
+  if (program.memory) panel.append(make("h2", {}, "Alive here, the largest"), tensorList(program, line, 12));
 }
 
 // The collectives.
@@ -486,7 +509,7 @@ const COLUMNS = [
   ["unit", (one) => one.unit || "root unit", "text"], ["kind", (one) => `${one.kind}, ${one.backward ? "backward" : "forward"}`, "text"],
   ["parameters", (one) => one.label, "text"], ["sent", (one) => one.sent_bytes, size], ["launch", (one) => one.launched, duration],
   ["wait", (one) => one.waited, duration], ["on the wire", (one) => one.wire_seconds, duration],
-  ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, (share) => `${Math.floor(share * 100)}%`],
+  ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, share],
   ["why it stands there; why compute waits", (one) => one.why + (one.why_exposed ? `. Compute waits: ${one.why_exposed}` : ""), "text"],
 ];
 const order = { column: -1, down: false };
@@ -529,18 +552,19 @@ function showGlance() {
   if (memory) {
     const most = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
-      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(lines.ops[line].length ? `op ${lines.ops[line][0]}` : lines.phase[line], line), program.left_out.length ? `; left out: ${program.left_out.map((one) => one.replace("left out: ", "")).join("; ")}` : ""),
+      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((one) => one.replace("left out: ", "")).join("; ")}` : ""),
       make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...most.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
       make("ul", {}, ...most.map(([kind, bytes]) => make("li", {}, make("b", {}, size(bytes)), make("span", {}, swatch(KINDS[kind]), kind)))),
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
-    $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)));
+    $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));
-  const gathers = collectives.filter((one) => one.kind === "gather"), seen = gathers.filter((one) => one.exposed_seconds).sort((one, other) => other.exposed_seconds - one.exposed_seconds);
-  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0);
+  const seen = collectives.filter((one) => one.exposed_seconds).sort((one, other) => other.exposed_seconds - one.exposed_seconds);
+  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0), counts = ["gather", "reduce"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((one) => one.kind === kind).length)]);
+  const words = counts.filter(([, , all]) => all).map(([kind, some, all]) => `${some} of ${all} ${NAMES[kind]}`).join(" and ");
   $("exposed").replaceChildren(
-    make("p", { className: "note" }, seen.length ? `${seen.length} of ${gathers.length}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${gathers.length} gathers are hidden behind compute.`),
-    make("ol", {}, ...seen.slice(0, 4).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
-    seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = "gather"; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
+    make("p", { className: "note" }, seen.length ? `${words}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${collectives.length} collectives are hidden behind compute.`),
+    make("ol", {}, ...seen.slice(0, 4).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, `${one.kind} `, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
+    seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = ""; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
 }
 function showWhich() {
   $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => choose(at, -1) }, program.name))));
@@ -550,10 +574,15 @@ function showWhich() {
   showTable();
 }
 $("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((one) => one.path)].map((value) => make("option", { value })));
+$("find").addEventListener("input", () => $("find").setCustomValidity(""));
 $("find").addEventListener("change", () => {
-  const program = current(), words = $("find").value.trim(), parameter = program.parameters.findIndex((one) => one.path === words), unit = program.units.indexOf(words);
-  const line = program.lines.params.findIndex((own, at) => (parameter >= 0 ? own.includes(parameter) : words && program.lines.unit[at] === unit));
-  if (line >= 0) choose(chosen.program, line, { parameter: parameter < 0 ? undefined : parameter, zoom: true });
+  const program = current(), words = $("find").value.trim().toLowerCase(), paths = program.parameters.map((one) => one.path.toLowerCase());
+  const unit = program.units.findIndex((one) => one && one.toLowerCase() === words);
+  const parameter = unit >= 0 ? -1 : paths.includes(words) ? paths.indexOf(words) : paths.findIndex((path) => path.includes(words));
+  const line = words ? program.lines.params.findIndex((own, at) => (parameter >= 0 ? own.includes(parameter) : unit >= 0 && program.lines.unit[at] === unit)) : -1;
+  if (line >= 0) { choose(chosen.program, line, { parameter: parameter < 0 ? undefined : parameter, zoom: true }); reveal(); }
+  $("find").setCustomValidity(line >= 0 || !words ? "" : "No line moves or computes with a parameter or unit of this name.");
+  $("find").reportValidity();
 });
 
 const again = () => { Object.keys(hatches).forEach((key) => delete hatches[key]); layOut(); draw(); showTrace(); };
