@@ -37,9 +37,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     plan = traces.plan
     with Watch(Holds.PARAMETER, on_cpu=True) as watch:
         replay = begun(traces, "gloo", optimizer, watch, accumulating=False)
-        replay.around = (of_loss, of_optimizer)
-        replay.step(loss)
-        replay.step_optimizer()
+        replay.step_outside(loss, (of_loss, of_optimizer))
         digested = [replay.share.rows[param.path] for param in plan.params if param.resident]
         if digested and plan.world_size > 1:
             with of_digests:

@@ -6,8 +6,8 @@ hands forward's results to autograd, and what it saved to backward, which emptie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -120,7 +120,6 @@ class Replay:
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
         callers, modules: the inputs, which the caller holds until the optimizer's step; buffers of the module.
-        around: the contexts in which the loss and the optimizer's step run.
     """
 
     traces: Traces
@@ -131,7 +130,6 @@ class Replay:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     callers: list[Tensor] = field(default_factory=list)
     modules: list[Tensor] = field(default_factory=list)
-    around: tuple[Context, Context] = (nullcontext(), nullcontext())
 
     def step(self, loss: Loss | None) -> None:
         """Run forward and, if there is a backward, the loss and backward."""
@@ -141,12 +139,24 @@ class Replay:
         values.clear()
         if self.traces.backward is None:
             return
-        with self.around[0]:
-            cotangents = self._loss(result, loss)
+        cotangents = self._loss(result, loss)
         names = [name for name, _ in self.traces.backward.siginfo().args]
         values.update(zip(names, (saved, cotangents), strict=True))
         self._run("backward", self.traces.backward, values)
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
+
+    def step_outside(self, loss: Loss | None, around: tuple[Context, Context]) -> None:
+        """Run the loss and the optimizer's step alone, in these contexts; what phases return is made by its shape."""
+        self.watch.begin()
+        if self.traces.backward is None:
+            return
+        result = _returns(self.traces.forward, _without_values(self.traces.forward))[0]
+        with around[0]:
+            self._loss([result["output"], result["flat_output"]], loss)
+        values = _without_values(self.traces.backward)
+        self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
+        with around[1]:
+            self.step_optimizer()
 
     def step_optimizer(self) -> None:
         """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them.
@@ -161,8 +171,7 @@ class Replay:
         on_device = self.share.trained_on_device()
         found = self.gradients.items()
         gradients = {path: self.share.gradient(grad, path) for path, grad in found if path in on_device}
-        with self.around[1]:
-            take_step(self.optimizer, gradients, on_device)
+        take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
         self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
 
@@ -261,11 +270,7 @@ class Replay:
                 if op is not None:
                     self._learn(op, values)
                 self._note(phase, line.position, line.code)
-        result = trace.bound_symbols[-1].args
-        return tree_map(
-            lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf,
-            result[0] if len(result) == 1 else result,
-        )
+        return _returns(trace, values)
 
     def _execute(self, line: Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
         with needs_no_values(f"memory: the line {line.code.partition(chr(10))[0]!r}", "measure the step instead"):
@@ -303,6 +308,23 @@ class Replay:
 
     def _note(self, phase: str, position: int, code: str) -> None:
         self.lines.append(RunLine(phase, position, code, self.watch.highest_in_line, self.watch.events))
+
+
+def _returns(trace: TraceCtx, values: Mapping[str, Any]) -> Any:
+    result = trace.bound_symbols[-1].args
+    return tree_map(
+        lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf, result[0] if len(result) == 1 else result
+    )
+
+
+def _without_values(trace: TraceCtx) -> dict[str, Any]:
+    """What a trace returns, by name: tensors of its proxies' shapes."""
+    return {
+        proxy.name: torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)
+        if isinstance(proxy, TensorProxy)
+        else proxy.value
+        for proxy in trace.bound_symbols[-1].flat_proxy_args
+    }
 
 
 @torch.enable_grad()
