@@ -164,9 +164,9 @@ def replace_through_the_model(module: Any, model: Any) -> Undo:
 
 
 def assign(module: Any, model: Any) -> Undo:
-    old = model.state_dict(keep_vars=True)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    return lambda: model.load_state_dict(old, assign=True)
+    old = module.state_dict(keep_vars=True)
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    return lambda: module.load_state_dict(old, assign=True)
 
 
 def with_data(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Undo]:

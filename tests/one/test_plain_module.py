@@ -194,7 +194,7 @@ ADDED: dict[str, Attempt] = {
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("front_end", [shard, compiled])
 def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> None:
-    """Parameters, ignored ones and buffers; all of them, or none."""
+    """Parameters, ignored ones and buffers; all of them, or none. With ``assign=True`` values are copied, too."""
     model, full = front_end(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
     assert model.load_state_dict(full) == ([], [])
     assert differing(tz.full_state_dict(model), full) == []
@@ -203,6 +203,10 @@ def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> N
     with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
         model.load_state_dict({name: value for name, value in full.items() if name != "scale"})
     assert differing(tz.full_state_dict(model), full) == []
+    before, more = dict(model.named_parameters()), {name: value + 1 for name, value in full.items()}
+    model.load_state_dict(more, assign=True)
+    assert differing(tz.full_state_dict(model), more) == []
+    assert all(param is before[name] for name, param in model.named_parameters())
 
 
 def differing(state_dict: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:

@@ -79,7 +79,8 @@ REFUSED: list[tuple[type[Exception], Callable[[Any], Any], str]] = [
     (TypeError, pickle.dumps, "tz.full_state_dict(model)"),
     (AttributeError, lambda model: model.generate(X), "with tz.full_parameters(model) as module: module.generate"),
     (AttributeError, lambda model: model.save_pretrained("folder"), "tz.save_pretrained(model, folder)"),
-    (RuntimeError, fully_shard, "From FSDP2"),
+    (RuntimeError, fully_shard, "unit_of names the units"),
+    (RuntimeError, lambda model: fully_shard(model.a), "submodule 'a' of a Net"),
     (RuntimeError, lambda model: torch.export.export(model, (X,)), "with tz.full_parameters(model) as module"),
     (
         RuntimeError,

@@ -176,7 +176,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class Composed(dict[str, Any]):
-    """What torch reads before ``fully_shard`` changes anything; it raises there."""
+    """What torch reads before ``fully_shard`` changes anything; it raises there. Copies of the module have none."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
@@ -186,11 +186,18 @@ class Composed(dict[str, Any]):
         if function == "fully_shard":
             raise RuntimeError(
                 f"fully_shard was given a {self._module} that thunder_zero already shards; leave it out: ZeroTransform "
-                f"and compile take its options, under the names that README lists under From FSDP2"
+                f"and compile take its options: stage and reshard_after_forward, mesh, mixed_precision, cpu_offload, "
+                f"ignored; unit_of names the units"
             )
         return super().__contains__(function)
 
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        return dict, ()
 
-def refuse_fully_shard(model: nn.Module, name: str) -> None:
-    """Let ``fully_shard(model)`` raise; ``name`` is that of the module's class."""
+
+def refuse_fully_shard(model: nn.Module, plain: nn.Module) -> None:
+    """Let ``fully_shard`` of the model, of the plain module and of its submodules raise."""
+    name = type(plain).__name__
     vars(model)[REGISTRY_KEY] = Composed(name)
+    for path, module in plain.named_modules():
+        vars(module)[REGISTRY_KEY] = Composed(f"submodule {path!r} of a {name}" if path else name)

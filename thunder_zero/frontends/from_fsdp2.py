@@ -79,9 +79,11 @@ ROWS: tuple[tuple[str, str], ...] = (
         "meta device; `init=` or `weights=` give the values, shard by shard",
     ),
     (
-        "`parameters()` and `state_dict()` of DTensors; `clip_grad_norm_`, `torch.distributed.checkpoint`",
-        "the same: [docs/torch-tools.md](docs/torch-tools.md)",
+        "DTensors of `parameters()` and `state_dict()`, torch's tools for them",
+        "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: "
+        "[docs/torch-tools.md](docs/torch-tools.md)",
     ),
+    ("`clip_grad_norm_`, a method of FSDP1", "`tz.clip_grad_norm_(model, max_norm)`, or torch's function"),
     (
         "optimizers that raise on DTensors; averages of weights",
         "`tz.whole(torch.optim.Adafactor, ...)`; `AveragedModel(model)`, or `tz.EMA(model)` to evaluate with averages",
@@ -92,4 +94,10 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
 )
 _NAME = re.compile(r"`(\w+)")
-FROM_FSDP2 = {name: here.replace("`", "") for fsdp2, here in reversed(ROWS) for name in _NAME.findall(fsdp2)}
+_SAME = "the same"  # rows of what works as it is
+FROM_FSDP2 = {
+    name: here.replace("`", "")
+    for fsdp2, here in reversed(ROWS)
+    if not here.startswith(_SAME)
+    for name in _NAME.findall(fsdp2)
+}

@@ -110,12 +110,14 @@ class ZeroModule(ShardedModel, ThunderModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors or full tensors, of which this rank takes its rows, and buffers; not a collective.
 
+        Values are copied, with ``assign=True`` as well: the optimizer and the programs have the parameters.
+
         Raises:
             RuntimeError: ``strict``, and names are missing or unexpected; or inside ``EMA.applied``.
             ValueError: a full tensor has another shape; nothing has changed.
         """
         self._state.require_own_values("load a state dict")
-        return self._model.load_state_dict(parts_of(state_dict, self.state_dict()), strict, assign)
+        return self._model.load_state_dict(parts_of(state_dict, self.state_dict()), strict)
 
     @property
     def training(self) -> bool:
@@ -243,7 +245,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = kind
     model._state = state
-    refuse_fully_shard(model, type(model._model).__name__)
+    refuse_fully_shard(model, model._model)
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
     plain, terminal = model._model, terminal_of(progress, state.group.rank())
     model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)

@@ -57,8 +57,8 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
             what = f"the plain module's {before[1].path!r}" if before else f"of shape {tuple(shard.shape)}"
             raise ValueError(
                 f"tz.whole was given a parameter ({what}) that is not one of a sharded model's: take them from "
-                f"model.parameters() of the model that thunder.jit or thunder_zero.zero returned, and give those that "
-                f"the policy ignores to an optimizer of their own"
+                f"model.parameters() of the model that thunder.jit or thunder_zero.compile returned, and give "
+                f"those that the policy ignores to an optimizer of their own"
             )
         state = owner[0] if state is None else state
         if owner[0] is not state:

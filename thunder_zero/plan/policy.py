@@ -201,7 +201,10 @@ class Policy:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.reshard_after_forward is False:
-            raise ValueError("reshard_after_forward is False, which is ZeRO-2; give stage=2")
+            action = (
+                "give stage=2" if self.stage == 3 else f"leave it out in stage {self.stage}, which frees nothing there"
+            )
+            raise ValueError(f"reshard_after_forward is False, which is ZeRO-2; {action}")
         if not (self.reshard_after_forward is None or self.reshard_after_forward is True):
             raise ValueError(f"reshard_after_forward is {self.reshard_after_forward!r}; give True or None")
         if self.recompute not in RECOMPUTE:

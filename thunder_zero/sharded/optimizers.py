@@ -119,7 +119,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
                 f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
-                f"model that thunder.jit or thunder_zero.zero returned"
+                f"model that thunder.jit or thunder_zero.compile returned"
             )
 
 
