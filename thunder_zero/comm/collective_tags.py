@@ -197,7 +197,6 @@ class _Messages(AnnouncedTag):
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
-        """See :meth:`AnnouncedTag.confirm`."""
         if self._posted is None:
             return
         require_same_so_far(self._channel)
@@ -250,7 +249,7 @@ def difference_of(texts: dict[int, str]) -> str:
 
 
 class TaggedTransport(Forwarding):
-    """The transport of one model. See :class:`thunder_zero.comm.transport.Transport`.
+    """The transport of one model.
 
     Args:
         inner: carries the messages.
@@ -291,23 +290,19 @@ class TaggedTransport(Forwarding):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         return self._confirmed(self._announced().all_gather(shards, params, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         return self._confirmed(self._announced().reduce_scatter(grads, params))
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         return self._confirmed(self._announced().all_reduce(grads, params))
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
     def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`.
+        """Wait for all that a failed step left in flight.
 
         Raises:
             RuntimeError: the ranks differ, or failed at different points.

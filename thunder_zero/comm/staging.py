@@ -107,7 +107,6 @@ class Staging(Forwarding):
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
 
     def with_tag(self, tag: int) -> Staging:
-        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
