@@ -63,7 +63,7 @@ class Transport(ABC):
         """Average gradients of sharded parameters over ranks.
 
         Args:
-            grads: each ``param.shape``, contiguous or not.
+            grads: each ``param.shape``, in ``param.reduce_dtype``, contiguous or not.
             params: their parameters.
 
         Returns:
