@@ -56,7 +56,7 @@ class _Native(Launching):
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
         shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
-        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]

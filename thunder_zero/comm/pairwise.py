@@ -94,7 +94,7 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
