@@ -122,7 +122,7 @@ class Rank:
         """All three collectives of tensors of these shapes, by our transport and by torch's."""
         world = self.job.world_size
         fulls = [torch.randn(shape) for shape in shapes]
-        shards = [torch.randn(layout.shard_shape(shape, world, self.job.rank)) for shape in shapes]
+        shards = [torch.randn(layout.shard_shape(shape, world)) for shape in shapes]
         candidates: dict[str, Run] = {}
         floors = {}
         for collective, times in COLLECTIVES.items():

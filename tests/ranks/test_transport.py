@@ -63,7 +63,7 @@ def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int
 def shard_of(full: Tensor) -> Tensor:
     """This rank's rows and their padding."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    shard = full.new_zeros(layout.shard_shape(tuple(full.shape), world_size, rank))
+    shard = full.new_zeros(layout.shard_shape(tuple(full.shape), world_size))
     start, stop = layout.row_range(full.shape[0], world_size, rank)
     shard[: stop - start] = full[start:stop]
     return shard
@@ -207,7 +207,7 @@ def a_gather_into_buffers_fills_the_other_rows(rank: int, world_size: int) -> No
         buffers, shards = [], []
         for full in fulls:
             buffer = torch.full(layout.padded_shape(tuple(full.shape), world_size), torch.nan)
-            chunk = layout.stored_rows(full.shape[0], world_size, rank)
+            chunk = layout.stored_rows(full.shape[0], world_size)
             own = buffer[rank * chunk : (rank + 1) * chunk]
             own.copy_(shard_of(full))
             buffers.append(buffer)

@@ -72,26 +72,11 @@ class CollectiveTag:
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
-class AnnouncedTag:
-    """An announced tag, which the peers' tags were compared with, unless a subclass still has to."""
-
-    def __init__(self, tag: CollectiveTag) -> None:
-        self.tag = tag
-
-    def confirm(self) -> None:
-        """Wait for the peers' tags, once.
-
-        Raises:
-            RuntimeError: a peer is elsewhere.
-            LostRank: a peer died or does not answer.
-        """
-
-
 _doing: ContextVar[str] = ContextVar("doing", default="")
 _without_tags: WeakSet[ProcessGroup] = WeakSet()
 # By group: the sentence of a difference, after which no rank can go on, and messages that peers may still need.
 _differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
-_unconfirmed: WeakKeyDictionary[ProcessGroup, _Messages] = WeakKeyDictionary()
+_unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -115,7 +100,7 @@ def without_tags(group: ProcessGroup) -> None:
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
-    """Tell all ranks of the group where this rank is; None if nothing is told.
+    """Tell all ranks of the group where this rank is; None if nothing is left to be compared.
 
     Raises:
         RuntimeError: ranks differed before; under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` without gloo, they differ now.
@@ -127,10 +112,11 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
         return None
     require_same_so_far(group)
     if channel is None:
-        return _gathered(tag, group)
+        _compare_now(tag, group)
+        return None
     if (before := _unconfirmed.get(channel)) is not None:
         before.confirm()
-    return _Messages(tag, group, channel)
+    return AnnouncedTag(tag, group, channel)
 
 
 def compare_tags(step: str, group: ProcessGroup) -> str:
@@ -174,12 +160,11 @@ def require_same_so_far(group: ProcessGroup) -> None:
 _Posted = tuple[tuple[int, int], bytearray, dist.Work | None, dist.Work | None]
 
 
-class _Messages(AnnouncedTag):
-    """A tag, announced by messages of gloo."""
+class AnnouncedTag:
+    """A tag, announced by messages of gloo, which the peers' tags are still to be compared with."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
-        super().__init__(tag)
-        self._channel = channel
+        self._tag, self._channel = tag, channel
         self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         peers = {rank: dist.get_group_rank(channel, rank) for rank in ranks}
@@ -197,12 +182,17 @@ class _Messages(AnnouncedTag):
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
-        """See :meth:`AnnouncedTag.confirm`."""
+        """Wait for the peers' tags, once.
+
+        Raises:
+            RuntimeError: a peer is elsewhere.
+            LostRank: a peer died or does not answer.
+        """
         if self._posted is None:
             return
         require_same_so_far(self._channel)
         _unconfirmed.pop(self._channel, None)
-        with naming_tag(self.tag.text):
+        with naming_tag(self._tag.text):
             posted = self._posted.result()
             for (rank, peer), slot, received, sent in posted:
                 assert received is not None, "every rank of the group takes part"
@@ -211,18 +201,17 @@ class _Messages(AnnouncedTag):
                     received.wait(self._timeout)
                     # The peer posted its receive before it sent: it learns of a difference as well.
                     sent.wait(self._timeout)
-                _compare(self.tag, rank, bytes(slot), self._channel, posted)
+                _compare(self._tag, rank, bytes(slot), self._channel, posted)
         self._posted = None
 
 
-def _gathered(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag:
-    """A tag, announced by a collective for which the host waits."""
+def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
+    """Announce a tag by a collective for which the host waits."""
     messages = [b""] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
         dist.all_gather_object(messages, tag.message(), group=group)
     for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
         _compare(tag, rank, message, group, None)
-    return AnnouncedTag(tag)
 
 
 def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, keep: object) -> None:
@@ -250,7 +239,7 @@ def difference_of(texts: dict[int, str]) -> str:
 
 
 class TaggedTransport(Forwarding):
-    """The transport of one model. See :class:`thunder_zero.comm.transport.Transport`.
+    """The transport of one model.
 
     Args:
         inner: carries the messages.
@@ -291,29 +280,25 @@ class TaggedTransport(Forwarding):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         return self._confirmed(self._announced().all_gather(shards, params, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         return self._confirmed(self._announced().reduce_scatter(grads, params))
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         return self._confirmed(self._announced().all_reduce(grads, params))
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
     def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`.
+        """Wait for all that a failed step left in flight.
 
         Raises:
             RuntimeError: the ranks differ, or failed at different points.
         """
         require_same_so_far(self._group)
-        if self._announced_tag is not None and self._inner.in_flight:
+        if self._announces and self._inner.in_flight:
             failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
             if (announced := announce(failed, self._group)) is not None:
                 announced.confirm()
@@ -331,12 +316,14 @@ class TaggedTransport(Forwarding):
 
     def _confirmed(self, handle: Waitable) -> Waitable:
         """A handle that compares tags before it waits."""
-        if (announced := self._announced_tag) is None:
+        if not self._announces:
             return handle
+        tag, announced = self._tag, self._announced_tag
 
         def wait() -> tuple[Tensor, ...]:
-            announced.confirm()
-            with naming_tag(announced.tag.text):
+            if announced is not None:
+                announced.confirm()
+            with naming_tag(tag.text):
                 return handle.wait()
 
         return WaitsBy(wait)

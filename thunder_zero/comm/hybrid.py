@@ -24,7 +24,7 @@ Started = tuple[Sequence[Tensor], Waitable]  # means inside a copy; the handle t
 
 
 class Hybrid(Forwarding):
-    """The transport of a model of several copies. See :class:`thunder_zero.comm.transport.Transport`."""
+    """The transport of a model of several copies."""
 
     def __init__(self, shard: Transport, replicate: Transport, world: Transport, plan: Plan) -> None:
         super().__init__(shard)
@@ -70,7 +70,6 @@ class Hybrid(Forwarding):
         return self._world.all_reduce(grads, params)
 
     def with_tag(self, tag: int) -> Hybrid:
-        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         other = copy(self)
         other._inner, other._replicate = self._inner.with_tag(tag), self._replicate.with_tag(tag)
         other._world = self._world.with_tag(tag)
@@ -78,12 +77,10 @@ class Hybrid(Forwarding):
 
     @property
     def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
         parts = (self._inner, self._replicate, self._world)
         return bool(self._pending) or any(transport.in_flight for transport in parts)
 
     def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         while self._pending:
             _, averaged = self._pending.pop()()
             averaged.wait()

@@ -38,7 +38,6 @@ class _Native(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         if into is None:
             own = [shard.detach() for shard in shards]
             shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
@@ -55,10 +54,9 @@ class _Native(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
         shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
-        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
@@ -66,7 +64,6 @@ class _Native(Launching):
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         # Copied: the collective works in place, and other operations may still read the gradient.
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
@@ -76,7 +73,6 @@ class _Native(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         ways = ((dist.isend, outgoing), (dist.irecv, incoming))
         ops = [
             dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)

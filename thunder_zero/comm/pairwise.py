@@ -54,7 +54,7 @@ BLOCK = 1 << 16  # elements of half precision added up at a time, so that their 
 
 
 class PairwiseGloo(Launching):
-    """The transport for gloo; see :class:`thunder_zero.comm.transport.Transport`."""
+    """The transport for gloo."""
 
     averages = FLOATS | COMPLEX  # torch adds up, not the backend
 
@@ -72,7 +72,6 @@ class PairwiseGloo(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        """Gather; see :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         if into is None:
             fulls = [shard.new_empty(param.shape) for shard, param in zip(shards, params, strict=True)]
         else:
@@ -95,8 +94,7 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        """Average; see :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
-        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
@@ -115,7 +113,6 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        """Average; see :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         bucket_parts, outgoing = [], []
         for members in messages(means, self._world_size, sharded=False):
@@ -135,7 +132,6 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        """Send and receive; see :meth:`thunder_zero.comm.transport.Transport.trade`."""
         bucket_parts = [part for rank in self._peers for part in self._receive_all(rank, incoming.get(rank, ()))]
         packed = [
             {rank: _pack([outgoing[rank][at] for at in members])}
@@ -145,11 +141,10 @@ class PairwiseGloo(Launching):
         return Handle([*bucket_parts, *self._post_sends(packed)], (), self._pending)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.run_after`."""
+        """Run it in AVERAGER, after what was given to it before."""
         return in_background(AVERAGER, start).result
 
     def with_tag(self, tag: int) -> PairwiseGloo:
-        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         other = copy(self)
         other._tag, other._tag_of_means = tags_of(self._role, tag)
         return other

@@ -98,16 +98,15 @@ class Staging(Forwarding):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average in ``reduce_dtype``; the means have the dtypes and devices of the shards."""
-        return self._put_back(self._inner.reduce_scatter(_cast_for_reduction(grads, params), params), params)
+        """Average; the means have the dtypes and devices of the shards."""
+        return self._put_back(self._inner.reduce_scatter(grads, params), params)
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
-        return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
+        """Average; the means have the parameters' dtypes."""
+        return self._put_back(self._inner.all_reduce(grads, params), params)
 
     def with_tag(self, tag: int) -> Staging:
-        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
@@ -121,7 +120,3 @@ class Staging(Forwarding):
             return tuple(mean.to(dtype).to(device, non_blocking=True) for mean, (device, dtype) in means)
 
         return WaitsBy(wait)
-
-
-def _cast_for_reduction(grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:
-    return [grad.detach().to(param.reduce_dtype) for grad, param in zip(grads, params, strict=True)]

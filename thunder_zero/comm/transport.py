@@ -1,4 +1,4 @@
-"""The protocol of all transports, what they share, and the transport of one rank alone.
+"""What all transports do, what they share, and the transport of one rank alone.
 
 In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a handle, whose ``wait`` gives the results::
 
@@ -9,8 +9,9 @@ In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a han
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def outside_autograd(launch: Function) -> Function:
     return torch.inference_mode(False)(torch.no_grad()(launch))
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype.
 
     Every rank launches the same buckets in the same order, from one thread. Inputs must not change before the
@@ -41,6 +42,7 @@ class Transport(Protocol):
 
     averages: frozenset[torch.dtype]
 
+    @abstractmethod
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
@@ -56,17 +58,19 @@ class Transport(Protocol):
             A handle of the full, unpadded, contiguous parameters (views of ``into``, if given).
         """
 
+    @abstractmethod
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average gradients of sharded parameters over ranks.
 
         Args:
-            grads: each ``param.shape``, contiguous or not.
+            grads: each ``param.shape``, in ``param.reduce_dtype``, contiguous or not.
             params: their parameters.
 
         Returns:
             A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, zero in the padding.
         """
 
+    @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average gradients of replicated parameters over ranks.
 
@@ -74,6 +78,7 @@ class Transport(Protocol):
             A handle of the means, equal on all ranks, in new tensors (for W > 1).
         """
 
+    @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Send tensors to other ranks of this copy of the model, and receive others from them.
 
@@ -93,42 +98,37 @@ class Transport(Protocol):
         Returns:
             A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
         """
+        return start
 
     def with_tag(self, tag: int) -> Transport:
         """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1.
 
         A handle is in flight for both. A backend without tags, which matches by order alone, ignores it.
         """
+        return self
 
     @property
+    @abstractmethod
     def in_flight(self) -> bool:
         """Whether a handle was launched and has not ended."""
 
+    @abstractmethod
     def drain(self) -> None:
         """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
 
-class Launching:
-    """What transports that launch collectives share: the handles in flight. Backends without tags need no more."""
+class Launching(Transport):
+    """What transports that launch collectives share: the handles in flight."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
 
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for; see :meth:`Transport.run_after`."""
-        return start
-
-    def with_tag(self, tag: int) -> Self:
-        """Collectives have no tags; see :meth:`Transport.with_tag`."""
-        return self
-
     @property
     def in_flight(self) -> bool:
-        """See :attr:`Transport.in_flight`."""
         return bool(self._pending)
 
     def drain(self) -> None:
-        """See :meth:`Transport.drain`.
+        """Wait for all that a failed step left in flight.
 
         Raises:
             RuntimeError: the backend failed; the remaining handles stay pending.
@@ -137,7 +137,7 @@ class Launching:
             next(iter(self._pending)).settle()
 
 
-class Forwarding:
+class Forwarding(Transport):
     """A transport in front of another one, to which it leaves all that it does not change."""
 
     def __init__(self, inner: Transport) -> None:
@@ -145,24 +145,19 @@ class Forwarding:
         self.averages = inner.averages
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """See :meth:`Transport.trade`."""
         return self._inner.trade(outgoing, incoming)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`Transport.run_after`."""
         return self._inner.run_after(start)
 
     def with_tag(self, tag: int) -> Transport:
-        """See :meth:`Transport.with_tag`."""
         return self._inner.with_tag(tag)
 
     @property
     def in_flight(self) -> bool:
-        """See :attr:`Transport.in_flight`."""
         return self._inner.in_flight
 
     def drain(self) -> None:
-        """See :meth:`Transport.drain`."""
         self._inner.drain()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from thunder_zero.optim.exchange import Member, Values
 from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words, without_hooks
@@ -26,13 +27,7 @@ Members = Sequence[tuple[int, str | None, Tensor]]  # the number of a group, a n
 
 def copied(value: Any) -> Any:
     """A copy of what a step may change in place: tensors and collections."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return list(map(copied, value))
-    return value
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:

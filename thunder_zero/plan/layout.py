@@ -6,7 +6,8 @@ A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ran
 
     rank 0 [0 1]   rank 1 [2 3]   rank 2 [4 .]   rank 3 [. .]      (. = padding)
 
-Padding is stored, so that all shards have one shape; it does not travel where the transport allows uneven messages.
+Rank 0 owns the most rows, and so sends the most in a gather. Padding is stored, so that all shards have one shape; it
+does not travel where the transport allows uneven messages.
 """
 
 from math import prod
@@ -18,21 +19,21 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(start, rows), min(stop, rows)
 
 
-def stored_rows(rows: int, world_size: int, rank: int) -> int:
-    """Rows of the shard that ``rank`` stores, padding included: ``ceil(rows / world_size)``."""
+def stored_rows(rows: int, world_size: int) -> int:
+    """Rows of the shard that each rank stores, padding included: ``ceil(rows / world_size)``."""
     return -(-rows // world_size)
 
 
 def stored_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """The half-open range of the rows that ``rank`` stores, in all ranks' shards concatenated, padding included."""
-    stored = stored_rows(rows, world_size, rank)
+    stored = stored_rows(rows, world_size)
     return rank * stored, (rank + 1) * stored
 
 
 def padding_rows(rows: int, world_size: int, rank: int) -> int:
     """Rows of zeros at the end of the shard that ``rank`` stores."""
     start, stop = row_range(rows, world_size, rank)
-    return stored_rows(rows, world_size, rank) - (stop - start)
+    return stored_rows(rows, world_size) - (stop - start)
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
@@ -40,17 +41,14 @@ def is_sharded(shape: tuple[int, ...]) -> bool:
     return len(shape) > 0 and prod(shape) > 0
 
 
-def shard_shape(shape: tuple[int, ...], world_size: int, rank: int) -> tuple[int, ...]:
-    """Shape of the shard that ``rank`` stores, padding included."""
-    return (stored_rows(shape[0], world_size, rank), *shape[1:]) if is_sharded(shape) else shape
+def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Shape of the shard that each rank stores, padding included."""
+    return (stored_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
 
 
 def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
     """Shape of all ranks' shards concatenated, padding included."""
-    if not is_sharded(shape):
-        return shape
-    _, rows = stored_range(shape[0], world_size, world_size - 1)
-    return (rows, *shape[1:])
+    return (world_size * stored_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
 
 
 def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
@@ -59,11 +57,6 @@ def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
         return prod(shape)
     start, stop = row_range(shape[0], world_size, rank)
     return (stop - start) * prod(shape[1:])
-
-
-def busiest_rank(world_size: int) -> int:
-    """The rank that owns the most rows of every parameter, and so sends the most in a gather."""
-    return 0
 
 
 def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:

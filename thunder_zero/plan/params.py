@@ -174,7 +174,7 @@ class Plan:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Estimates what rests on the device of the busiest rank: shards, or full parameters where they stay; of those
+        """Estimates what rests on the device of each rank: shards, or full parameters where they stay; of those
         that are trained also the gradients and :data:`STATES` tensors of an optimizer.
 
         ``tz.tools.memory`` has the truth. This leaves out buffers of the module and an optimizer's numbers of steps,
@@ -182,7 +182,7 @@ class Plan:
         """
         total = 0
         for param in self.params:
-            rows = layout.shard_shape(param.shape, self.world_size, layout.busiest_rank(self.world_size))
+            rows = layout.shard_shape(param.shape, self.world_size)
             tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
             total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
             total += param.full_bytes * param.resident
@@ -196,7 +196,7 @@ class Plan:
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
-        return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
+        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
 
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""

@@ -10,15 +10,14 @@ needs no more bytes than the peak of the other gathers::
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.schedule.units import runs, touches
+from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
@@ -30,13 +29,12 @@ def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Tim
     """
     if timeline.plan.policy.reshard_after_forward:
         return timeline
-    short = timeline.with_ops(_affecting_the_peak(timeline))
 
     def peak(plan: Plan) -> int:
-        return max(gathered_bytes(scheduled(replace(short, plan=plan))), default=0)
+        return max(gathered_bytes(scheduled(replace(timeline, plan=plan))))
 
-    bound = peak(short.plan)
-    runs = _runs_from_last(short)
+    bound = peak(timeline.plan)
+    runs = _runs_from_last(timeline)
 
     def fits(number: int) -> bool:
         return peak(_keeping(timeline.plan, runs[:number])) <= bound
@@ -68,40 +66,6 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
         step *= 2
     untried = range(step // 2 + 1, min(step, limit + 1))
     return step // 2 + bisect_left(untried, True, key=lambda number: not fits(number))
-
-
-def _affecting_the_peak(timeline: Timeline) -> list[Op]:
-    """The operations that can change the peak of gathered bytes: without those that compute from other values only.
-
-    The peak is computed several times, so that a shorter timeline pays off. Reductions take time from gathers where
-    these are timed.
-    """
-    waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
-    feeding: set[str] = set()  # constants that derived values are made from
-    touched: set[str] = set()  # values of a unit that backward reads first, where it gathers all of the unit
-    if recomputed := timeline.plan.recomputed:
-        found = touches(timeline, runs(timeline))
-        touched = {touch.value for unit, touch in found.items() if unit in recomputed}
-    reductions = _without_effect(timeline, touched)
-    ops = [timeline.ops[-1]]
-    for op in reversed(timeline.ops[:-1]):
-        if op.kind is not Kind.COMPUTE and not reductions.isdisjoint((*op.reads, *op.writes)):
-            continue
-        makes = not feeding.isdisjoint(op.writes) or any(name in timeline.derived for name in op.writes)
-        reads = any(name in timeline.derived or name in waited or name in touched for name in op.reads)
-        if op.kind is not Kind.COMPUTE or makes or reads or not touched.isdisjoint(op.writes):
-            ops.append(op)
-        if makes:
-            feeding.update(op.reads)
-    return ops[::-1]
-
-
-def _without_effect(timeline: Timeline, touched: Collection[str]) -> set[str]:
-    """The handles of reductions, and the placeholders of deferred ones, that change no gather."""
-    if timeline.plan.policy.times is not None:
-        return set()
-    kinds = (Kind.REDUCE, Kind.DEFER)
-    return {op.writes[0] for op in timeline.ops if op.kind in kinds and not any(name in touched for name in op.reads)}
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:

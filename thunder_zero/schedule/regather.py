@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
-from thunder_zero.schedule.units import is_vector, runs, touches
+from thunder_zero.schedule.units import is_vector, touches
 
 NOT_A_TENSOR = Value(0, "")
 
@@ -58,7 +58,7 @@ def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, lis
     if not recomputed or not chain:
         return {}
     needed = needed_in_backward(timeline, chain)
-    at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items() if unit in recomputed}
+    at = {unit: first for unit, first in touches(timeline).items() if unit in recomputed}
     found: dict[int, list[str]] = {}
     for op in timeline.ops:
         if op.backward or not timeline.ends(op, Kind.GATHER):

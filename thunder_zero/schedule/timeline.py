@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
@@ -249,9 +248,8 @@ class Timeline:
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
         """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
         world, itemsize = self.plan.world_size, self.travels_in(op, param).itemsize
-        busiest = layout.busiest_rank(world)
-        shard = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
-        rows = layout.owned_numel(param.shape, world, busiest)
+        rows = layout.owned_numel(param.shape, world, rank=0)
+        shard = (world - 1) * rows
         replicate = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
         return shard * itemsize, replicate * itemsize
 

@@ -32,14 +32,6 @@ class Run:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
-    """The first operation of backward that needs a unit, and the value of forward, of this unit, that it reads."""
-
-    at: int
-    value: str
-
-
 def is_vector(param: Param) -> bool:
     """Whether a parameter is a bias or the like, which backward may have for the sake of computing again alone."""
     return len(param.shape) <= 1
@@ -78,19 +70,20 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
     return units
 
 
-def touches(timeline: Timeline, found: list[Run]) -> dict[str, Touch]:
+def touches(timeline: Timeline) -> dict[str, int]:
     """For each unit but the root, where backward first reads a value of forward that is computed in one of its runs, or
     one of its parameters that backward gathers again."""
-    unit_of = {name: run.unit for run in found for op in timeline.ops[run.first : run.last + 1] for name in op.writes}
+    of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
+    unit_of = {name: unit for unit, ops in of_runs for op in ops for name in op.writes}
     units = _units_of_values(timeline)
     number = _numbers(timeline)
     of_parameters = units.keys() & regathered(timeline).keys()
     unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in of_parameters}
-    first: dict[str, Touch] = {}
+    first: dict[str, int] = {}
     for at, op in enumerate(timeline.ops[:-1]):
         for name in op.reads if op.backward else ():
             if unit := unit_of.get(name, ROOT):
-                first.setdefault(unit, Touch(at, name))
+                first.setdefault(unit, at)
     return first
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
-from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.symbols import Program, ZeroExecutor
 
 from thunder.core import prims
@@ -73,7 +72,7 @@ def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor
             if bsym.sym is prims.unpack_trivial:
                 new.bound_symbols.append(bsym)
                 continue
-            read = [proxies[proxy.name] for proxy in proxies_in((bsym.args, bsym.kwargs)) if proxy.name in proxies]
+            read = [proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies]
             for proxy in read:
                 param = inputs[proxy.name]
                 if param.path not in full:
@@ -110,7 +109,7 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
     """Return ``zero_rows(shards)`` in place of the shards that the computation gets: not those that forward does not
     use."""
     result = prologue.bound_symbols.pop()
-    taken = [unpacked[proxy.name] for proxy in proxies_in(result.args) if proxy.name in unpacked]
+    taken = [unpacked[proxy.name] for proxy in result.flat_proxy_args if proxy.name in unpacked]
     if not taken:
         prologue.bound_symbols.append(result)
         return

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 from thunder_zero.schedule.derived import frees_of_gathered
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
@@ -39,8 +38,6 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
-SEQUENCES = (tuple, list)
-PLAIN = {bool, int, float, str, NoneType}  # types of nearly all other arguments
 MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
@@ -50,11 +47,11 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
 
     A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
     """
-    lines = lines_of(trace)
+    lines = trace.bound_symbols
     needed = _forward_lines(lines)
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
     ops.sort(key=lambda op: op.backward)
-    result = lines[-1].bsym.args[0]
+    result = lines[-1].args[0]
     program = executor.program
     returned = _gradients(result["flat_args"], result["output"], program) if is_joint(result) else ()
     inputs = _inputs(trace.args, program)
@@ -69,7 +66,7 @@ def lift_phases(
     ``program`` has the facts about their compilation; None: the executor compiled them last.
     """
     program = program or executor.program
-    phases = [lines_of(forward), [] if backward is None else lines_of(backward)]
+    phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops = [
         op
         for is_backward, lines in enumerate(phases)
@@ -86,21 +83,6 @@ def lift_phases(
     return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
 
 
-class TraceLine(NamedTuple):
-    """A line of a trace, with the proxies of its arguments and of its output."""
-
-    bsym: BoundSymbol
-    given: list[Proxy]
-    gives: list[Proxy]
-
-
-def lines_of(trace: TraceCtx) -> list[TraceLine]:
-    """The lines of a trace."""
-    return [
-        TraceLine(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols
-    ]
-
-
 def _inputs(given: Any, program: Program) -> dict[str, str | None]:
     return {proxy.name: program.inputs.get(proxy.name) for proxy in proxies_in(given)}
 
@@ -112,11 +94,10 @@ def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) 
     return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
 
 
-def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
-    bsym = line.bsym
+def _ops(bsym: BoundSymbol, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
-    reads, writes = tuple(read_by(line)), tuple(written_by(line))
+    reads, writes = tuple(read_by(bsym)), tuple(written_by(bsym))
     kind, paths = Kind.COMPUTE, tuple[str, ...]()
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
@@ -149,45 +130,28 @@ def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroEx
             raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
-def read_by(line: TraceLine) -> dict[str, Proxy]:
+def read_by(bsym: BoundSymbol) -> dict[str, Proxy]:
     """The proxies that a line reads, by name.
 
     A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
     that it saves are read in backward.
     """
-    bsym = line.bsym
     if bsym.sym is prims.get_grad:
         return {}
     is_forward_return = bsym.sym is prims.python_return and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)
-    read = proxies_in(bsym.args[0]["flat_output"]) if is_forward_return else line.given
+    read = proxies_in(bsym.args[0]["flat_output"]) if is_forward_return else bsym.flat_proxy_args
     return {proxy.name: proxy for proxy in read}
 
 
-def written_by(line: TraceLine) -> dict[str, Proxy]:
+def written_by(bsym: BoundSymbol) -> dict[str, Proxy]:
     """The proxies that a line writes, by name, without arguments that it returns."""
-    inputs = {proxy.name for proxy in line.given}
-    return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
+    inputs = {proxy.name for proxy in bsym.flat_proxy_args}
+    return {proxy.name: proxy for proxy in bsym.flat_proxy_outs if proxy.name not in inputs}
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
-    """The proxies in the arguments or the output of a line. Thunder's own flattening takes several times as long."""
-    found: list[Proxy] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(tree: Any, found: list[Proxy]) -> None:
-    if isinstance(tree, Proxy):
-        found.append(tree)
-    elif isinstance(tree, SEQUENCES):
-        for item in tree:
-            if type(item) not in PLAIN:
-                _collect(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _collect(item, found)
-    elif type(tree) not in PLAIN:  # a slice or a dataclass, say
-        found += (leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy))
+    """The proxies in a part of a line's arguments."""
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy)]
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
@@ -199,34 +163,34 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
 
 
-def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
+def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    for line in lines:
+    for bsym in lines:
         base = ""
-        if line.bsym.sym.name in VIEWS:
-            viewed = line.given[0].name
+        if bsym.sym.name in VIEWS:
+            viewed = bsym.flat_proxy_args[0].name
             base = values[viewed].base or viewed
-        for proxy in (*line.gives, *line.given):
+        for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
                 values[proxy.name] = Value(prod(proxy.shape) * int(proxy.dtype.bytes), dtype_name(proxy.dtype), base)
     return values
 
 
-def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
+def _forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
     """For each line, whether forward's outputs need it: Thunder's rule for the split."""
-    result = lines[-1].bsym.args[0]
+    result = lines[-1].args[0]
     if not is_joint(result):
         return [True] * len(lines)
     needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     forward = [False] * len(lines)
     for position in reversed(range(len(lines) - 1)):
-        bsym, given, gives = lines[position]
+        bsym = lines[position]
         if bsym.sym is prims.get_grad:
             continue
         updates = bsym.sym.name == "copy_" and bsym.args[1].name in needed
-        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in gives):
+        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in bsym.flat_proxy_outs):
             forward[position] = True
-            needed.update(proxy.name for proxy in given)
+            needed.update(proxy.name for proxy in bsym.flat_proxy_args)
     return forward
 
 
@@ -244,10 +208,10 @@ def _is_repeatable(bsym: BoundSymbol) -> bool:
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:
     """The joint trace that runs ``timeline``, which was lifted from ``trace``."""
-    lines = lines_of(trace)
-    proxies = {proxy.name: proxy for line in lines for proxy in (*line.given, *line.gives)}
+    lines = trace.bound_symbols
+    proxies = {proxy.name: proxy for bsym in lines for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
     new = from_trace(trace)
-    new.bound_symbols = [line.bsym for line in lines if line.bsym.sym.id in PREAMBLE]
+    new.bound_symbols = [bsym for bsym in lines if bsym.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
             if op.kind is not Kind.FREE:
@@ -256,19 +220,19 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     return new
 
 
-def _line(op: Op, lines: Sequence[TraceLine], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _line(op: Op, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
         bsym = _compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
         bsym = _wait(op, proxies, executor)
     else:
-        bsym = _launch(op, executor.launches[lines[op.source[0]].bsym.sym.name], proxies, executor)
+        bsym = _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
     if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
         bsym.tags.add(BoundSymbolTag.BACKWARD)
     return bsym
 
 
-def _compute(op: Op, line: TraceLine, proxies: dict[str, Proxy]) -> BoundSymbol:
+def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
     """The lifted line, with the names of the values that the operation reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):
@@ -276,7 +240,7 @@ def _compute(op: Op, line: TraceLine, proxies: dict[str, Proxy]) -> BoundSymbol:
             proxies[name] = original.replace_name(name)
     before, after = [*read_by(line), *written], [*op.reads, *op.writes]
     swap = {variableify(proxies[b]): proxies[a] for b, a in zip(before, after, strict=True) if a != b}
-    return line.bsym.from_bsym_swap_proxies(swap) if swap else line.bsym
+    return line.from_bsym_swap_proxies(swap) if swap else line
 
 
 def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:

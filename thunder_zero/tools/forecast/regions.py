@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools.forecast.watch import Unwatched
-from thunder_zero.traces.lift import lines_of
 from thunder_zero.traces.work import work_of
 
 import thunder
@@ -186,16 +185,18 @@ def _steps(trace: TraceCtx, inside: dict[str, Any]) -> list[Step]:
     known = {_key(tensor) for tensor in inside.values() if isinstance(tensor, Tensor)}
     steps = []
     with tracectx(trace):
-        for line in lines_of(trace)[:-1]:
-            if line.bsym.sym is prims.unpack_trivial:
+        for line in trace.bound_symbols[:-1]:
+            if line.sym is prims.unpack_trivial:
                 continue
-            code = "\n".join(line.bsym.python(indent=0, print_depth=1))
-            exec(code, context | line.bsym.object_ctx(), inside)
-            read, made = ([inside[proxy.name] for proxy in proxies] for proxies in (line.given, line.gives))
+            code = "\n".join(line.python(indent=0, print_depth=1))
+            exec(code, context | line.object_ctx(), inside)
+            read, made = (
+                [inside[proxy.name] for proxy in proxies] for proxies in (line.flat_proxy_args, line.flat_proxy_outs)
+            )
             new = {_key(one): one.untyped_storage().nbytes() for one in made if isinstance(one, Tensor)}
             new = {key: nbytes for key, nbytes in new.items() if key not in known}
             known.update(new)
-            work = Work.POINTWISE if line.bsym.sym.name in LOOKUPS else work_of(line.bsym)
+            work = Work.POINTWISE if line.sym.name in LOOKUPS else work_of(line)
             steps.append(Step(work, tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
     return steps
 
