@@ -18,6 +18,7 @@ from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
     Check,
     intact,
+    nones_stay,
     place_buffers,
     place_others,
     place_parameters,
@@ -102,7 +103,7 @@ class ZeroTransform(ProgramTransform):
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        self._intact = intact(model, self._state)
+        self._intact = self._checks(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
@@ -111,6 +112,10 @@ class ZeroTransform(ProgramTransform):
         self.install(model, self._state.plan, Calls(self._state))
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._compiled = self.compiled
+
+    def _checks(self, model: ThunderModule) -> list[Check]:
+        """What has to stay as it is."""
+        return [*intact(model, self._state), *nones_stay(model._model)]
 
     def _take_over(
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues

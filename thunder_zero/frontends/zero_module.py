@@ -44,7 +44,6 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     _model: nn.Module
     _forward_fn: Callable[..., Any]
-    _overrides_buffers: dict[str, Tensor]
     _state: State
     _compiled: Compiled
     _slots: ParameterSlots
@@ -166,15 +165,19 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"and runs what fits into no graph as Python"
             ) from error
 
+    def get_buffer(self, name: str) -> Tensor:
+        """A buffer of the plain module; programs ask for each, in every call."""
+        parent, _, key = name.rpartition(".")
+        found: Tensor | None = self.get_submodule(parent)._buffers.get(key)
+        return super().get_buffer(name) if found is None else found  # which raises
+
     def set_buffer(self, name: str, value: Tensor) -> None:
-        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+        """Set a buffer of the plain module; Thunder calls this with what forward assigned to one.
 
         As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
-        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        the next forward refuses.
         """
-        name, value = name.removeprefix("."), value.detach()
-        super().set_buffer(name, value)
-        set_tensor(self.plain, name, value)
+        set_tensor(self.plain, name.removeprefix("."), value.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
         """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.

@@ -9,6 +9,7 @@ from torch import nn
 
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
+from thunder_zero.frontends.placement import Check, intact
 from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import adopt
@@ -30,6 +31,10 @@ class DynamoTransform(ZeroTransform):
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._given.progress)
         model.capture()
+
+    def _checks(self, model: ThunderModule) -> list[Check]:
+        """Without those of what dynamo guards."""
+        return intact(model, self._state)
 
     def _guard(self, model: ThunderModule, output: Any) -> None:
         """Nothing: each graph guards what it returns."""

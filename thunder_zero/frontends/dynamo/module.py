@@ -146,16 +146,13 @@ class DynamoModule(ZeroModule):
         self._graphs.ran.clear()
         try:
             with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
-                output = self._captured(*args, **kwargs)
+                return self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
             names = Counter(each.name for each in self._graphs.captured)
             shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
-        for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
-            self._overrides_buffers[name] = buffer
-        return output
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
