@@ -62,7 +62,6 @@ class ZeroTransform(ProgramTransform):
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
         super().__init__()
         self._given = check_arguments(policy, **arguments)
-        self.used = False  # whether it already shards a module
         self._state: State  # transform_module sets the two
         self._intact: list[Check]
 

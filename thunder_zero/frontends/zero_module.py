@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
-from thunder_zero.compat.untraceable import not_returned, not_traced
+from thunder_zero.compat.untraceable import not_returned, not_traced, require_traceable
 from thunder_zero.frontends.compilations import Compilations, terminal_of
 from thunder_zero.frontends.compiled import Compiled, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
-from thunder_zero.frontends.refusals import EXPORT, PARTS, require_traceable
+from thunder_zero.frontends.refusals import EXPORT, PARTS
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import full_state_dict
@@ -42,22 +42,10 @@ class ZeroModule(ShardedModel, ThunderModule):
     Thunder's own ``no_sync`` reduces once more at its end; this one does not.
     """
 
-    _model: nn.Module
     _forward_fn: Callable[..., Any]
-    _state: State
     _compiled: Compiled
     _slots: ParameterSlots
     _compilations: Compilations
-
-    @property
-    def state(self) -> State:
-        """This rank's share of the model."""
-        return self._state
-
-    @property
-    def plain(self) -> nn.Module:
-        """The module that was jitted; it has the shards."""
-        return self._model
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
         """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
 from thunder_zero.compat.graphs import register
+from thunder_zero.compat.untraceable import require_traceable
 from thunder_zero.frontends.compilations import too_many
 from thunder_zero.frontends.compiled import Compiled
 from thunder_zero.frontends.dynamo.acquire import NoSymbol, acquire, interpreted
@@ -34,7 +35,7 @@ from thunder_zero.frontends.dynamo.captured import (
 )
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs, compiling
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import DYNAMO_PARTS, require_traceable
+from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import ValuesNeeded
 
