@@ -119,7 +119,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        watched = self._compilations.watched(self._compilations_begun, self._programs_made, args, kwargs)
+        watched = self._compilations.watched(self._programs_made, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
@@ -128,10 +128,6 @@ class ZeroModule(ShardedModel, ThunderModule):
                 raise
             finally:
                 self._state.labels.end()
-
-    def _compilations_begun(self) -> int:
-        begun: int = compile_stats(self).cache_misses
-        return begun
 
     def _programs_made(self) -> int:
         return len(compile_stats(self).interpreter_cache)

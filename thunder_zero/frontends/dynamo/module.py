@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,7 +40,7 @@ from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import ValuesNeeded
 
 import thunder
-from thunder import compile_data, compile_stats
+from thunder import compile_data
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
 LOG = logging.getLogger(__name__)
@@ -133,15 +133,9 @@ class DynamoModule(ZeroModule):
         """Of each graph of the last forward, its programs."""
         return [graph.made() for graph in self._graphs.ran]
 
-    def _compilations_begun(self) -> int:
-        misses: list[int] = [compile_stats(each.jitted).cache_misses for each in self._made()]
-        return len(self._graphs.captured) + sum(misses)
-
     def _programs_made(self) -> int:
-        return sum(len(each.entries) for each in self._made())
-
-    def _made(self) -> Iterable[Programs]:
-        return {id(each): each for of in tuple(self._graphs.captured) for each in tuple(of.made.values())}.values()
+        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
+        return sum(len(each.entries) for each in made.values())
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
