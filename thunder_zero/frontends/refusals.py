@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from thunder_zero.compat.torch_gaps import is_inside_function_transform
 from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.sharded.accumulation import refuse_function_transforms
 from thunder_zero.sharded.sharded_model import is_transformed
 
 from thunder import compile_data
@@ -134,7 +134,11 @@ def refuse_tools(name: str) -> None:
     Raises:
         RuntimeError: ``torch.export``, a function transform or ``detect_anomaly`` is active.
     """
-    refuse_function_transforms(name)
+    if is_inside_function_transform():  # whose tensors have no memory that programs could read
+        raise RuntimeError(
+            f"{name} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
+            f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
+        )
     if torch.compiler.is_exporting():
         raise RuntimeError(f"torch.export cannot look into what Thunder compiled of {name}; {EXPORT}")
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
