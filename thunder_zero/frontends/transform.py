@@ -147,13 +147,8 @@ class ZeroTransform(ProgramTransform):
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
-        """Count the forward; guard what is returned; let the host write to offloaded shards, since no backward need
-        follow, which would wait for their copies, too."""
+        """Count the forward; let the host write to offloaded shards, since no backward need follow, which would wait
+        for their copies, too."""
         self._state.training_forwards += model.training and torch.is_grad_enabled()
-        self._guard(model, output)
         if self.policy.cpu_offload:
             self._state.copies.wait()
-
-    def _guard(self, model: ThunderModule, output: Any) -> None:
-        """Make the backward of what a program returned raise where it would be wrong."""
-        model.guard(output)

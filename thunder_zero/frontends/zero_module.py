@@ -134,7 +134,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._forward_fn(*args, **kwargs)
+            output = self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
             require_traceable(self._model, PARTS)
             name = type(self._model).__name__
@@ -148,6 +148,8 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
                 f"and runs what fits into no graph as Python"
             ) from error
+        self.guard(output)
+        return output
 
     def get_buffer(self, name: str) -> Tensor:
         """A buffer of the plain module; programs ask for each, in every call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
@@ -35,9 +35,6 @@ class DynamoTransform(ZeroTransform):
     def _checks(self, model: ThunderModule) -> list[Check]:
         """Without those of what dynamo guards."""
         return intact(model, self._state)
-
-    def _guard(self, model: ThunderModule, output: Any) -> None:
-        """Nothing: each graph guards what it returns."""
 
 
 def compile(
