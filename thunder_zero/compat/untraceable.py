@@ -121,6 +121,20 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
 )
 
 
+def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
+    """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may
+    have become so: torch's ``update_bn``, for one, sets ``momentum=None``.
+
+    Raises:
+        RuntimeError: naming the first.
+    """
+    for path, module in root.named_modules():
+        for part in parts:
+            if part.is_it(module):
+                where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
+                raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")
+
+
 def not_traced(error: Exception) -> str | None:
     """What Thunder's front end said it cannot do; None of an error that it did not raise."""
     if not isinstance(error, NotImplementedError | InterpreterError):

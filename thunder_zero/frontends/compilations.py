@@ -42,16 +42,16 @@ class Compilations:
     seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
-    def watched(self, begun: Callable[[], int], made: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
-        """A forward, which may compile: the numbers of compilations that began, and of programs, say whether it does.
-        A thread looks, once forward takes long: Thunder calls nobody when it begins."""
-        before, programs, start = begun(), made(), time.monotonic()
+    def watched(self, made: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
+        """A forward, which compiles something if its inputs look new: the number of programs then says whether it did.
+        A thread says that it does, once forward takes long."""
+        programs, start = made(), time.monotonic()
         ended = Event()
         with ExitStack() as at_end:
             if self.terminal is not None and self._is_new(args, kwargs):
-                looker = Thread(target=self._look, args=(ended, lambda: begun() > before, args, kwargs), daemon=True)
-                looker.start()  # not in each forward: it takes a tenth of a millisecond
-                at_end.callback(looker.join)
+                announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
+                announcer.start()  # not in each forward: it takes a tenth of a millisecond
+                at_end.callback(announcer.join)
                 at_end.callback(ended.set)
             yield
         if made() > programs:
@@ -64,14 +64,11 @@ class Compilations:
         self.seen.add(look)
         return not known
 
-    def _look(self, ended: Event, compiles: Callable[[], bool], args: Any, kwargs: Any) -> None:
-        assert self.terminal is not None, "otherwise nobody looks"
-        while not ended.wait(SECONDS):
-            if compiles():
-                shapes = shapes_of_arguments(self.forward, args, kwargs)
-                self.terminal.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
-                self.terminal.flush()
-                return
+    def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
+        if self.terminal is not None and not ended.wait(SECONDS):
+            shapes = shapes_of_arguments(self.forward, args, kwargs)
+            self.terminal.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
+            self.terminal.flush()
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
         if self.terminal is not None and seconds >= SECONDS:

@@ -42,7 +42,8 @@ def set_value(model: ThunderModule, other: Other) -> None:
     value = parameter_like(other.tensor, other.value) if is_parameter else other.value
     for name in other.names:
         set_tensor(model._model, name, value)
-        (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value
+        if is_parameter:
+            model._overrides_parameters[name] = value
 
 
 def place_parameters(model: ThunderModule, state: State) -> None:
@@ -54,14 +55,14 @@ def place_parameters(model: ThunderModule, state: State) -> None:
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Cast the buffers to the policy's dtype and move them to ``device``."""
+    """Cast the buffers to the policy's dtype and move them to ``device``; Thunder gets them from the plain module."""
     precision = state.plan.policy.mixed_precision
     for name, buffer in list(model._model.named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
         placed = buffer.to(device=device, dtype=dtype)
         if placed is not buffer:
             set_tensor(model._model, name, placed)
-            model.set_buffer(name, model._model.get_buffer(name))
+    model._overrides_buffers.clear()
 
 
 def intact(model: ThunderModule, state: State) -> list[Check]:
@@ -80,14 +81,13 @@ def intact(model: ThunderModule, state: State) -> list[Check]:
     names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
     checks += [_hides_none(of, names) for of in (model._modules, model._parameters, model._buffers, vars(model))]
     checks.append(_adds_no_parameter(model, plain))
-    first: dict[int, str] = {}
-    for name, buffer in model._overrides_buffers.items():
-        first.setdefault(id(buffer), name)
-    for path, module in modules:
-        for name, buffer in module._buffers.items():  # None, or one of several names
-            jitted = first.get(id(buffer), f"{path}.{name}")
-            checks.append(_same_buffer(module._buffers, name, model._overrides_buffers, jitted))
     return [*checks, *(_as_planned(path, shard) for path, shard in state.shards.items())]
+
+
+def nones_stay(plain: nn.Module) -> list[Check]:
+    """Buffers that are None must stay so, where Thunder interprets forward: its programs never look again."""
+    slots = [(path, module._buffers) for path, module in plain.named_modules()]
+    return [_stays_none(of, name, _joined(path, name)) for path, of in slots for name in of if of[name] is None]
 
 
 def require_intact(checks: Iterable[Check]) -> None:
@@ -127,11 +127,27 @@ def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
             return None
         for name, value in expected.items():
             if holder.get(name) is not value:
-                return _replaced(f"{kind} {(f'{path}.{name}' if path else name)!r}", value, holder.get(name))
+                return _replaced(f"{kind} {_joined(path, name)!r}", value, holder.get(name))
         name = min(holder.keys() - expected.keys())
-        return _added(f"{kind} {(f'{path}.{name}' if path else name)!r}")
+        return _added(f"{kind} {_joined(path, name)!r}")
 
     return check
+
+
+def _stays_none(holder: Mapping[str, Any], key: str, name: str) -> Check:
+    def check() -> str | None:
+        if holder.get(key) is None:
+            return None
+        return (
+            f"buffer {name!r} was None when thunder_zero sharded the module, and has a value now, which Thunder would "
+            f"not read; give it one before sharding, or shard the module with thunder_zero.compile"
+        )
+
+    return check
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
@@ -166,20 +182,6 @@ def _hides_none(holder: Mapping[str, Any], names: Mapping[str, str]) -> Check:
     def check() -> str | None:
         found = names.keys() & holder
         return None if not found else _replaced(f"{names[min(found)]} {min(found)!r}", None, holder[min(found)])
-
-    return check
-
-
-def _same_buffer(holder: Mapping[str, Any], key: str, jitted: Mapping[str, Any], name: str) -> Check:
-    """Both modules have the same buffer, which a forward may replace in both."""
-
-    def check() -> str | None:
-        if holder.get(key) is jitted.get(name):
-            return None
-        return (
-            f"buffer {name!r} was replaced after thunder_zero sharded the module, in one of the plain and the sharded "
-            f"module only; copy new values into it in place"
-        )
 
     return check
 

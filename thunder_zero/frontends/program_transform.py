@@ -11,10 +11,9 @@ import torch
 from thunder_zero.compat import lookasides, shortcuts
 from thunder_zero.compat.operators.choose import operators
 from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
-from thunder_zero.compat.untraceable import RefusedPart
+from thunder_zero.compat.untraceable import RefusedPart, require_traceable
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.frontends.compiled import Compiled
-from thunder_zero.frontends.refusals import require_traceable
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.timeline import ScheduleError
@@ -38,6 +37,7 @@ class ProgramTransform(Transform):
     """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
 
     parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
+    used = False  # whether it already shards a module
 
     def __init__(self) -> None:
         self._compiled: Compiled | None = None

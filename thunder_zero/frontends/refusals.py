@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart
-from thunder_zero.sharded.accumulation import refuse_function_transforms
+from thunder_zero.compat.torch_gaps import is_inside_function_transform
+from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart, require_traceable
+from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.sharded.sharded_model import is_transformed
 
 from thunder import compile_data
@@ -22,19 +22,6 @@ from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
 EXPORT = "export inside of: with tz.full_parameters(model) as module: torch.export.export(module, ...)"
-
-
-class UsedOnce(Protocol):
-    """A transform that shards one module."""
-
-    @property
-    def used(self) -> bool:
-        """Whether it already shards a module."""
-
-    @property
-    def parts(self) -> tuple[RefusedPart, ...]:
-        """The kinds of submodules that its front end refuses."""
-
 
 OWN_PARTS: tuple[RefusedPart, ...] = (
     RefusedPart(
@@ -66,7 +53,7 @@ PARTS = (*UNTRACEABLE, *OWN_PARTS)
 DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
 
 
-def require_untransformed(model: ThunderModule, transform: UsedOnce) -> None:
+def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> None:
     """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module.
 
     Args:
@@ -108,7 +95,7 @@ def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
         )
 
 
-def _other_transforms(model: ThunderModule, transform: UsedOnce, name: str) -> Iterator[str]:
+def _other_transforms(model: ThunderModule, transform: ProgramTransform, name: str) -> Iterator[str]:
     """Why a module cannot be sharded, by the transforms that it has: sentences."""
     given = compile_data(model).transforms
     others = [other for other in given if isinstance(other, (type(transform), DDPTransform, FSDPTransform))]
@@ -147,7 +134,11 @@ def refuse_tools(name: str) -> None:
     Raises:
         RuntimeError: ``torch.export``, a function transform or ``detect_anomaly`` is active.
     """
-    refuse_function_transforms(name)
+    if is_inside_function_transform():  # whose tensors have no memory that programs could read
+        raise RuntimeError(
+            f"{name} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
+            f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
+        )
     if torch.compiler.is_exporting():
         raise RuntimeError(f"torch.export cannot look into what Thunder compiled of {name}; {EXPORT}")
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
@@ -155,17 +146,3 @@ def refuse_tools(name: str) -> None:
             f"torch.autograd.detect_anomaly cannot read the gradients of {name}, some of which are DTensors or have no "
             f"values; use check_gradients=True, which names the parameter whose gradient is NaN, or check_nan=False"
         )
-
-
-def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Refuse submodules that are one of PARTS; also when a sharded module is compiled or that failed, since one may
-    have become so: torch's ``update_bn``, for one, sets ``momentum=None``.
-
-    Raises:
-        RuntimeError: naming the first.
-    """
-    for path, module in root.named_modules():
-        for part in parts:
-            if part.is_it(module):
-                where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
-                raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")

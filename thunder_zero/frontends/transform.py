@@ -18,6 +18,7 @@ from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
     Check,
     intact,
+    nones_stay,
     place_buffers,
     place_others,
     place_parameters,
@@ -61,7 +62,6 @@ class ZeroTransform(ProgramTransform):
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
         super().__init__()
         self._given = check_arguments(policy, **arguments)
-        self.used = False  # whether it already shards a module
         self._state: State  # transform_module sets the two
         self._intact: list[Check]
 
@@ -102,7 +102,7 @@ class ZeroTransform(ProgramTransform):
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        self._intact = intact(model, self._state)
+        self._intact = self._checks(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
@@ -111,6 +111,10 @@ class ZeroTransform(ProgramTransform):
         self.install(model, self._state.plan, Calls(self._state))
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._compiled = self.compiled
+
+    def _checks(self, model: ThunderModule) -> list[Check]:
+        """What has to stay as it is."""
+        return [*intact(model, self._state), *nones_stay(model._model)]
 
     def _take_over(
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
@@ -143,13 +147,8 @@ class ZeroTransform(ProgramTransform):
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
-        """Count the forward; guard what is returned; let the host write to offloaded shards, since no backward need
-        follow, which would wait for their copies, too."""
+        """Count the forward; let the host write to offloaded shards, since no backward need follow, which would wait
+        for their copies, too."""
         self._state.training_forwards += model.training and torch.is_grad_enabled()
-        self._guard(model, output)
         if self.policy.cpu_offload:
             self._state.copies.wait()
-
-    def _guard(self, model: ThunderModule, output: Any) -> None:
-        """Make the backward of what a program returned raise where it would be wrong."""
-        model.guard(output)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
-from thunder_zero.compat.untraceable import not_returned, not_traced
+from thunder_zero.compat.untraceable import not_returned, not_traced, require_traceable
 from thunder_zero.frontends.compilations import Compilations, terminal_of
 from thunder_zero.frontends.compiled import Compiled, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
-from thunder_zero.frontends.refusals import EXPORT, PARTS, require_traceable
+from thunder_zero.frontends.refusals import EXPORT, PARTS
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import full_state_dict
@@ -42,23 +42,10 @@ class ZeroModule(ShardedModel, ThunderModule):
     Thunder's own ``no_sync`` reduces once more at its end; this one does not.
     """
 
-    _model: nn.Module
     _forward_fn: Callable[..., Any]
-    _overrides_buffers: dict[str, Tensor]
-    _state: State
     _compiled: Compiled
     _slots: ParameterSlots
     _compilations: Compilations
-
-    @property
-    def state(self) -> State:
-        """This rank's share of the model."""
-        return self._state
-
-    @property
-    def plain(self) -> nn.Module:
-        """The module that was jitted; it has the shards."""
-        return self._model
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
         """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
@@ -134,7 +121,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        watched = self._compilations.watched(self._compilations_begun, self._programs_made, args, kwargs)
+        watched = self._compilations.watched(self._programs_made, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
@@ -144,16 +131,12 @@ class ZeroModule(ShardedModel, ThunderModule):
             finally:
                 self._state.labels.end()
 
-    def _compilations_begun(self) -> int:
-        begun: int = compile_stats(self).cache_misses
-        return begun
-
     def _programs_made(self) -> int:
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._forward_fn(*args, **kwargs)
+            output = self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
             require_traceable(self._model, PARTS)
             name = type(self._model).__name__
@@ -167,16 +150,22 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
                 f"and runs what fits into no graph as Python"
             ) from error
+        self.guard(output)
+        return output
+
+    def get_buffer(self, name: str) -> Tensor:
+        """A buffer of the plain module; programs ask for each, in every call."""
+        parent, _, key = name.rpartition(".")
+        found: Tensor | None = self.get_submodule(parent)._buffers.get(key)
+        return super().get_buffer(name) if found is None else found  # which raises
 
     def set_buffer(self, name: str, value: Tensor) -> None:
-        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+        """Set a buffer of the plain module; Thunder calls this with what forward assigned to one.
 
         As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
-        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        the next forward refuses.
         """
-        name, value = name.removeprefix("."), value.detach()
-        super().set_buffer(name, value)
-        set_tensor(self.plain, name, value)
+        set_tensor(self.plain, name.removeprefix("."), value.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
         """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.

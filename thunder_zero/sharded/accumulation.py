@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from thunder_zero.compat.torch_gaps import accumulates, is_inside_function_transform
+from thunder_zero.compat.torch_gaps import accumulates
 from thunder_zero.sharded.dtensors import Rows
 
 
@@ -107,19 +107,6 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
                 )
 
         node.register_prehook(look)
-
-
-def refuse_function_transforms(model: str) -> None:
-    """Raise inside of ``torch.func`` and ``vmap``: Thunder reads memory that their tensors do not have.
-
-    Raises:
-        RuntimeError: a function transform is active.
-    """
-    if is_inside_function_transform():
-        raise RuntimeError(
-            f"{model} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
-            f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
-        )
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:

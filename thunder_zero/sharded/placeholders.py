@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from thunder_zero.plan.params import Plan
 
 # What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
 _LOOKS = """
-    shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
+    shape dtype device layout requires_grad grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
     is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
     is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks
     size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__
@@ -30,7 +29,6 @@ _LOOKS = """
 """
 LOOKS = frozenset(_LOOKS.split())
 NAN = float("nan")
-_traced = ContextVar("_traced", default=False)
 
 
 class ValuesNeeded(RuntimeError):
@@ -62,8 +60,6 @@ class Placeholder(nn.Parameter):
                 return func(*args, **kwargs)
             if attribute == "__get__" and name == "data":
                 return args[0]
-            if attribute == "__get__" and name == "grad" and _traced.get():
-                return None
             held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
             raise ValuesNeeded(
                 f"{f'.{name}' if attribute else resolve_name(func) or name} cannot use parameter {held.path!r}: "
@@ -124,20 +120,10 @@ class ParameterSlots:
         """Inside the block the module has placeholders; in every call, since dynamo guards which objects it has."""
         self._are_traced = True
         try:
-            with self.holding(placeholders), traced():
+            with self.holding(placeholders):
                 yield
         finally:
             self._are_traced = False
-
-
-@contextmanager
-def traced() -> Iterator[None]:
-    """Inside the block, placeholders have the gradient None: Thunder asks for it when it traces."""
-    token = _traced.set(True)
-    try:
-        yield
-    finally:
-        _traced.reset(token)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -1,13 +1,12 @@
-"""The interface of a sharded model for loops, checkpoints, state dicts; finds the model of a shard.
+"""A sharded model as loops, checkpoints and state dicts see it; finds the model of a shard.
 
-A front end, such as ``thunder.jit`` with ZeroTransform, makes models that implement it; code that uses them does not
-know which front end made them. What is found, by a shard or by the parameter that it replaced, is not kept alive.
+A front end, such as ``thunder.jit`` with ZeroTransform, makes models of this class; code that uses them does not know
+which front end made them. What is found, by a shard or by the parameter that it replaced, is not kept alive.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -32,15 +31,18 @@ class ShardedModel(nn.Module):
     ``named_parameters`` gives the shards and ``named_buffers`` the buffers, under the plain module's names.
     """
 
-    @property
-    @abstractmethod
-    def state(self) -> State:
-        """This rank's share of the model."""
+    _state: State
+    _model: nn.Module
 
     @property
-    @abstractmethod
+    def state(self) -> State:
+        """This rank's share of the model."""
+        return self._state
+
+    @property
     def plain(self) -> nn.Module:
         """The module that was sharded; it has the shards."""
+        return self._model
 
     def __repr__(self) -> str:
         """Stage, ranks, units and bytes at rest; then the plain module with the shapes of rows."""

@@ -22,7 +22,7 @@ from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.sharded.placeholders import placeholder, set_tensor, traced
+from thunder_zero.sharded.placeholders import placeholder, set_tensor
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces.executors import JointPass
@@ -150,8 +150,7 @@ class Interpreted:
         transform, jitted = self._jitted(policy)
         with _as_computed(module, transform.plan):
             args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
-            with traced():
-                self._acquired = _acquire(jitted, args, kwargs)
+            self._acquired = _acquire(jitted, args, kwargs)
 
     def under(self, policy: Policy | int) -> Traces:
         """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
@@ -161,7 +160,7 @@ class Interpreted:
         """
         transform, jitted = self._jitted(policy)
         sharded = tuple(param.sharded for param in transform.plan.params)
-        with _as_computed(self._module, transform.plan), traced():
+        with _as_computed(self._module, transform.plan):
             if sharded in self._lowered:
                 return _schedule_again(*self._lowered[sharded], transform.plan, self._acquired)
             found = transform.compiled.traces(_compile(jitted, self._acquired))

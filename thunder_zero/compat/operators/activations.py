@@ -72,7 +72,7 @@ class ActivationExecutor(ClaimingExecutor):
         bias: TensorProxy | None = None,
         eps: float = 1e-5,
     ) -> tuple[TensorProxy, Gradients]:
-        shape = _full_shape(normalized_shape, weight, bias)
+        shape = tuple(normalized_shape)
         y, mean, rstd = self.norm(a, shape, weight, bias, eps)
 
         def gradients(grad: TensorProxy) -> Iterable[tuple[TensorProxy, TensorProxy]]:
@@ -82,14 +82,6 @@ class ActivationExecutor(ClaimingExecutor):
             return zip((tensor for tensor in given if tensor is not None), grads, strict=True)
 
         return y, gradients
-
-
-def _full_shape(
-    normalized_shape: Sequence[int], weight: TensorProxy | None, bias: TensorProxy | None
-) -> tuple[int, ...]:
-    """``normalized_shape``, which the module may have read from a shard."""
-    full = next((tensor.shape for tensor in (weight, bias) if tensor is not None), normalized_shape)
-    return tuple(full)
 
 
 # Whether a line is claimed.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
+from thunder_zero.frontends.placement import Check, intact
 from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import adopt
@@ -31,8 +32,9 @@ class DynamoTransform(ZeroTransform):
         adopt(model, DynamoModule, self._state, self._given.progress)
         model.capture()
 
-    def _guard(self, model: ThunderModule, output: Any) -> None:
-        """Nothing: each graph guards what it returns."""
+    def _checks(self, model: ThunderModule) -> list[Check]:
+        """Without those of what dynamo guards."""
+        return intact(model, self._state)
 
 
 def compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
 from thunder_zero.compat.graphs import register
+from thunder_zero.compat.untraceable import require_traceable
 from thunder_zero.frontends.compilations import too_many
 from thunder_zero.frontends.compiled import Compiled
 from thunder_zero.frontends.dynamo.acquire import NoSymbol, acquire, interpreted
@@ -34,12 +35,12 @@ from thunder_zero.frontends.dynamo.captured import (
 )
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs, compiling
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import DYNAMO_PARTS, require_traceable
+from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import ValuesNeeded
 
 import thunder
-from thunder import compile_data, compile_stats
+from thunder import compile_data
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
 LOG = logging.getLogger(__name__)
@@ -132,30 +133,21 @@ class DynamoModule(ZeroModule):
         """Of each graph of the last forward, its programs."""
         return [graph.made() for graph in self._graphs.ran]
 
-    def _compilations_begun(self) -> int:
-        misses: list[int] = [compile_stats(each.jitted).cache_misses for each in self._made()]
-        return len(self._graphs.captured) + sum(misses)
-
     def _programs_made(self) -> int:
-        return sum(len(each.entries) for each in self._made())
-
-    def _made(self) -> Iterable[Programs]:
-        return {id(each): each for of in tuple(self._graphs.captured) for each in tuple(of.made.values())}.values()
+        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
+        return sum(len(each.entries) for each in made.values())
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
         try:
             with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
-                output = self._captured(*args, **kwargs)
+                return self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
             names = Counter(each.name for each in self._graphs.captured)
             shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
-        for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
-            self._overrides_buffers[name] = buffer
-        return output
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for

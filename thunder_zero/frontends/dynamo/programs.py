@@ -232,7 +232,6 @@ def _claimed(trace: TraceCtx) -> TraceCtx:
 def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Thunder's context of a compilation, as ``thunder.jit`` enters it, with torch's settings."""
     data, stats = compile_data(jitted), compile_stats(jitted)
-    stats.cache_misses += 1
     info: dict[str, Any] = {}
     token = _cache_info_ctx.set(info)
     try:

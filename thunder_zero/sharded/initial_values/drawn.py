@@ -7,7 +7,7 @@ does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -224,18 +224,11 @@ def own_tensors(owner: nn.Module) -> Iterator[Slot]:
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
 
 
-def children_first(module: nn.Module) -> list[nn.Module]:
+def children_first(module: nn.Module) -> Iterable[nn.Module]:
     """Each submodule once, in the order in which constructors end, if they make their parts in order."""
     found: dict[nn.Module, None] = {}
-
-    def visit(parent: nn.Module) -> None:
-        for child in parent.children():
-            if child not in found:
-                visit(child)
-        found.setdefault(parent)
-
-    visit(module)
-    return list(found)
+    module.apply(found.setdefault)
+    return found
 
 
 def address(tensor: Tensor) -> int:
