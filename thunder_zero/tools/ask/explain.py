@@ -9,12 +9,12 @@ say why there::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
@@ -37,6 +37,7 @@ from thunder_zero.tools.printing.line_meanings import label
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
 
+Key = TypeVar("Key", bound=Hashable)
 NEAR = 3  # names that an error proposes
 
 
@@ -137,6 +138,48 @@ class _Program:
     def why(self) -> dict[str, tuple[int, Bound]]:
         return bounds(self.traces.timeline)
 
+    # Where operations are, ascending, so that no parameter searches the whole timeline.
+
+    @cached_property
+    def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
+        """By kind and path: gathers, reductions and deferrals."""
+        kinds = (Kind.GATHER, Kind.REDUCE, Kind.DEFER)
+        return self._positions(lambda op: [(op.kind, path) for path in op.params] if op.kind in kinds else ())
+
+    @cached_property
+    def waits(self) -> Mapping[str, Sequence[int]]:
+        """By the handle that is waited for."""
+        return self._positions(lambda op: op.reads if op.kind is Kind.WAIT else ())
+
+    @cached_property
+    def frees(self) -> Mapping[str, Sequence[int]]:
+        """By the value that is freed."""
+        return self._positions(lambda op: op.reads if op.kind is Kind.FREE else ())
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[int]]:
+        """By value: what computes with it. The last operation is the return, which computes nothing."""
+        last = self.traces.timeline.ops[-1]
+        return self._positions(lambda op: op.reads if op.kind is Kind.COMPUTE and op is not last else ())
+
+    def _positions(self, keys: Callable[[Op], Iterable[Key]]) -> dict[Key, list[int]]:
+        found: dict[Key, list[int]] = {}
+        for at, op in enumerate(self.traces.timeline.ops):
+            for key in keys(op):
+                found.setdefault(key, []).append(at)
+        return found
+
+    @cached_property
+    def codes(self) -> dict[int, str]:
+        """Those that were asked for, by position: a bucket's parameters share its lines."""
+        return {}
+
+    def line(self, at: int) -> Line:
+        op = self.traces.timeline.ops[at]
+        if at not in self.codes:
+            self.codes[at] = code_of(op, self.traces)
+        return Line("backward" if op.backward else "forward", op.source[0], self.codes[at])
+
 
 @dataclass(frozen=True)
 class _Facts:
@@ -154,12 +197,8 @@ class _Facts:
         return self.program.traces.plan
 
     def gathers(self) -> tuple[Gathered, ...]:
-        why = self.program.why
-        return tuple(
-            self._gathered(at, *why[op.writes[0]])
-            for at, op in enumerate(self.timeline.ops)
-            if op.kind is Kind.GATHER and self.param.path in op.params
-        )
+        why, found = self.program.why, self.program.launches.get((Kind.GATHER, self.param.path), ())
+        return tuple(self._gathered(at, *why[self.timeline.ops[at].writes[0]]) for at in found)
 
     def _gathered(self, at: int, after: int, bound: Bound) -> Gathered:
         timeline, param = self.timeline, self.param
@@ -167,7 +206,7 @@ class _Facts:
         wait = self._wait_of(op)
         assert wait is not None
         name = timeline.ops[wait].writes[op.params.index(param.path)]
-        free = next((i for i, other in self._after(wait) if other.kind is Kind.FREE and other.reads == (name,)), None)
+        free = next((i for i in self.program.frees.get(name, ()) if i > wait), None)
         readers = self._readers(name, wait)
         first, last = (readers[0], readers[-1]) if readers else (None, None)
         own = layout.owned_numel(param.shape, self.plan.world_size, self.plan.rank) * param.compute_dtype.itemsize
@@ -182,7 +221,7 @@ class _Facts:
             first_read=None if first is None else lines[first],
             last_read=None if last is None else lines[last],
             free=None if free is None else lines[free],
-            why_free=_why_free(timeline, wait, free, last),
+            why_free=_why_free(self.program, wait, free, last),
             sent_bytes=self.plan.gather_bytes(param),
             received_bytes=param.full_bytes - own,
             nbytes=param.full_bytes,
@@ -193,13 +232,14 @@ class _Facts:
 
     def gradient(self) -> Reduced | None:
         timeline, param, plan = self.timeline, self.param, self.plan
-        starts = (Kind.REDUCE, Kind.DEFER)
-        at = next((at for at, op in enumerate(timeline.ops) if op.kind in starts and param.path in op.params), None)
-        if at is None:
+        launches = self.program.launches
+        found = [at for kind in (Kind.REDUCE, Kind.DEFER) for at in launches.get((kind, param.path), ())]
+        if not found:
             return None
+        at = min(found)
         op = timeline.ops[at]
         read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
-        made = next((i for i, other in enumerate(timeline.ops[:at]) if read in other.writes), None)
+        made = timeline.writer.get(read)
         wait = None if op.kind is Kind.DEFER else self._wait_of(op)
         travels = op.kind is Kind.REDUCE
         sent = plan.reduce_bytes(param) if travels else 0
@@ -209,7 +249,9 @@ class _Facts:
             made=None if made is None else lines[made],
             launch=lines[at],
             wait=None if wait is None else lines[wait],
-            why_wait="no_sync keeps all of it until a later backward" if wait is None else _why_wait(timeline, wait),
+            why_wait="no_sync keeps all of it until a later backward"
+            if wait is None
+            else _why_wait(self.program, wait),
             bucket=op.params,
             bucket_bytes=timeline.full_bytes(op),
             sent_bytes=sent,
@@ -219,28 +261,21 @@ class _Facts:
             exposed_seconds=exposed,
         )
 
-    def _after(self, at: int) -> list[tuple[int, Op]]:
-        return list(enumerate(self.timeline.ops))[at + 1 :]
-
     def _wait_of(self, launch: Op) -> int | None:
-        ops = enumerate(self.timeline.ops)
-        return next((at for at, op in ops if op.kind is Kind.WAIT and op.reads == launch.writes), None)
+        return next(iter(self.program.waits.get(launch.writes[0], ())), None)
 
     def _readers(self, name: str, wait: int) -> list[int]:
         """Where something computes with a gathered value, or with one derived from it, which may be a view of it."""
-        names, readers = {name}, []
-        for at, op in self._after(wait)[:-1]:  # the last one is the return, which computes nothing
-            if op.kind is Kind.COMPUTE and not names.isdisjoint(op.reads):
-                readers.append(at)
-                names.update(written for written in op.writes if written in self.timeline.derived)
-        return readers
+        names, readers = [name], set[int]()
+        for read in names:
+            for at in self.program.readers.get(read, ()):
+                if at > wait and at not in readers:
+                    readers.add(at)
+                    names += [written for written in self.timeline.ops[at].writes if written in self.timeline.derived]
+        return sorted(readers)
 
     def _lines(self, *positions: int | None) -> dict[int, Line]:
-        ops = {at: self.timeline.ops[at] for at in positions if at is not None}
-        return {
-            at: Line("backward" if op.backward else "forward", op.source[0], code_of(op, self.program.traces))
-            for at, op in ops.items()
-        }
+        return {at: self.program.line(at) for at in positions if at is not None}
 
     def _seconds(self, launch: int, wait: int) -> tuple[float | None, float | None]:
         """Of a bucket: on the wires, and those that compute waits for it; without overlap it does at the launch."""
@@ -335,8 +370,9 @@ def _place(timeline: Timeline, after: int) -> str:
     return "right before backward first reads a bucket that forward gathered"
 
 
-def _why_free(timeline: Timeline, wait: int, free: int | None, last_read: int | None) -> str:
+def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
     """Why the parameter that a wait brings is freed at position ``free``, or is not."""
+    timeline = program.traces.timeline
     op = timeline.ops[wait]
     if free is None:
         return "it stays in memory"
@@ -344,21 +380,19 @@ def _why_free(timeline: Timeline, wait: int, free: int | None, last_read: int | 
         return "nothing reads it: it is gathered with its bucket"
     if timeline.ops[free].backward and not op.backward:
         return "after its last use in backward, which reads what forward gathered"
-    again = any(
-        other.kind is Kind.GATHER and set(other.params) & set(timeline.ops[free].params)
-        for other in timeline.ops[free:]
-    )
-    if again:
+    gathers = (program.launches.get((Kind.GATHER, path), ()) for path in timeline.ops[free].params)
+    if any(at > free for of in gathers for at in of):
         return "after its last use in this phase; it is gathered again"
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 
-def _why_wait(timeline: Timeline, at: int) -> str:
+def _why_wait(program: _Program, at: int) -> str:
     """Why a reduction is waited for at position ``at``."""
+    timeline = program.traces.timeline
     op, rest = timeline.ops[at], timeline.ops[at + 1 :]
     if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
         return "at the end of backward, behind all of its compute"
-    if any(set(other.reads) & set(op.writes) for other in rest[:-1] if other.kind is Kind.COMPUTE):
+    if any(reader > at for written in op.writes for reader in program.readers.get(written, ())):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
     if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:
