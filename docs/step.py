@@ -160,9 +160,8 @@ def report() -> str:
     zero3, zero2 = (tz.trace(Blocks(), x, policy=POLICIES[stage], world_size=RANKS) for stage in (3, 2))
     with TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
-        loss = lambda y: y.square().mean()  # noqa: E731
-        around = {"loss": loss, "optimizer": torch.optim.AdamW, "title": "Three blocks on four ranks"}
-        tz.tools.report(zero3, path, device=device, beside=zero2, **around)
+        around = {"loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
+        tz.tools.report(zero3, path, device=device, beside=zero2, title="Three blocks on four ranks", **around)
         return path.read_text("utf-8")
 
 

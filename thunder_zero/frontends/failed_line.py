@@ -60,5 +60,5 @@ def _note(code: str, op: Op, timeline: Timeline, line: BoundSymbol) -> str:
         if wait.kind is Kind.WAIT:
             path = wait.params[wait.writes.index(name)]
             unit = timeline.plan.by_name[path].unit
-            lines.append(f"which reads {path!r}" + (f", of unit {unit!r}" if unit else ", of the root unit"))
+            lines.append(f"which reads {path!r}, of {f'unit {unit!r}' if unit else 'the root unit'}")
     return "\n".join(lines)
