@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,13 @@ def test_bars_take_the_time_of_the_forecast_and_none_is_over_another(stage: int)
         assert {one.lines[at].unit for at in range(first, last + 1) if one.lines[at].end > one.lines[at].start} >= {
             unit
         }
+
+
+def test_a_peak_that_does_not_fit_is_marked() -> None:
+    roomy, small = (page_of(traces(), replace(DEVICE, memory_bytes=room), **AROUND) for room in (1 << 30, 1 << 10))
+    assert roomy["top"][1]["note"].startswith("of 1.00 GiB on slow, ")
+    assert small["top"][1]["note"].startswith("does not fit: slow has 1.00 KiB, ")
+    assert [shown["programs"][0]["memory"]["capacity"] for shown in (roomy, small)] == [1 << 30, 1 << 10]
 
 
 def test_with_copies_each_wire_has_lanes_of_its_own() -> None:

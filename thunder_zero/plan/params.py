@@ -7,8 +7,8 @@ the stage or the process group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -193,6 +193,16 @@ class Plan:
         """Paths of the units that backward computes again whole: only their borders are saved."""
         chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
         return frozenset(chosen) - {ROOT}
+
+    def may_serve_copies(self, param: Param) -> bool:
+        """Whether backward may keep or gather a parameter for recomputed operations alone: biases and the like of units
+        that it computes again whole."""
+        return param.unit in self.recomputed and len(param.shape) <= 1
+
+    def keeping(self, paths: Container[str]) -> Plan:
+        """The plan in which these parameters, too, are kept unsharded from forward to backward."""
+        params = (replace(one, kept_unsharded=one.kept_unsharded or one.path in paths) for one in self.params)
+        return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""

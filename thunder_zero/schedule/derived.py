@@ -72,8 +72,7 @@ def frees_of_gathered(timeline: Timeline) -> Timeline:
     Drops other deletions, and those of resident parameters.
     """
     made_from, position = gathered_from(timeline), timeline.derived
-    waits = (op for op in timeline.ops if timeline.ends(op, Kind.GATHER))
-    path_of = {name: path for op in waits for name, path in zip(op.writes, op.params, strict=True)}
+    path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))
     order = {param.path: number for number, param in enumerate(timeline.plan.params)}  # values' names are no order
     ops: list[Op] = []

@@ -27,11 +27,8 @@ def free(timeline: Timeline) -> Timeline:
     last = last_reads(timeline, gathered_from(timeline))
     end = len(timeline.ops) - 1
     after: defaultdict[int, list[Op]] = defaultdict(list)
-    for op in timeline.ops:
-        if not timeline.ends(op, Kind.GATHER):
-            continue
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
-            at = last[name]
-            if at != end and not param.resident:
-                after[at].append(Op(Kind.FREE, (name,), params=(param.path,), backward=timeline.ops[at].backward))
+    for _, name, param in timeline.gathered:
+        at = last[name]
+        if at != end and not param.resident:
+            after[at].append(Op(Kind.FREE, (name,), params=(param.path,), backward=timeline.ops[at].backward))
     return timeline.with_ops(new for at, op in enumerate(timeline.ops) for new in (op, *after.get(at, ())))

@@ -10,7 +10,7 @@ needs no more bytes than the peak of the other gathers::
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 
@@ -37,20 +37,9 @@ def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Tim
     runs = _runs_from_last(timeline)
 
     def fits(number: int) -> bool:
-        return peak(_keeping(timeline.plan, runs[:number])) <= bound
+        return peak(timeline.plan.keeping(frozenset().union(*runs[:number]))) <= bound
 
-    return replace(timeline, plan=_keeping(timeline.plan, runs[: largest(fits, len(runs))]))
-
-
-def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
-    """The plan in which the parameters of these runs are kept unsharded, too."""
-    paths = frozenset().union(*runs)
-    return replace(
-        plan,
-        params=tuple(
-            replace(param, kept_unsharded=param.kept_unsharded or param.path in paths) for param in plan.params
-        ),
-    )
+    return replace(timeline, plan=timeline.plan.keeping(frozenset().union(*runs[: largest(fits, len(runs))])))
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

@@ -176,11 +176,9 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
     launches = {
-        name: timeline.launches[op.reads[0]]
-        for op in timeline.ops[:border]
-        if timeline.ends(op, Kind.GATHER)
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if param.kept_unsharded and not param.resident
+        name: timeline.launches[timeline.ops[at].reads[0]]
+        for at, name, param in timeline.gathered
+        if at < border and param.kept_unsharded and not param.resident
     }
     made_from = gathered_from(timeline)
     return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}

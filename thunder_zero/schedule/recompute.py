@@ -36,7 +36,7 @@ from thunder_zero.schedule.derived import gathered_from, regathered
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.regather import copies, reads_renamed
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, is_vector, segments
+from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -89,21 +89,18 @@ class _Phases:
     @cached_property
     def available(self) -> dict[str, range]:
         """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
-        last = last_reads(self.timeline, self.gathered)
-        end = len(self.timeline.ops)
+        timeline = self.timeline
+        last = last_reads(timeline, self.gathered)
         found: dict[str, range] = {}
         by_path: defaultdict[str, list[str]] = defaultdict(list)
-        for at, op in enumerate(self.timeline.ops):
-            if not self.timeline.ends(op, Kind.GATHER):
-                continue
-            for name, param in zip(op.writes, self.timeline.params_of(op), strict=True):
-                may_stay = param.resident or (param.unit in self.timeline.plan.recomputed and is_vector(param))
-                until = end if may_stay else last[name] + 1
-                if not op.backward:
-                    by_path[param.path].append(name)
-                    found[name] = range(at, until if param.kept_unsharded else 0)
-                else:
-                    found.update(dict.fromkeys(by_path[param.path], range(at, until)))
+        for at, name, param in timeline.gathered:
+            may_stay = param.resident or timeline.plan.may_serve_copies(param)
+            until = len(timeline.ops) if may_stay else last[name] + 1
+            if not timeline.ops[at].backward:
+                by_path[param.path].append(name)
+                found[name] = range(at, until if param.kept_unsharded else 0)
+            else:
+                found.update(dict.fromkeys(by_path[param.path], range(at, until)))
         return found
 
     @cached_property

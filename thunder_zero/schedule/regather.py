@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
-from thunder_zero.schedule.units import is_vector, touches
+from thunder_zero.schedule.units import touches
 
 NOT_A_TENSOR = Value(0, "")
 
@@ -60,12 +60,9 @@ def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, lis
     needed = needed_in_backward(timeline, chain)
     at = {unit: first for unit, first in touches(timeline).items() if unit in recomputed}
     found: dict[int, list[str]] = {}
-    for op in timeline.ops:
-        if op.backward or not timeline.ends(op, Kind.GATHER):
-            continue
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
-            if name in chain and param.unit in at and (name in needed or is_vector(param)):
-                found.setdefault(at[param.unit], []).append(name)
+    for _, name, param in timeline.gathered:
+        if name in chain and param.unit in at and (name in needed or timeline.plan.may_serve_copies(param)):
+            found.setdefault(at[param.unit], []).append(name)
     return found
 
 

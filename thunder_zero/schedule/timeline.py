@@ -191,6 +191,14 @@ class Timeline:
         return found
 
     @cached_property
+    def gathered(self) -> tuple[tuple[int, str, Param], ...]:
+        """The full parameters that gathers make, in order: the position of the WAIT, the value, the parameter."""
+        waits = ((at, op) for at, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
+        return tuple(
+            (at, name, param) for at, op in waits for name, param in zip(op.writes, self.params_of(op), strict=True)
+        )
+
+    @cached_property
     def border(self) -> int:
         """The number of operations of forward, without the return: backward's come after them."""
         return sum(not op.backward for op in self.ops[:-1])

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from thunder_zero.plan.params import ROOT, Param
+from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.timeline import Kind, Timeline, Work
@@ -30,11 +30,6 @@ class Run:
     unit: str
     first: int
     last: int
-
-
-def is_vector(param: Param) -> bool:
-    """Whether a parameter is a bias or the like, which backward may have for the sake of computing again alone."""
-    return len(param.shape) <= 1
 
 
 def runs(timeline: Timeline) -> list[Run]:
@@ -60,11 +55,9 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
     """The values that no data has gone into, each with the units of its parameters; constants have none."""
     paths = {name: path for name, path in timeline.inputs.items() if path is not None}
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
+    units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}
     for op in timeline.ops:
-        if timeline.ends(op, Kind.GATHER):
-            pairs = zip(op.writes, timeline.params_of(op), strict=True)
-            units.update((name, frozenset((param.unit,))) for name, param in pairs)
-        elif op.kind is Kind.COMPUTE and op.repeatable and units.keys() >= set(op.reads):
+        if op.kind is Kind.COMPUTE and op.repeatable and units.keys() >= set(op.reads):
             read = frozenset[str]().union(*(units[name] for name in op.reads))
             units.update(dict.fromkeys(op.writes, read))
     return units

@@ -14,7 +14,6 @@ from typing import Protocol, runtime_checkable
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault
-from thunder_zero.schedule.units import is_vector
 from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 
@@ -286,12 +285,9 @@ def _check_ends(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last
         freed.add(gathered)
     returns = (op for op in timeline.ops if op.kind is Kind.COMPUTE and not op.writes)
     escaped = {name for op in returns for read in op.reads for name in made_from.get(read, ())}
-    for at, op in enumerate(timeline.ops):
-        if not timeline.ends(op, Kind.GATHER):
-            continue
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
-            if name not in freed and name not in escaped and not param.resident:
-                raise fault(timeline, at, f"gathers {param.path} as {name}, which is never freed")
+    for at, name, param in timeline.gathered:
+        if name not in freed and name not in escaped and not param.resident:
+            raise fault(timeline, at, f"gathers {param.path} as {name}, which is never freed")
 
 
 def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: Op) -> str | None:
@@ -322,12 +318,10 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
     of units if only their borders are saved."""
     before = replace(lifted, plan=timeline.plan)
     needed = needed_in_backward(before, regathered(before))
-    waits = (op for op in before.ops if before.ends(op, Kind.GATHER))
-    read = {path for op in waits for path, name in zip(op.params, op.writes, strict=True) if name in needed}
-    whole = timeline.plan.recomputed
+    read = {param.path for _, name, param in before.gathered if name in needed}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER and op.backward else ():
-            if param.path not in read and not (param.unit in whole and is_vector(param)):
+            if param.path not in read and not timeline.plan.may_serve_copies(param):
                 raise fault(timeline, at, f"gathers {param.path} in backward, which only copies read")
 
 

@@ -8,7 +8,7 @@ from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, fault, overwritten
-from thunder_zero.schedule.units import NOT_RECOMPUTED, is_vector, segments
+from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
@@ -70,13 +70,10 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """For each gathered parameter that is not resident, the position of the last read, and the number of operations
     before it that are no copies. Without biases, if only the borders of units are saved."""
-    whole = timeline.plan.recomputed
     last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {
         name: (last[name], before[last[name]])
-        for op in timeline.ops
-        if timeline.ends(op, Kind.GATHER)
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if not param.resident and not (param.unit in whole and is_vector(param))
+        for _, name, param in timeline.gathered
+        if not param.resident and not timeline.plan.may_serve_copies(param)
     }

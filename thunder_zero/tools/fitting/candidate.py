@@ -155,11 +155,8 @@ class Candidate:
 
 def under(plan: Plan, policy: Policy) -> Plan:
     """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
-    params = tuple(
-        replace(param, kept_unsharded=param.kept_unsharded or param.unit in policy.keep_unsharded)
-        for param in plan.params
-    )
-    return replace(plan, policy=policy, params=params)
+    kept = {param.path for param in plan.params if param.unit in policy.keep_unsharded}
+    return replace(plan.keeping(kept), policy=policy)
 
 
 def flops_to_repeat(op: Op, timeline: Timeline) -> int:

@@ -105,7 +105,7 @@ def top_of(programs: Sequence[Program]) -> list[Data]:
     rests = "" if first.memory is None else f", {text_of('at_rest_bytes', held['at_rest_bytes'])} between steps"
     notes = {
         "step_seconds": f"{bound_of(first)}; MFU {text_of('mfu', held['mfu'])}",
-        "peak_bytes": f"of {size(first.estimate.device.memory_bytes)} on {first.estimate.device.name}{rests}",
+        "peak_bytes": f"{_room_on(first)}{rests}",
         "sent_bytes": f"by this rank, in {held['gathers']} gathers and {held['reductions']} reductions",
         "exposed_seconds": f"{exposed} of {len(first.collectives)} collectives are not hidden behind compute",
     }
@@ -114,6 +114,14 @@ def top_of(programs: Sequence[Program]) -> list[Data]:
         {"name": name, "shown": [text_of(key, one[key]) for one in figures], "note": note}
         for name, (key, note) in zip(names, notes.items(), strict=True)
     ]
+
+
+def _room_on(program: Program) -> str:
+    """What the device has for a peak."""
+    device, memory = program.estimate.device, program.memory
+    if memory is not None and memory.peak > device.memory_bytes:
+        return f"does not fit: {device.name} has {size(device.memory_bytes)}"
+    return f"of {size(device.memory_bytes)} on {device.name}"
 
 
 def bound_of(program: Program) -> str:
@@ -190,6 +198,7 @@ def _memory_of(program: Program, memory: Memory) -> Data:
             "tensors": [tensors[id(one)] for one in memory.at_peak],
         },
         "reserve": memory.reserve,
+        "capacity": program.estimate.device.memory_bytes,
     }
 
 

@@ -306,6 +306,12 @@ function drawMemory(program, area) {
   seen.forEach((line, column) => line >= 0 && lines.highest[line] !== null && pen.lineTo(gutter + column, y(lines.highest[line])));
   pen.stroke();
   for (const [kind, left, middle] of names) write(kind, left, middle, { colour: "#14181d" });
+  if (memory.capacity < most) {
+    pen.setLineDash([8, 4]);
+    pen.strokeRect(gutter, y(memory.capacity), width - gutter, 0);
+    pen.setLineDash([]);
+    writeOn(`${program.device} has ${size(memory.capacity)}`, gutter + 4, y(memory.capacity) - 1.2 * text, colours.ink);
+  }
   const peak = x(lines.end[memory.peak.line]);
   if (peak < gutter || peak > width) return;
   pen.setLineDash([4, 3]);
@@ -319,9 +325,13 @@ function drawMemory(program, area) {
   pen.fill();
   const words = `peak ${size(memory.peak.bytes)}`;
   const wide = widthOf(words, 600) + 8, left = peak + wide + 8 > width ? peak - wide - 6 : peak + 6;
+  writeOn(words, left, y(memory.peak.bytes) - 0.2 * text, colours.warn);
+}
+// Bold words on a plate, so that the curve does not run through them.
+function writeOn(words, left, top, colour) {
   pen.fillStyle = colours.panel;
-  pen.fillRect(left, y(memory.peak.bytes) - 0.2 * text, wide, 1.4 * text);
-  write(words, left + 4, y(memory.peak.bytes) + 0.55 * text, { colour: colours.warn, bold: true });
+  pen.fillRect(left, top, widthOf(words, 600) + 8, 1.4 * text);
+  write(words, left + 4, top + 0.75 * text, { colour, bold: true });
 }
 function drawChosen(program, area) {
   const one = program.collectives[program.collectiveOf.get(chosen.line)], related = one ? [one.launch, one.wait] : [chosen.line];
