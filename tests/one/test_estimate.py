@@ -216,5 +216,5 @@ def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
     # forward squares and sums; backward: a one, y to the power of 1, times 2, times the gradient (4 B, expanded)
     assert [str(op.work) for op in added] == ["pointwise", "reduction", "other", *["pointwise"] * 3]
     assert with_loss.seconds - plain.seconds == 192 + 100 + 8 + 192 + 192 + 196
-    assert with_loss.timeline.ops.index(added[0]) == traces.timeline.border
+    assert with_loss.timeline.ops.index(added[0]) == traces.timeline.backward_start
     assert (with_loss.flops, with_loss.model_seconds) == (plain.flops, plain.model_seconds)

@@ -26,7 +26,7 @@ from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.page.collectives import Bar
 from thunder_zero.tools.page.data import data_of
 from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
-from thunder_zero.tools.page.program import Program
+from thunder_zero.tools.page.program import PageProgram
 from thunder_zero.tools.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
@@ -48,10 +48,10 @@ def traces(stage: int | tz.Policy = 3, **options: Any) -> tz.tools.Traces:
     return traced(model, (8, WIDTH), stage, **options)
 
 
-def program(stage: int = 3, *, around: bool = True, **options: Any) -> Program:
+def program(stage: int = 3, *, around: bool = True, **options: Any) -> PageProgram:
     of, given = traces(stage, **options), AROUND if around else {}
     time = tz.tools.estimate(of, DEVICE, **given)
-    return Program("forecast", of, time, time.spans, tz.tools.memory(of, **given))
+    return PageProgram("forecast", of, time, time.spans, tz.tools.memory(of, **given))
 
 
 STAGES = [3, *slow(0, 1, 2)]
@@ -208,7 +208,7 @@ def test_two_stages_are_compared_as_diff_does() -> None:
     says(lambda: page_of(traces(3), DEVICE, beside=3), "TypeError", "beside is of type int")  # type: ignore[arg-type]
 
 
-def measured_times(of: Program, slower: float) -> tz.schedule.Times:
+def measured_times(of: PageProgram, slower: float) -> tz.schedule.Times:
     """As long as the forecast computes between the waits of gathers, times a factor; gathers as fast as forecast."""
     timeline, costs = of.estimate.timeline, of.estimate.costs
     waits = [at for at, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
@@ -227,7 +227,9 @@ def test_measured_times_are_beside_the_forecast() -> None:
     same = spans_by_times(one.estimate, measured_times(one, 1.0))
     assert [(span.op, span.lane) for span in same] == [(span.op, span.lane) for span in one.spans]
     assert [span.end for span in same] == pytest.approx([span.end for span in one.spans])
-    slower = Program("measured", one.traces, one.estimate, spans_by_times(one.estimate, measured_times(one, 2.0)), None)
+    slower = PageProgram(
+        "measured", one.traces, one.estimate, spans_by_times(one.estimate, measured_times(one, 2.0)), None
+    )
     assert slower.compute_seconds == pytest.approx(2 * one.compute_seconds)
     assert slower.exposed_seconds < one.exposed_seconds
     shown = page_of(traces(), DEVICE, measured_times(one, 2.0), **AROUND)
@@ -236,7 +238,7 @@ def test_measured_times_are_beside_the_forecast() -> None:
     assert len(shown["differences"]) == 1
 
 
-def events(of: Program, steps: int, gap: float) -> list[dict[str, Any]]:
+def events(of: PageProgram, steps: int, gap: float) -> list[dict[str, Any]]:
     """A profile of the forecast's waits and launches, each for ``gap`` seconds after what is computed before it."""
     timeline, now, found = of.estimate.timeline, 5.0, []
     for _ in range(steps):
@@ -253,7 +255,7 @@ def events(of: Program, steps: int, gap: float) -> list[dict[str, Any]]:
 def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> None:
     one = program(around=False)
     profile = [{"name": "other", "ph": "X", "ts": 1.0}, *events(one, 2, 0.001)]
-    shown = Program("profile", one.traces, one.estimate, spans_by_profile(one.estimate, profile), None)
+    shown = PageProgram("profile", one.traces, one.estimate, spans_by_profile(one.estimate, profile), None)
     marked = sum(op.kind in LAUNCHES or op.kind is Kind.WAIT for op in one.traces.timeline.ops)
     assert shown.seconds == pytest.approx(one.compute_seconds + 0.001 * marked)
     waits = sum(op.kind is Kind.WAIT for op in one.traces.timeline.ops)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.whole_steps import Changes
 from thunder_zero.optim.probe import SIDE, STEPS, Found, probed
-from thunder_zero.optim.stepper import Members, made
+from thunder_zero.optim.stepper import GroupedParams, made
 
 SHAPES = ((9, 4), (5,))
 Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients
@@ -114,7 +114,7 @@ def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None 
     vars(members[0][2]).update(attributes or {})
     taken = [{key: of for key, of in group.items() if key not in ("shapes", "names")} for group in of_groups]
 
-    def make_on(its_groups: Sequence[Mapping[str, Any]], of: Members) -> optim.Optimizer:
+    def make_on(its_groups: Sequence[Mapping[str, Any]], of: GroupedParams) -> optim.Optimizer:
         return made(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
 
     like = make_on(taken, members)

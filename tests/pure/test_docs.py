@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,19 @@ def exported_by(init: Path) -> set[str]:
 
 def test_of_renamed_things_only_the_new_name_exists() -> None:
     assert [pair for pair in RENAMED if (exists(pair[0]), exists(pair[1])) != (False, True)] == []
+
+
+def test_a_class_has_its_name_alone() -> None:
+    names = Counter(name for path in PACKAGE.rglob("*.py") for name in names_in(ast.parse(path.read_text())))
+    classes = {node.name for node in definitions() if isinstance(node, ast.ClassDef)}
+    assert [name for name in sorted(classes) if names[name] > 1] == []
+
+
+def names_in(tree: ast.Module) -> list[str]:
+    """The classes at the top of a module, and other names that it defines there, such as those of types."""
+    assigned = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+    of_assigned = [target.id for target in assigned if isinstance(target, ast.Name)]
+    return of_assigned + [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def exists(name: str) -> bool:

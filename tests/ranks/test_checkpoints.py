@@ -288,7 +288,7 @@ def refused_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> No
     model, optimizer = loads.model, loads.optimizer
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
-    loads.refused("cannot load: no_sync still holds unreduced gradients of the current weights; run the last", good)
+    loads.refused("cannot load: no_sync still holds unreduced gradients of parameter", good)
     model.zero_grad()
     loads.refused("the number of optimizers differs between ranks", good, model, None if rank else optimizer)
     words = "the checkpoint has no extra 'scheduler': it has ['stubborn']; leave it out of extra"

@@ -247,7 +247,7 @@ def differing(rank: int, world_size: int) -> None:
         optimizer.param_groups[0][key] = kept
     with model.no_sync():
         model(torch.ones(1, 7)).sum().backward()
-    says(optimizer.step, "Whole cannot step: no_sync still holds unreduced gradients")
+    says(optimizer.step, "cannot step Whole: no_sync still holds unreduced gradients")
     model.zero_grad()
     give(model, grads)
     elsewhere = optimizer.step if rank == 0 else partial(tz.clip_grad_norm_, model, 1.0)

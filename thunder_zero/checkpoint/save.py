@@ -130,11 +130,7 @@ def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None
         ValueError: an EMA is of another model.
     """
     state.require_own_values(action)
-    if state.open_accumulation(state.shards.values()):
-        raise RuntimeError(
-            f"cannot {action}: no_sync still holds unreduced gradients of the current weights; run the last "
-            f"micro-batch outside no_sync and call optimizer.step(), or drop them with model.zero_grad()"
-        )
+    state.require_reduced(action)
     for name, ema in extra.items():
         if isinstance(ema, EMA) and ema.state is not state:
             raise ValueError(

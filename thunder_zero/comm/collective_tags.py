@@ -139,9 +139,9 @@ def is_debugging() -> bool:
 
 def channel_of(group: ProcessGroup) -> ProcessGroup | None:
     """The group that carries the tags of these ranks as messages: one for all models, if that can be."""
-    everyone = dist.group.WORLD
-    if everyone is not None and speaks_gloo(everyone):
-        return everyone
+    world = dist.group.WORLD
+    if world is not None and speaks_gloo(world):
+        return world
     return group if speaks_gloo(group) else None
 
 

@@ -109,8 +109,8 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: tim
     except RuntimeError as error:
         if isinstance(error, LostRank) or not says_lost(error):
             raise
-        everyone = dist.get_process_group_ranks(group)
-        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
+        global_ranks = dist.get_process_group_ranks(group)
+        lost = [global_ranks[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
         who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
         raise LostRank(dist.get_rank(), who, str(error)) from error
 

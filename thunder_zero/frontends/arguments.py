@@ -59,7 +59,9 @@ class Arguments(TypedDict, total=False):
     gather_per_unit: bool
     reshard_after_forward: bool | None
     reshard_after_backward: bool
+    keep_unsharded: tuple[str, ...]
     recompute: str
+    recompute_units: tuple[str, ...]
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool

@@ -165,11 +165,7 @@ class EMA:
                 f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "
                 f"every={self.every}; call update() after the optimizer's steps first"
             )
-        if path := self.state.open_accumulation(self.state.shards.values()):
-            raise RuntimeError(
-                f"cannot enter EMA.applied: no_sync still holds unreduced gradients of parameter {path!r}; run the "
-                f"last micro-batch outside no_sync and call optimizer.step(), or drop them with model.zero_grad()"
-            )
+        self.state.require_reduced("enter EMA.applied")
 
     @torch.no_grad()
     def _swap(self, kept: dict[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
-PeerBuffers = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
+ByPeer = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class ToOwners:
     ) -> None:
         self._state, plan = state, state.plan
         self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
-        outgoing, incoming = PeerBuffers(list), PeerBuffers(list)
+        outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
             param, values = member.param, local(member.shard).detach()
             grad = _gradient(member) if param.path in paths else None
@@ -102,7 +102,7 @@ class FromOwners:
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
         plan = state.plan
         self._rows: list[tuple[Member, Tensor]] = []
-        outgoing, incoming = PeerBuffers(list), PeerBuffers(list)
+        outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
             param = member.param
             if member.owner == plan.rank:
@@ -144,6 +144,6 @@ def _rows_of(full: Tensor, plan: Plan, rank: int) -> Tensor:
     return full[start:stop]
 
 
-def _launched(state: State, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
+def _launched(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
     """The messages on their way; nothing where one rank has everything."""
     return state.transport.trade(outgoing, incoming) if state.plan.world_size > 1 else WaitsBy(tuple)

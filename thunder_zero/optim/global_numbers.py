@@ -8,6 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thunder_zero.comm.small_collectives import all_gather_tensor, all_reduce_sum
 from thunder_zero.plan.policy import is_count
+from thunder_zero.sharded.accumulation import unreduced
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
@@ -63,10 +64,7 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
     if OPEN in statuses:
         path = next(iter(state.accumulation.paths), None)
         where = f"on rank {statuses.index(OPEN)}" if path is None else f"of parameter {path!r}"
-        raise RuntimeError(
-            f"cannot clip: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
-            f"micro-batch outside of no_sync first"
-        )
+        raise unreduced("clip", where)
     if NO_GRADIENT in statuses:
         raise RuntimeError(
             f"nothing to clip: no parameter has a gradient on rank {statuses.index(NO_GRADIENT)}; call clip_grad_norm_ "

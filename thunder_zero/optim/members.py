@@ -14,7 +14,7 @@ from thunder_zero.optim.exchange import Member
 from thunder_zero.optim.options import hyper_parameters, names_of
 from thunder_zero.optim.owners import Piece, assign, work_of_shape
 from thunder_zero.optim.probe import Found, probed
-from thunder_zero.optim.stepper import Given, Groups, Make, Members, blank, copied, made
+from thunder_zero.optim.stepper import Given, GroupedParams, Groups, Make, blank, copied, made
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.sharded_model import owner_of, replaced
 from thunder_zero.sharded.state import State
@@ -107,7 +107,7 @@ def ordinary(
         for group, keys in zip(groups, given, strict=True)
     ]
 
-    def make_on(of_groups: Groups, members: Members) -> Optimizer:
+    def make_on(of_groups: Groups, members: GroupedParams) -> Optimizer:
         own = [copied(dict(group)) for group in of_groups]  # steps may change tensors in place
         return made(make, copied(dict(options)), own, given, members, named="param_names" in groups[0])
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of, without_hooks
-from thunder_zero.optim.stepper import Members
+from thunder_zero.optim.stepper import GroupedParams
 
 SIDE = 32  # the most rows or columns of a probe parameter
 SCALES = (1.0, 1e-6, 1e3)  # of gradients; probe parameters are float64, far from Inf and zero, squared too
@@ -32,7 +32,7 @@ TOLERANCE = 1e-6  # of a probe parameter's step, or of the largest value of a st
 ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a probe parameter's largest value
 COMMUNICATES = ("c10d", "_c10d_functional", "symm_mem")  # namespaces of torch's collectives
 
-MakeOn = Callable[[Sequence[Mapping[str, Any]], Members], Optimizer]  # of the options of groups, and members
+MakeOn = Callable[[Sequence[Mapping[str, Any]], GroupedParams], Optimizer]  # of the options of groups, and members
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _ProbeRun:
     """
 
     def __init__(
-        self, make: Callable[[Members], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device
+        self, make: Callable[[GroupedParams], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device
     ) -> None:
         self.kinds, self.draws, self.moves = kinds, "", list[list[Tensor]]()
         _seed(device, 0)

@@ -22,7 +22,9 @@ from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
 Given = Sequence[Collection[str]]  # of each group the options that the user gave; schedulers and classes add others
-Members = Sequence[tuple[int, str | None, Tensor]]  # the number of a group, a name if groups have names, a parameter
+GroupedParams = Sequence[
+    tuple[int, str | None, Tensor]
+]  # the number of a group, a name if groups have names, a parameter
 
 
 def copied(value: Any) -> Any:
@@ -37,7 +39,7 @@ def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_given(
-    group: Mapping[str, Any], given: Collection[str], number: int, members: Members, *, named: bool
+    group: Mapping[str, Any], given: Collection[str], number: int, members: GroupedParams, *, named: bool
 ) -> dict[str, Any]:
     """A group as a constructor takes it, of those members that are of this number: with the options that the user gave,
     as they are now, since constructors may refuse others; with names if groups have names."""
@@ -47,7 +49,7 @@ def as_given(
 
 
 def made(
-    make: Make, options: Mapping[str, Any], groups: Groups, given: Given, members: Members, *, named: bool
+    make: Make, options: Mapping[str, Any], groups: Groups, given: Given, members: GroupedParams, *, named: bool
 ) -> Optimizer:
     """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
     groups the others later.

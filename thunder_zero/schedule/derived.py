@@ -41,7 +41,7 @@ def regathered(timeline: Timeline) -> dict[str, int]:
     the gathers.
     """
     found: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops[: timeline.border]):
+    for at, op in enumerate(timeline.ops[: timeline.backward_start]):
         if op.kind is Kind.GATHER:
             writes = op.writes if any(not param.kept_unsharded for param in timeline.params_of(op)) else ()
         elif timeline.ends(op, Kind.GATHER):

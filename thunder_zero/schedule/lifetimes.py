@@ -42,7 +42,7 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     reads. The caller drops what forward returns.
     """
     launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
-    forward = {timeline.memory(name) for op in timeline.ops[: timeline.border] for name in op.writes}
+    forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}
     *ops, end = (
         replace(op, reads=timeline.launches[op.reads[0]].reads) if op.kind is Kind.WAIT else op for op in timeline.ops
     )

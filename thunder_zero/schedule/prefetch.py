@@ -125,7 +125,7 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
 
 def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
     """The first position of each phase, and the one after its last."""
-    return (0, timeline.border), (timeline.border, len(timeline.ops))
+    return (0, timeline.backward_start), (timeline.backward_start, len(timeline.ops))
 
 
 def _starts_at_use(plan: Plan) -> bool:

@@ -41,7 +41,7 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
 def recompute(timeline: Timeline) -> Timeline:
     """Computes again in backward what the policy allows, so that the fewest bytes are saved."""
-    has_backward = timeline.border < len(timeline.ops) - 1
+    has_backward = timeline.backward_start < len(timeline.ops) - 1
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
     phases = _Phases(timeline)
@@ -72,7 +72,7 @@ class _Phases:
     @cached_property
     def writer(self) -> dict[str, int]:
         """The values of forward, each with the position of its writer."""
-        return {name: at for name, at in self.timeline.writer.items() if at < self.timeline.border}
+        return {name: at for name, at in self.timeline.writer.items() if at < self.timeline.backward_start}
 
     @cached_property
     def segments(self) -> Segments:
@@ -156,7 +156,7 @@ class _Phases:
     def may_read(self, name: str) -> bool:
         """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
         at = self.writer[name]
-        if any(self.available[full].stop <= self.timeline.border for full in self.gathered[name]):
+        if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
         return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
 

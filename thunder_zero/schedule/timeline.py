@@ -199,7 +199,7 @@ class Timeline:
         )
 
     @cached_property
-    def border(self) -> int:
+    def backward_start(self) -> int:
         """The number of operations of forward, without the return: backward's come after them."""
         return sum(not op.backward for op in self.ops[:-1])
 

@@ -105,7 +105,7 @@ class Segments:
 def segments(timeline: Timeline) -> Segments:
     """Cuts forward between units where the fewest bytes are alive; among equals, as early as possible."""
     found = runs(timeline)
-    derived, border = timeline.derived, timeline.border
+    derived, border = timeline.derived, timeline.backward_start
     lives = {memory: life for memory, life in lifetimes(timeline, border).items() if memory not in derived}
     alive = bytes_alive(timeline, {memory: life[1:] for memory, life in lives.items()})  # before each operation
     cuts = [min(range(a.last + 1, b.first + 1), key=alive.__getitem__) for a, b in pairwise(found)]

@@ -45,7 +45,7 @@ def _check_ahead(timeline: Timeline) -> None:
     begun: set[str] = set()  # units that compute, or did
     latest, launched = "", None
     for at, op in enumerate(timeline.ops):
-        if at == timeline.border:
+        if at == timeline.backward_start:
             begun.clear()
         if op.kind is Kind.GATHER and timeline.full_bytes(op):
             unit, launched = timeline.params_of(op)[0].unit, at

@@ -18,6 +18,14 @@ from thunder_zero.compat.torch_gaps import accumulates
 from thunder_zero.sharded.dtensors import Rows
 
 
+def unreduced(action: str, where: str) -> RuntimeError:
+    """The error for an action that needs reduced gradients."""
+    return RuntimeError(
+        f"cannot {action}: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
+        f"micro-batch outside of no_sync, or drop them with model.zero_grad()"
+    )
+
+
 class Accumulation:
     """Full gradients that wait for their reduction, by the paths of their parameters.
 

@@ -64,7 +64,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class Shared(Protocol):
+class HoldsRows(Protocol):
     """What the gradients of rows need: see :class:`thunder_zero.sharded.state.Share`."""
 
     shards: dict[str, nn.Parameter]
@@ -84,7 +84,7 @@ class Rows(torch.autograd.Function):
     """The rows of shards, whose gradients become gradients of the shards; one for all parameters of a program."""
 
     @staticmethod
-    def forward(ctx: Any, share: Shared, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, share: HoldsRows, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
         """The rows, padded, by whose gradients backward makes those of the shards. A tied one may be there twice."""
         ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
         ctx.share, ctx.paths = share, paths
@@ -101,7 +101,7 @@ class Rows(torch.autograd.Function):
         that of a single row: autograd adds in place what else a loss reads of the parameter, as a penalty does, and
         DTensor takes one row for a dimension to broadcast.
         """
-        share: Shared = ctx.share
+        share: HoldsRows = ctx.share
         puts = bool(share.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         found: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):

@@ -71,17 +71,17 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
 
 def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
     """Full parameters by path; every rank takes part, and keeps them or not."""
-    everyone = state.group
+    group = state.group
     found: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):
-        with all_or_none(everyone, "full_parameters"):
+        with all_or_none(group, "full_parameters"):
             state.require_sharded()
             if writeback:
                 state.require_own_values("write back")
-        require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], everyone)
+        require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:
             value = state.gather_now(param)
-            if not rank0_only or everyone.rank() == 0:
+            if not rank0_only or group.rank() == 0:
                 found[param.path] = parameter_like(state.shards[param.path], value)
     return found
 

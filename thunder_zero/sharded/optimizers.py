@@ -126,11 +126,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     kind, stepped = type(optimizer).__name__, parameters_of(optimizer)
     for state in sharded_model.states():
-        if path := state.open_accumulation(stepped):
-            raise RuntimeError(
-                f"{kind} cannot step: no_sync still holds unreduced gradients of parameter {path!r}; run forward and "
-                f"backward of the last micro-batch outside of no_sync, or drop them with model.zero_grad()"
-            )
+        state.require_reduced(f"step {kind}", stepped)
         if not state.averaged.isdisjoint(map(id, stepped)):
             state.require_own_values(f"step {kind}")
 

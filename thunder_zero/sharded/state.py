@@ -24,7 +24,7 @@ from thunder_zero.comm.staging import HostCopies
 from thunder_zero.compat.torch_gaps import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows
-from thunder_zero.sharded.accumulation import Accumulation
+from thunder_zero.sharded.accumulation import Accumulation, unreduced
 from thunder_zero.sharded.attributes import with_attributes_of
 from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.sharded.placeholders import placeholder
@@ -201,12 +201,12 @@ class State(Share):
         with doing(f"the first {program} of {self.name}"):
             agree.require_same_schedule(program, lines, self.group)
 
-    def open_accumulation(self, shards: Iterable[Tensor]) -> str | None:
-        """The first parameter with a deferred gradient among those of these shards; None if there is none."""
-        if not self.accumulation.paths:
-            return None
-        among = set(map(id, shards))
-        return next((path for path in self.accumulation.paths if id(self.shards[path]) in among), None)
+    def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
+        """Raise while ``no_sync`` holds gradients of these parameters (default: of any)."""
+        among = None if shards is None or not self.accumulation.paths else set(map(id, shards))
+        for path in self.accumulation.paths:
+            if among is None or id(self.shards[path]) in among:
+                raise unreduced(action, f"of parameter {path!r}")
 
     def mark_stale(self, paths: Iterable[str]) -> None:
         """These parameters changed: the next forward refreshes the other ranks' rows, if they are resident."""

@@ -64,7 +64,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     _require_parameter(path, traces)
     spans = None if of is None else estimate(traces, of).spans
-    return _explained(_Program(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
+    return _explained(_TimedProgram(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
@@ -75,11 +75,11 @@ def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str,
         spans: when each operation of ``traces.timeline`` runs.
         device: the name of the device where it does.
     """
-    program = _Program(traces, spans, device)
+    program = _TimedProgram(traces, spans, device)
     return {param.path: _explained(program, param) for param in traces.plan.params}
 
 
-def _explained(program: _Program, param: Param) -> Explanation:
+def _explained(program: _TimedProgram, param: Param) -> Explanation:
     traces, plan, facts = program.traces, program.traces.plan, _Facts(program, param)
     gathers, gradient = facts.gathers(), facts.gradient()
     return Explanation(
@@ -114,7 +114,7 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _TimedProgram:
     """What the explanations of all parameters share; ``spans`` and ``device`` are None without a forecast of time."""
 
     traces: Traces
@@ -185,7 +185,7 @@ class _Program:
 class _Facts:
     """What the timeline says about a parameter."""
 
-    program: _Program
+    program: _TimedProgram
     param: Param
 
     @property
@@ -294,8 +294,8 @@ def _reduction_receives(param: Param, plan: Plan) -> int:
     if not param.sharded:
         return plan.reduce_bytes(param)
     own = layout.owned_numel(param.shape, plan.world_size, plan.rank)
-    across = layout.all_reduce_sends((own,), plan.replicas)
-    return (own * (plan.world_size - 1) + across) * param.reduce_dtype.itemsize
+    replicate = layout.all_reduce_sends((own,), plan.replicas)
+    return (own * (plan.world_size - 1) + replicate) * param.reduce_dtype.itemsize
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
@@ -370,7 +370,7 @@ def _place(timeline: Timeline, after: int) -> str:
     return "right before backward first reads a bucket that forward gathered"
 
 
-def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
+def _why_free(program: _TimedProgram, wait: int, free: int | None, last_read: int | None) -> str:
     """Why the parameter that a wait brings is freed at position ``free``, or is not."""
     timeline = program.traces.timeline
     op = timeline.ops[wait]
@@ -386,7 +386,7 @@ def _why_free(program: _Program, wait: int, free: int | None, last_read: int | N
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 
-def _why_wait(program: _Program, at: int) -> str:
+def _why_wait(program: _TimedProgram, at: int) -> str:
     """Why a reduction is waited for at position ``at``."""
     timeline = program.traces.timeline
     op, rest = timeline.ops[at], timeline.ops[at + 1 :]

@@ -78,12 +78,12 @@ def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
     params = timeline.params_of(op)
     whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
     sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
-    inside, across = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
+    shard, replicate = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
     of_whole = Lane.REPLICATE if copies > 1 else Lane.SHARD
     moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
     yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
-    yield Ring(Lane.SHARD, world, 1, inside, world - 1, moves, len(sends))
-    yield Ring(Lane.REPLICATE, copies, world, across, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
+    yield Ring(Lane.SHARD, world, 1, shard, world - 1, moves, len(sends))
+    yield Ring(Lane.REPLICATE, copies, world, replicate, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
@@ -207,7 +207,7 @@ def _depths(timeline: Timeline) -> list[int]:
     depths = [0] * len(timeline.ops)
     of: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
-        if at == timeline.border:
+        if at == timeline.backward_start:
             of.clear()
         read = max((of.get(name, 0) for name in op.reads), default=0)
         depths[at] = read + (op.kind is Kind.COMPUTE and not _is_fused(op))

@@ -63,7 +63,7 @@ def exposed(spans: Sequence[Span]) -> float:
     return sum(span.seconds for span in spans if span.waits)
 
 
-Moment = tuple[float, int | None]  # seconds, and the span that ends then
+SpanEnd = tuple[float, int | None]  # seconds, and the span that ends then
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class _Ring:
     at: int
     seconds: float
     load: float
-    launched: Moment
+    launched: SpanEnd
     needs: _Ring | None
     start: float = inf
     end: float = inf
@@ -99,8 +99,8 @@ class Lanes:
     """The lanes while a timeline is simulated, in the order of its operations."""
 
     _found: list[Span | _Ring] = field(default_factory=list)
-    _now: Moment = (0.0, None)  # of compute
-    _free: dict[Lane, Moment] = field(default_factory=dict)  # when the last ring that ended there did
+    _now: SpanEnd = (0.0, None)  # of compute
+    _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # when the last ring that ended there did
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
     _last: dict[str, _Ring | None] = field(default_factory=dict)  # of each launch
     _quiet: float = 0.0  # until then compute runs alone: no ring ends before, and none that runs has a load

@@ -31,7 +31,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
-from thunder_zero.tools.devices.calibrated import Calibrated, Collective, Curve
+from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveTimes, Curve
 from thunder_zero.tools.devices.device import Link
 from thunder_zero.tools.devices.measures import (
     SIZES,
@@ -186,7 +186,7 @@ def _measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str,
     )
 
 
-def _collective(kind: str, found: Mapping[Key, float]) -> Collective:
+def _collective(kind: str, found: Mapping[Key, float]) -> CollectiveTimes:
     def curve(name: str) -> Curve:
         return Curve.measured((sent, found[name, kind, sent]) for sent in SIZES)
 
@@ -196,7 +196,7 @@ def _collective(kind: str, found: Mapping[Key, float]) -> Collective:
         launch, finish, train = (found[name, kind, sent] for name in ("launch", "finish", "train"))
         wires.append((sent, wire_seconds(train, launch + finish, taken * sent / SIZES[-1], TRAIN)))
     of_size = Curve(((0.0, 0.0), (SIZES[-1], taken)))
-    return Collective(curve("launch"), Curve.measured(wires), curve("finish"), of_size, found["tensor", kind])
+    return CollectiveTimes(curve("launch"), Curve.measured(wires), curve("finish"), of_size, found["tensor", kind])
 
 
 def wire_seconds(elapsed: float, held: float, taken: float, train: int) -> float:
@@ -219,7 +219,7 @@ def _best_rate(curve: Curve) -> float:
     return max(size / seconds for size, seconds in curve.points if size and seconds)
 
 
-def _link(collectives: Mapping[str, Collective]) -> Link:
+def _link(collectives: Mapping[str, CollectiveTimes]) -> Link:
     """What the gathers' curve comes to: for those who ask for a link."""
     if not collectives:
         return Link(1e9)

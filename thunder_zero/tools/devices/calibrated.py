@@ -69,7 +69,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveTimes:
     """What a collective of one kind takes, by the bytes that the busiest rank sends.
 
     Attributes:
@@ -103,7 +103,7 @@ class Calibrated(Device):
 
     products: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict, hash=False)
     traffic: Mapping[str, Curve] = field(default_factory=dict, hash=False)
-    collectives: Mapping[str, Collective] = field(default_factory=dict, hash=False)
+    collectives: Mapping[str, CollectiveTimes] = field(default_factory=dict, hash=False)
     ranks: int = 1
     about: Mapping[str, str] = field(default_factory=dict, hash=False)
 

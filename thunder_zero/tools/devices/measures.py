@@ -28,7 +28,7 @@ from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.timeline import Work
 
-Run = Callable[[], object]
+Call = Callable[[], object]
 
 ROWS = 256  # tokens of a product's batch
 WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a product's square weight
@@ -57,7 +57,7 @@ class Measure:
     work: Work
     dtype: str
     size: float
-    run: Run
+    run: Call
     lines: int = 1
 
     @property
@@ -79,7 +79,7 @@ def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
     yield Measure(Work.VIEW, "", 0, lambda: tensor.permute(1, 0))
 
 
-def seconds_of(run: Run, times: int) -> float:
+def seconds_of(run: Call, times: int) -> float:
     """Seconds of one run, of several."""
     start = perf_counter()
     for _ in range(times):
@@ -87,7 +87,7 @@ def seconds_of(run: Run, times: int) -> float:
     return (perf_counter() - start) / times
 
 
-def enough_times(run: Run) -> int:
+def enough_times(run: Call) -> int:
     """How often to run it, so that a clock can tell how long it takes; it has run before."""
     run()
     for times in (1 << power for power in count()):
@@ -96,13 +96,13 @@ def enough_times(run: Run) -> int:
     raise AssertionError("a time is reached")
 
 
-Sized = tuple[Work, float, Callable[[torch.dtype], Run], int]  # class, FLOPs, run, lines
+Sized = tuple[Work, float, Callable[[torch.dtype], Call], int]  # class, FLOPs, run, lines
 
 
 def _product(width: int) -> Sized:
     """The three products of a linear layer, one after the other: forward, and the gradients of input and weight."""
 
-    def make(dtype: torch.dtype) -> Run:
+    def make(dtype: torch.dtype) -> Call:
         x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
         return lambda: (F.linear(x, weight), gradient @ weight, gradient.t() @ x)
 
@@ -112,7 +112,7 @@ def _product(width: int) -> Sized:
 def _attention(length: int) -> Sized:
     """Causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
 
-    def make(dtype: torch.dtype) -> Run:
+    def make(dtype: torch.dtype) -> Call:
         query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
         gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
 
@@ -128,7 +128,7 @@ def _attention(length: int) -> Sized:
 def _convolution(side: int) -> Sized:
     """A convolution of 3 x 3 and the gradients of its input and weight."""
 
-    def make(dtype: torch.dtype) -> Run:
+    def make(dtype: torch.dtype) -> Call:
         image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
         weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
         gradient = torch.randn(2, CHANNELS, side, side).to(dtype)

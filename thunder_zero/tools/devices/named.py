@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from thunder_zero.tools.devices.calibrated import Calibrated, Collective, Curve
+from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveTimes, Curve
 from thunder_zero.tools.devices.device import DEVICES, Device, Link
 
 CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"
@@ -92,7 +92,7 @@ def to_data(device: Calibrated) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Curve):
         return value.points
-    if isinstance(value, Collective | Link):
+    if isinstance(value, CollectiveTimes | Link):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
 
@@ -119,9 +119,9 @@ def _from_data(data: Mapping[str, Any]) -> Calibrated:
     )
 
 
-def _collective(data: Mapping[str, Any]) -> Collective:
+def _collective(data: Mapping[str, Any]) -> CollectiveTimes:
     curves = {name: _curve(data[name]) for name in ("launch", "wire", "finish", "taken")}
-    return Collective(**curves, tensor_seconds=float(data["tensor_seconds"]))
+    return CollectiveTimes(**curves, tensor_seconds=float(data["tensor_seconds"]))
 
 
 def _curve(points: Any) -> Curve:

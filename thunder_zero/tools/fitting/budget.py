@@ -111,7 +111,7 @@ class Parts:
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:
         """The parts, from a candidate for each option, all of whose units choose it."""
         end = max(_peak(one, one.segments[ROOT]) for one in alike)
-        forward = max(_peak(one, range(one.timeline.border)) - sum(one.left.values()) for one in alike)
+        forward = max(_peak(one, range(one.timeline.backward_start)) - sum(one.left.values()) for one in alike)
         of_units: list[tuple[UnitCost, ...]] = []
         earlier = [0] * len(alike)  # what the units before have left
         for unit in units:

@@ -105,7 +105,7 @@ class Candidate:
     @cached_property
     def segments(self) -> dict[str, range]:
         """For each unit, its operations in backward; the root has those after the last unit's."""
-        begin = self.timeline.border
+        begin = self.timeline.backward_start
         found: dict[str, range] = {}
         for unit, end in self._ends.items():
             found[unit] = range(begin, end + 1)
@@ -118,7 +118,7 @@ class Candidate:
         unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
         counts: Counter[str] = Counter()
         for memory, life in lifetimes(self.timeline).items():
-            if life.start < self.timeline.border < life.stop:
+            if life.start < self.timeline.backward_start < life.stop:
                 counts[unit_at[life[-1]]] += self.timeline.nbytes(memory)
         return {unit: counts[unit] for unit in self.units}
 

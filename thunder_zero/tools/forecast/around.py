@@ -43,7 +43,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
             with of_digests:
                 digests_of(digested)
     timeline = traces.timeline
-    ops, border = timeline.ops, timeline.border
+    ops, border = timeline.ops, timeline.backward_start
     found = (*of_digests.ops, *ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
     return timeline.with_ops(found, of_digests.values | of_loss.values | of_optimizer.values)
 

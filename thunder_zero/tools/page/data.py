@@ -14,7 +14,7 @@ from typing import Any
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
-from thunder_zero.tools.page.program import Program
+from thunder_zero.tools.page.program import PageProgram
 from thunder_zero.tools.printing.line_meanings import label
 from thunder_zero.tools.printing.text import place_of
 
@@ -22,7 +22,7 @@ Data = dict[str, Any]
 DIGITS = 10  # of seconds: a tenth of a nanosecond
 
 
-def data_of(program: Program) -> Data:
+def data_of(program: PageProgram) -> Data:
     """All that the page shows of one program."""
     plan, memory = program.traces.plan, program.memory
     units = list(plan.units)
@@ -69,7 +69,7 @@ def data_of(program: Program) -> Data:
     }
 
 
-def figures_of(program: Program) -> dict[str, float | None]:
+def figures_of(program: PageProgram) -> dict[str, float | None]:
     """The figures of a step, by name: seconds and bytes of ``estimate`` and ``memory``, counted bytes and launches."""
     memory, found = program.memory, program.collectives
     return {
@@ -97,7 +97,7 @@ def text_of(name: str, value: float | None) -> str:
     return f"{value:.1%}" if name == "mfu" else f"{value:,}"
 
 
-def top_of(programs: Sequence[Program]) -> list[Data]:
+def top_of(programs: Sequence[PageProgram]) -> list[Data]:
     """The tiles at the top: a name, the figure of each program as text, and a note on the first."""
     first, figures = programs[0], [figures_of(program) for program in programs]
     exposed = sum(one.exposed_seconds > 0 for one in first.collectives)
@@ -116,7 +116,7 @@ def top_of(programs: Sequence[Program]) -> list[Data]:
     ]
 
 
-def _room_on(program: Program) -> str:
+def _room_on(program: PageProgram) -> str:
     """What the device has for a peak."""
     device, memory = program.estimate.device, program.memory
     if memory is not None and memory.peak > device.memory_bytes:
@@ -124,7 +124,7 @@ def _room_on(program: Program) -> str:
     return f"of {size(device.memory_bytes)} on {device.name}"
 
 
-def bound_of(program: Program) -> str:
+def bound_of(program: PageProgram) -> str:
     """What the step's time is spent on, the most first: ``compute 66%, waiting for gathers 30%``."""
     parts = {"compute": program.compute_seconds}
     for kind, words in (("gather", "waiting for gathers"), ("reduce", "waiting for reductions")):
@@ -138,7 +138,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
-def _phases(program: Program) -> list[Data]:
+def _phases(program: PageProgram) -> list[Data]:
     found: dict[str, Data] = {}
     for at, line in enumerate(program.lines):
         one = found.setdefault(line.phase, {"name": line.phase, "first": at, "start": line.start})
@@ -146,7 +146,7 @@ def _phases(program: Program) -> list[Data]:
     return list(found.values())
 
 
-def _lines_of(program: Program, units: Sequence[str]) -> Data:
+def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
     plan, memory = program.traces.plan, program.memory
     params = {path: at for at, path in enumerate(program.explanations)}
     origins: dict[str, int] = {"": 0}
@@ -174,7 +174,7 @@ def _lines_of(program: Program, units: Sequence[str]) -> Data:
     return {**_columns(rows), "origins": list(origins)}
 
 
-def _memory_of(program: Program, memory: Memory) -> Data:
+def _memory_of(program: PageProgram, memory: Memory) -> Data:
     """The curve as changes of bytes by kind, the tensors with the lines between which they live, and the peak."""
     places = _places(program, memory)
     kinds = [kind for kind in Holds if any(one.kind is kind for one in memory.storages)]
@@ -202,7 +202,7 @@ def _memory_of(program: Program, memory: Memory) -> Data:
     }
 
 
-def _places(program: Program, memory: Memory) -> list[int]:
+def _places(program: PageProgram, memory: Memory) -> list[int]:
     """The line of the page of each line of a forecast of memory."""
     found: dict[int, int] = {}
     for number, line in enumerate(program.lines):

@@ -9,7 +9,7 @@ from typing import Any
 from thunder_zero.tools.ask.diff import diff
 from thunder_zero.tools.ask.difference import COLUMNS
 from thunder_zero.tools.page.data import figures_of, text_of
-from thunder_zero.tools.page.program import Program
+from thunder_zero.tools.page.program import PageProgram
 
 WORDS = {
     "step_seconds": "time of a step",
@@ -25,7 +25,7 @@ WORDS = {
 }
 
 
-def differences(programs: Sequence[Program]) -> list[dict[str, Any]]:
+def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
     """Tables, each with a title, heads and rows; none of a program alone.
 
     The first has the figures of all programs. For each that has other traces than the first one, another has what
@@ -50,7 +50,7 @@ def differences(programs: Sequence[Program]) -> list[dict[str, Any]]:
     ]
 
 
-def _by_unit(first: Program, second: Program) -> Iterator[list[str]]:
+def _by_unit(first: PageProgram, second: PageProgram) -> Iterator[list[str]]:
     units = diff(first.traces, second.traces).units
     for pair, names in groupby(units, key=lambda unit: units[unit]):
         of = [name or "root unit" for name in names]

@@ -60,7 +60,7 @@ class PageLine:
 
 
 @dataclass(frozen=True)
-class Program:
+class PageProgram:
     """A program with its forecasts.
 
     Attributes:

@@ -28,7 +28,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.page.data import Data, data_of, top_of
 from thunder_zero.tools.page.differences import differences
 from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
-from thunder_zero.tools.page.program import Program
+from thunder_zero.tools.page.program import PageProgram
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -118,7 +118,7 @@ def _programs(
     beside: Traces | None,
     loss: Loss | None,
     optimizer: MakeOptimizer | None,
-) -> Iterator[Program]:
+) -> Iterator[PageProgram]:
     first = _program(STAGES[traces.plan.policy.stage].name, traces, device, loss, optimizer)
     yield first
     if measured is not None:
@@ -130,16 +130,18 @@ def _programs(
         yield _program(f"{name}, second" if name == first.name else name, beside, device, loss, optimizer)
 
 
-def _program(name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None) -> Program:
+def _program(
+    name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None
+) -> PageProgram:
     time = estimate(traces, device, loss=loss, optimizer=optimizer)
     try:
         held, why = memory(traces, loss=loss, optimizer=optimizer), ""
     except NoForecast as error:
         held, why = None, f"There is no forecast of memory: {error}."
-    return Program(name, traces, time, time.spans, held, no_memory=why)
+    return PageProgram(name, traces, time, time.spans, held, no_memory=why)
 
 
-def _measured(first: Program, measured: Measured) -> Program:
+def _measured(first: PageProgram, measured: Measured) -> PageProgram:
     """The same program, with measured times."""
     if isinstance(measured, Times):
         spans, name, note = spans_by_times(first.estimate, measured), "measured times", BY_TIMES
@@ -147,7 +149,7 @@ def _measured(first: Program, measured: Measured) -> Program:
     else:
         time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
         spans, name, note = spans_by_profile(time, events_of(Path(measured))), "profile", BY_PROFILE
-    return Program(name, first.traces, time, spans, first.memory, first.no_memory, note)
+    return PageProgram(name, first.traces, time, spans, first.memory, first.no_memory, note)
 
 
 def _many(count: int) -> str:

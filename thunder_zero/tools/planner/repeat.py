@@ -129,8 +129,8 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
 def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
     """The positions of each phase, and in it where the alike blocks begin to compute."""
     forward, backward = _marks_of(timeline, units)
-    yield range(timeline.border), forward
-    yield range(timeline.border, len(timeline.ops)), [at - timeline.border for at in backward]
+    yield range(timeline.backward_start), forward
+    yield range(timeline.backward_start, len(timeline.ops)), [at - timeline.backward_start for at in backward]
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
