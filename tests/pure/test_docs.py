@@ -30,7 +30,7 @@ def test_what_a_document_names_exists(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
     files = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", text)
-    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report", ROOT / "tests")
+    places = (ROOT, PACKAGE, document.parent, ROOT / "tests")
     assert [file for file in files if not any((place / file).exists() for place in places)] == []
     tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert tests or document.name != "from-fsdp2.md"

@@ -1,4 +1,15 @@
-"""``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing."""
+"""``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing.
+
+In: a folder; a model, optimizers and extras, which then have the saved values. Out: the extras that were saved. A
+collective, in which ranks agree before each next step, so that all refuse what one refuses::
+
+    agreed                all ranks were given the same arguments
+    _find_checkpoint      rank 0 finds the folder; each rank compares some of the files with their SHA-256
+    read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py)
+    _write_all_or_none    only now something changes: first states, which may raise, then tensors
+
+A save that replaces the folder meanwhile is an error, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Optimizers by the names of a checkpoint: what a rank writes of them, and what it reads."""
+"""Optimizers by the names of a checkpoint: what a rank writes of them, and what it reads.
+
+An optimizer numbers parameters; a checkpoint names them, so that it can be loaded in any stage, on any number of
+ranks::
+
+    optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; with tz.whole all of it, by the owner
+    optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        the groups of all optimizers are numbered on
+    optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
+
+To write, in: optimizers; out: entries by path, and facts that ranks compare (:func:`optimizer_entries`). To read, in:
+a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes (:func:`read_state_dicts`). All
+begins with :func:`named_groups`. Nothing here is a collective.
+"""
 
 from __future__ import annotations
 

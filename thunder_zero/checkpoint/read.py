@@ -1,4 +1,15 @@
-"""Reads a checkpoint for this rank, once its names, shapes and dtypes are those of the model here."""
+"""Reads a checkpoint for this rank, once its names, shapes and dtypes are those of the model here.
+
+In: a checkpoint's folder, its metadata, and what this rank has (``contents.py``). Out: :class:`Read`: tensors here with
+their new values, calls that load states, the extras of all ranks. Nothing changes, nothing is sent: ``load.py`` writes.
+On rank 1::
+
+    model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     this rank's rows are read
+    rank1.model.scale       a parameter that the policy ignores                 each rank reads its own
+    rank0.extra             what rank 0 gave as extra                           every rank reads those of all
+
+Other tools begin their keys otherwise (``ROOTS``).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,15 @@
 """``tz.save``: checks that all ranks save the same, then writes now, or in a thread.
 
-The thread uses a process group of its own, since its collectives must not meet training's.
+In: a path, a model, optimizers and extras. Out: a future of the path, and a folder that appears in one rename. A
+collective::
+
+    agreed              all ranks were given the same path and arguments
+    entries_of          what this rank writes, by key: its rows, and its turns of what all ranks have
+    require_same        all ranks have the same optimizers' states and averages to save
+    write_checkpoint    each rank writes a file into a hidden folder; rank 0 then writes metadata, and publishes
+
+With ``wait=False`` the last step works on copies, in a thread with a process group of its own, since its collectives
+must not meet training's.
 """
 
 from __future__ import annotations

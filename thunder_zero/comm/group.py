@@ -1,4 +1,14 @@
-"""Finds the process groups of a model (``process_group``, ``mesh``); destroys what an error left."""
+"""Finds the process groups of a model (``process_group``, ``mesh``); destroys what an error left.
+
+In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for each model. On rank 2 of four::
+
+    process_group, or nothing                world and shard_group {0 1 2 3}, no replicate_group
+    mesh [[0, 1], [2, 3]]                    world {0 1 2 3}, shard_group {2 3}, replicate_group {0 2}
+         of (replicate, shard)               first_copy (0, 1)
+
+:func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save;
+:func:`destroy_groups_after_error` runs at exit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Small collectives of numbers, objects and DTensors: tagged, with errors that name the lost rank."""
+"""Small collectives of numbers, objects and DTensors: tagged, with errors that name the lost rank.
+
+They are for what ranks have to know of each other outside of a program's schedule: agreements, counts, flags, a full
+tensor for a state dict. In: this rank's value. Out: what all ranks gave. Where tags are announced, each rank first says
+what it is at, so that ranks which differ raise and no value is taken for another::
+
+    rank 0    all_gather_object, in tz.save of model 0 (Net)             -> RuntimeError
+    rank 1    all_gather_tensor, in clip_grad_norm_ of model 0 (Net)     -> RuntimeError
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Makes graphs of dynamo fit for Thunder."""
+"""Makes graphs of dynamo fit for Thunder.
+
+In: a graph that dynamo captured, before it becomes a trace. Out: one that Thunder traces, or trains, as torch does.
+``frontends/dynamo`` registers operators when it keeps a graph, and asks for a function's or an operation's replacement
+where it copies the nodes of one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""What Thunder's interpreter calls of ours in the place of torch's and Python's functions."""
+"""What Thunder's interpreter calls of ours in the place of torch's and Python's functions.
+
+A lookaside is a function that the interpreter calls where forward calls another one. Thunder's table of them is one for
+the process, so each is registered when a model is sharded, and stays; those that raise ask first whether the model that
+is traced is ours::
+
+    self.named_parameters()     ->   _members               in the module's order
+    self.name = value           ->   set_attribute          raises where the value would be lost
+    checkpoint(function, x)     ->   call_checkpoint        with keyword arguments; raises if it cannot
+    fields_of(dataclass)        ->   _constants             names of fields as constants
+"""
 
 from __future__ import annotations
 

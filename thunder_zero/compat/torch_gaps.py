@@ -1,4 +1,9 @@
-"""What torch says or does by private names alone, or gets wrong; nothing of it needs Thunder."""
+"""What torch says or does by private names alone, or gets wrong; nothing of it needs Thunder.
+
+Most functions are a public name, and a type, for what torch has under a private one. Three change what torch does, by
+its own registries: :func:`on_failed_steps` and :func:`share_found_inf` for the life of the process,
+:func:`refuse_fully_shard` for one module.
+"""
 
 from __future__ import annotations
 

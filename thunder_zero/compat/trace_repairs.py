@@ -1,4 +1,12 @@
-"""Mends lines of traces that Thunder gets wrong."""
+"""Mends lines of traces that Thunder gets wrong.
+
+In: a trace. Out: one whose lines do what torch does, on every rank alike. In the order in which they run::
+
+    draw_once            the acquired trace, before autodiff           frontends/program_transform.py
+    broadcast_scalars    the same, with parameters synchronised        frontends/program_transform.py
+    sort_aliases         the lowered joint trace, before scheduling    traces/executors.py
+    fused_only           the scheduled trace, once more through a fuser whose pass saved too much: traces/executors.py
+"""
 
 from __future__ import annotations
 

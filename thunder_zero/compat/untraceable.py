@@ -1,4 +1,11 @@
-"""needed while: Thunder gets some submodules and outputs wrong, or fails without naming them."""
+"""needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
+
+In: a module that is about to be sharded, or compiled; an error of Thunder. Out: an error that names the submodule and
+what to use instead (:func:`require_traceable`), or in words what Thunder could not do (:func:`not_traced`,
+:func:`not_returned`)::
+
+    submodule 'rnn' of Net (LSTM) is a recurrent layer, and Thunder cannot trace it; use a loop of linear layers, or ...
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value."""
+"""The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value.
+
+In: a policy or a stage, and keyword arguments. Out: :class:`CheckedArguments`. Names of Policy's fields change the
+policy, the others say where the model is and what it begins with::
+
+    ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
+                                                              device = torch.device("cuda")
+
+This runs before there is a module: whether the group has such a device, or the weights such names, is known when the
+module is sharded.
+"""
 
 from __future__ import annotations
 

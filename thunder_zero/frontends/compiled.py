@@ -1,4 +1,10 @@
-"""The compiled traces of a model, with their timelines, by Thunder's cache entry."""
+"""The compiled traces of a model, with their timelines, by Thunder's cache entry.
+
+In: an entry of Thunder's cache, and the facts that ``program_transform.py`` noted under its forward trace. Out:
+:class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which printing, reports and forecasts read. The
+timeline is lifted from the traces that run, whenever an entry's are asked for; ``Traces.lifted`` is the one that the
+passes were given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Puts shards and buffers into a plain module; finds before a forward whether they are as planned."""
+"""Puts shards and buffers into a plain module; finds before a forward whether they are as planned.
+
+In: a jitted module and its state. Out: the plain module with shards in it, and a list of checks, functions that return
+an error in a sentence or None. They are made once, right after the module was sharded, and called before each forward::
+
+    module.h[0].w = other      ->      "parameter 'h.0.w' was replaced after thunder_zero sharded it; copy new values
+                                        into it (load_original_state_dict, or in place), or transform the new module"
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""ProgramTransform: Thunder's hooks for traces: synchronise, schedule, prove."""
+"""ProgramTransform: Thunder's hooks for traces: synchronise, schedule, prove.
+
+ZeroTransform is one, for all programs of a module; under dynamo each graph has one of its own, for each choice of its
+parameters. For each program that Thunder compiles, in this order::
+
+    synchronize                          acquired trace: shards, synchronised at first use; before autodiff
+    the executors that install adds      lowered joint trace: scheduled, and repaired after fusion
+    transform_trace_post_optimization    forward, then backward: proved, compared between ranks, named by zero_enter
+
+In: Thunder's traces. Out: the traces that run, and in ``Compiled.programs`` the facts about each program. One that
+cannot be proved raises on all ranks, if it is the first of its kind: the others hear of it where schedules are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +46,7 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 
 
 class ProgramTransform(Transform):
-    """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
+    """Thunder's hooks for the programs of one module, or of one graph of it."""
 
     parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
     used = False  # whether it already shards a module

@@ -1,4 +1,14 @@
-"""Modules that ZeroTransform refuses, each with the sentence that says why."""
+"""Modules that ZeroTransform refuses, each with the sentence that says why.
+
+In: a jitted module that is about to be sharded (:func:`require_untransformed`); a model that is called
+(:func:`refuse_tools`). Out: nothing, or an error that says what is wrong, why, and what to do::
+
+    submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
+    rows in forward
+
+``PARTS`` has the kinds of submodules that are refused, Thunder's (``compat/untraceable.py``) and our own;
+``DYNAMO_PARTS`` those that are refused under dynamo, too. They are looked for again when programs are compiled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""ZeroTransform: Thunder's hooks for a module, which shard it, and for state dicts."""
+"""ZeroTransform: Thunder's hook for a module, which shards it, and what runs around each forward.
+
+In: a module that ``thunder.jit`` has wrapped, and the arguments of the transform. Out: the same object as a ZeroModule,
+whose parameters are shards. Thunder calls ``transform_module`` once; it is a collective::
+
+    ranks_of            the process groups                            comm/group.py
+    make_plan           shape, shard, unit and lifetime of each       plan/params.py
+    initial_values      full ones, or this rank's rows                sharded/initial_values/
+    State               shards, placeholders, transport               sharded/state.py
+    place_parameters    shards into the plain module                  placement.py
+    install, adopt      our executors; its class is ZeroModule now    program_transform.py, zero_module.py
+
+Then two hooks run around each forward: ``_before_forward`` ends what a failed step left under way, refuses a model that
+was changed, lets ranks agree on stale rows and casts inputs. The hooks for traces are those of the base class,
+ProgramTransform.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""ZeroModule: the sharded model that ``thunder.jit`` with ZeroTransform makes."""
+"""ZeroModule: the sharded model that ``thunder.jit`` with ZeroTransform makes.
+
+``transform.py`` calls :func:`adopt`, which changes a ThunderModule's class to this one. Names, tree and state dict are
+the plain module's, whose parameters are the shards. In a call::
+
+    model(x)    _before_forward (transform.py)     nothing was changed; inputs are cast
+                ParameterSlots.traced              placeholders take the places of shards
+                _forward_fn                        Thunder takes a program, or compiles one, and runs it
+                guard (sharded/accumulation.py)    its backward will raise where it would be wrong
+                                                   the shards are back
+
+What would move, cast, wrap or pickle the model, or compute with shards as if they were full, is refused, with what to
+do instead. :func:`traces_of` gives the program that ran last.
+"""
 
 from __future__ import annotations
 

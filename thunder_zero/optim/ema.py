@@ -1,4 +1,11 @@
-"""``tz.EMA``: moving averages of parameters, by rows, and the model with them for a moment."""
+"""``tz.EMA``: moving averages of parameters, by rows, and the model with them for a moment.
+
+In: a sharded model, now and after each step. Out: averages, laid out as parameters are, so that a checkpoint has them
+by rows::
+
+    update     average = decay * average + (1 - decay) * parameter     each rank its own part, nothing is sent
+    applied    parameters and averages change places, and back         ranks agree first that all can
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items alike."""
+"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items alike.
+
+In: a model with gradients, or a rank's loss and its number of items. Out: the same number, or a loss that means the
+same, on all ranks; one small message from each::
+
+    clip_grad_norm_    norm of this rank's rows     -> all ranks' norms -> one norm -> gradients scaled in place
+    global_mean        number of this rank's items  -> their sum        -> total * ranks / sum
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Finds the model and the parameters of ``tz.whole``; makes the optimizer that it stands for."""
+"""Finds the model and the parameters of ``tz.whole``; makes the optimizer that it stands for.
+
+In: what ``tz.whole`` was given. Out: the model; the ordinary optimizer, made and tried; parameters in buckets, each
+with its owner; or a refusal::
+
+    params -> listed -> groups -> model_of      State of the one model that they are of
+                               -> ordinary      an optimizer of parameters without memory, and what probe.py found
+                               -> members_of    [[Member, Member], [Member]], a list for each bucket
+
+This runs when an optimizer is made and when it gets a group; :func:`ordinary` also in a step, after options or groups
+have changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model."""
+"""``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
+
+In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
+``step`` has the result of one process. With two buckets, time goes down, and what stands in one row overlaps::
+
+    begin: ranks compare groups, and which parameters have gradients         agreement.py
+    bucket 0 to its owners                                                   exchange.ToOwners
+    bucket 1 to its owners          this rank steps what it owns of 0        stepper.BucketStepper
+    bucket 0 back to all ranks      this rank steps what it owns of 1        exchange.FromOwners
+    bucket 1 back to all ranks
+    raise_on_all: did a rank fail?                                           agreement.py
+
+Groups, owners and the order of a step are here; ``members.py`` makes the ordinary optimizer first, and tries it.
+"""
 
 from __future__ import annotations
 
@@ -265,8 +278,8 @@ class Whole(Closed):
             self._look = look_of(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
-        """Step these parameters, bucket by bucket: the next one travels to its owners, and the last one back, while
-        this rank steps its own. After an error the rest travels as it is, since the other ranks wait for it.
+        """Step these parameters, bucket by bucket. After an error the rest travels as it is, since the other ranks wait
+        for it.
 
         Returns:
             What the ordinary optimizer raised.

@@ -1,7 +1,10 @@
 """Plans each parameter: shape, shard, unit, lifetime. Frozen data.
 
 ``make_plan(module, policy, world_size, rank)`` reads the module tree once; later code asks the plan, never the module,
-the stage or the process group.
+the stage or the process group. In stage 3 on four ranks::
+
+    h.0.weight, shape (10, 8)    ->    Param("h.0.weight", unit="h.0", sharded=True, resident=False,
+                                             kept_unsharded=False, ...)    of whose rows each rank stores three
 """
 
 from __future__ import annotations

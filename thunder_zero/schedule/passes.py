@@ -1,6 +1,7 @@
 """Runs the passes, pure functions from timeline to timeline, with a proof after each.
 
 In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`applied` without proofs, or after some passes only.
+To add a pass, see "How to add a pass" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations

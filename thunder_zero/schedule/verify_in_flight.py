@@ -1,4 +1,13 @@
-"""Proves that what is in flight stays within the plan's sizes: bytes, and units ahead."""
+"""Proves that what is in flight stays within the plan's sizes: bytes, and units ahead.
+
+In: a timeline. Out: nothing, or a ScheduleError. ``verify.py`` calls :func:`check_in_flight` in each of its proofs, and
+:func:`check_making` in that of the schedule, before fusion. With ``in_flight_bytes`` = 100::
+
+    gather  a <- t_a     60 bytes
+    gather  b <- t_b     60 bytes         refused: 120 are in flight, and b's wait does not come at once
+    wait    w_a <- a
+    wait    w_b <- b
+"""
 
 from __future__ import annotations
 

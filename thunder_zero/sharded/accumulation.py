@@ -1,6 +1,18 @@
 """The gradients that ``no_sync`` has deferred so far, and the guard that refuses wrong backwards.
 
-PyTorch tells what kind of backward runs only while it runs, so a hook on the graph of each forward's outputs looks.
+The forward decides. Each prologue has ``zero_check_synced``, which raises in a program of the other kind
+(``calls.py``), and Thunder takes or compiles the one that fits; ``tz.compile`` chooses by ``Mode.synced``. A program
+under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction (``defer_reductions`` in
+``traces/executors.py``). The next backward whose forward ran outside reduces the sums::
+
+    with model.no_sync():
+        loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad
+        loss(model(x1)).backward()      zero_defer_reduction(g1, 'w')     holds g0 + g1
+    loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
+                                        zero_reduce_deferred(('b',))      reduces what this backward does not reach
+
+The guard: PyTorch tells what kind of backward runs only while it runs, so a hook on the graph of each forward's outputs
+looks.
 """
 
 from __future__ import annotations

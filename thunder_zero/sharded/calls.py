@@ -2,9 +2,14 @@
 
 A line of a trace has tensors and paths; what is done with them is decided here::
 
-    t5 = zero_all_gather(t_w, 'w')        Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
-    t6 = zero_wait(t5)                    the handle's wait
-    t9 = zero_reduce_scatter(g_w, 'w')    Calls.reduce: with what no_sync has deferred
+    zero_check_synced(True)                 Calls.check_synced: raises under no_sync; Thunder then takes another program
+    t5 = zero_all_gather(t_w, 'w')          Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
+    t6 = zero_wait(t5)                      the handle's wait
+    t9 = zero_reduce_scatter(g_w, 'w')      Calls.reduce: with what no_sync has deferred
+    t1 = zero_defer_reduction(g_w, 'w')     Calls.defer: held in accumulation.py, nothing is sent
+
+In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
+the mean gradients (all rows of a replicated parameter's).
 """
 
 from __future__ import annotations
@@ -167,9 +172,10 @@ class Calls:
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Compare the collectives of all ranks before a program first runs.
 
-        Only the first forward, the first backward and the first forward without backward are compared here, line by
-        line. A later compilation (another batch size) may happen on one rank alone; :meth:`enter` compares its digest
-        whenever it runs. A forward of DDP may run on one rank alone, too: it has no collective.
+        Only the first forward, the first backward and the first forward without backward are compared here, each with
+        reductions and under ``no_sync``: by digests, and by lines where those differ. A later compilation (another
+        batch size) may happen on one rank alone; :meth:`enter` compares its digest whenever it runs. A forward of DDP
+        may run on one rank alone, too: it has no collective.
 
         Raises:
             RuntimeError: naming the first line that differs, and the rank.

@@ -1,4 +1,11 @@
-"""``tz.full_parameters``: the plain module with its real weights, for a moment."""
+"""``tz.full_parameters``: the plain module with its real weights, for a moment.
+
+In: a sharded model. Out: the module that was sharded, with full parameters; with ``writeback``, shards that have its
+values::
+
+    rows of all ranks  -- gather_now, one parameter at a time -->  parameters of the plain module      before the block
+    rows of each rank  <-- own_rows --  values of rank 0, sent to all                                  with writeback
+"""
 
 from __future__ import annotations
 

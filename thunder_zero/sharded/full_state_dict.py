@@ -1,4 +1,14 @@
-"""``tz.full_state_dict``; full state dicts of optimizers, and back, for Fabric."""
+"""``tz.full_state_dict``; full state dicts of optimizers, and back, for Fabric.
+
+In: DTensors, or an optimizer over them. Out: full tensors, as a plain module and its optimizer have them; and back::
+
+    full_state_dict               model: DTensors -> full tensors, on every rank
+    full_optimizer_state_dict     optimizer: states by rows -> full ones on the CPU, where they are wanted
+    shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
+    step_shards                   an optimizer of the plain module's parameters -> one of the shards
+
+The first two are collectives; ``lightning.py`` uses the last three.
+"""
 
 from __future__ import annotations
 

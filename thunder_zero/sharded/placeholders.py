@@ -1,6 +1,12 @@
 """Placeholders stand for parameters while forward runs: shapes and dtypes; using a value raises.
 
-Thunder and dynamo read the module tree, and would trace DTensors with operators of their own.
+Thunder and dynamo read the module tree, and would trace DTensors with operators of their own. So in each forward::
+
+    module.h[0].weight    at rest, DTensor (10, 8)  ->  while forward runs, Placeholder (10, 8)  ->  DTensor (10, 8)
+                                                        shape, dtype: as compute has them
+                                                        plain Python that computes with it raises
+
+Programs get rows from the model's state, not from the tree.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@
     ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps its own rows in place;
                                       ^ stale after a step           a gather then fills the others'
     ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
+
+:func:`lay_out` makes the memory when the model is made. ``calls.py`` sends the gathers of these parameters here: only
+what is stale or missing travels, and the handle gives full parameters as any other. If an optimizer may have stepped,
+ranks agree before the next forward on what is stale: a rank that took its buffer for fresh would not take part.
 """
 
 from __future__ import annotations

@@ -2,7 +2,15 @@
 
 Thunder calls the pass of a fusion executor once, with forward and backward in one lowered trace, before the split. The
 first one runs before any fusion: the only moment when a schedule can choose what backward gathers again, and when the
-order of lines decides what is fused. Neither of our two executors fuses anything.
+order of lines decides what is fused. Neither of our two executors fuses anything::
+
+    lowered joint trace
+        drop_replicas             takes out the synchronises of replicated parameters
+        defer_reductions          under no_sync: reductions become zero_defer_reduction
+        close_backward            adds zero_wait_offloaded, zero_check_finite, zero_reduce_deferred, where needed
+        lift, passes.run, emit    schedules
+    Thunder's fusers
+        RepairFusion              repairs the schedule
 """
 
 from __future__ import annotations

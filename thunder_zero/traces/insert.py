@@ -7,11 +7,17 @@ comes before the first line that reads each of them::
                                              ->       t1 = zero_synchronize(t_b, 'b')
                                                       y = ltorch.linear(x, t0, t1)
 
-A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
-once. The prologue takes the rows of what the optimizer steps, DTensors of the full shape, and checks none of those:
-before each forward, ``placement.py`` has::
+A synchronise gathers nothing yet: ``symbols.py`` has the rules by which autodiff and lowering make gather, wait and
+reduction of it. A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient,
+which is reduced once.
+
+At the end of the prologue, :func:`take_rows` writes the line that takes the rows of what the optimizer steps, DTensors
+of the full shape::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
+
+and ``zero_check_synced``, by which Thunder chooses a program (``no_sync``). It takes out Thunder's checks of those
+DTensors, which ``frontends/placement.py`` checks before each forward.
 """
 
 from __future__ import annotations

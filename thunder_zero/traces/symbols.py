@@ -8,8 +8,11 @@ paths of parameters only::
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-Before autodiff, forward has ``zero_synchronize(t_h_0_w, 'h.0.w')``: the full parameter, whose gradient is the mean over
-ranks. Only its gradient rule and its lowering, below, turn a parameter into collectives.
+The lines that gather and reduce are made here. ``insert.py`` writes ``zero_synchronize(t_h_0_w, 'h.0.w')`` alone: the
+full parameter, whose gradient is the mean over ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``:
+gather and wait, and in backward reduction and wait, if the parameter trains. Without autodiff (``torch.no_grad``),
+``lower_synchronize`` makes gather and wait, when Thunder gives each line to an executor. A replicated parameter is cast
+at most, and its gradient all-reduced. ``sharded/calls.py`` has what the lines call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""DynamoModule: the sharded model that ``tz.compile`` makes, and the graphs that it has."""
+"""DynamoModule: the sharded model that ``tz.compile`` makes, and the graphs that it has.
+
+In: calls of the model. Out: what its forward returns. Dynamo captures forward when it is first called, and gives each
+graph to ``_capture``; whenever forward comes to a graph, ``_call`` runs it by its number::
+
+    forward    | graph | Python without a graph | graph |  ->  output
+                   |                                |
+               _call(0, inputs)                 _call(1, inputs)         inputs that are placeholders have paths
+                   |
+               captured[0].made[paths].run(other inputs)                 Programs (programs.py), made at the first call
+
+Dynamo guards the looks of parameters, not which they are, so one graph may run for several submodules: it has Programs
+for each choice of paths. A parameter that is read between graphs raises, as nothing gathers it there.
+"""
 
 from __future__ import annotations
 
