@@ -274,8 +274,8 @@ class NoBackwardSync:
 
 
 class Forward(nn.Module):
-    """The module inside Fabric's wrapper: calls the sharded model. To call another method of the module that it was given,
-    Fabric sets it as that module's ``forward``."""
+    """The module inside Fabric's wrapper: calls the sharded model. To call another method of the module that it was
+    given, Fabric sets it as that module's ``forward``."""
 
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()

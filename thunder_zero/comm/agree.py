@@ -44,8 +44,8 @@ def digest(tensor: Tensor) -> str:
 
 
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order. Which parameters
-    are on the meta device counts only without ``broadcast_from``, since all ranks then initialize them together."""
+    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order. Which are on
+    the meta device counts only without ``broadcast_from``, since all ranks then initialize them together."""
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)

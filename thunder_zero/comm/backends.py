@@ -58,7 +58,7 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
 
 def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> TaggedTransport:
     """The transport of a model, ``model`` in errors: over one group or several, with the casts and copies of the plan.
-    It announces tags where that costs next to nothing (gloo, in host memory), or if torch's debug switch asks for it."""
+    Tags are announced where that costs next to nothing (gloo, in host memory), or if torch's debug switch asks."""
     groups = (
         [ranks.shard_group]
         if ranks.replicate_group is None

@@ -69,7 +69,7 @@ class Handle:
         pending.add(self)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The results, one for each parameter of the bucket, in its order; raises if the backend failed. Call it once."""
+        """The results, one for each parameter of the bucket, in order; raises if the backend failed. Call it once."""
         if self._results is None:
             raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
@@ -96,8 +96,8 @@ def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
 
 @cache
 def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
-    """The queue of a background thread, one for all transports: messages under a tag must leave in the same order on all
-    ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
+    """The queue of a background thread, one for all transports: messages under a tag must leave in the same order on
+    all ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
     tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
     at_exit(_let_end, thread)

@@ -242,8 +242,8 @@ def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
 
 
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
-    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one. Their
-    order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
+    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
+    Their order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
     parts = 1 if sharded else world_size
     small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
     large = [[at] for at in range(len(tensors)) if at not in set(small)]
