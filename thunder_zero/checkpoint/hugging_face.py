@@ -59,7 +59,7 @@ INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A safetensors file, or several with an index, named after ``path``: of ``max_bytes`` at most, if that is given."""
+    """A safetensors file, or several with an index, named after ``path``: of ``max_bytes`` at most, if given."""
 
     path: Path
     tensors: Sequence[TensorToWrite]
