@@ -116,7 +116,7 @@ def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, l
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """The estimate of a step with ``copies`` more of these alike blocks than were traced; NotPeriodic if none repeats."""
+    """The estimate of a step with ``copies`` more of these blocks than were traced; NotPeriodic if none repeats."""
     timeline, lifted = traces.timeline, traces.lifted or traces.timeline
     traced = step_time(timeline, device, fused=counts_fused(traces, device), model=lifted)
     if not copies:
