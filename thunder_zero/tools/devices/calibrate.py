@@ -108,7 +108,7 @@ def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool],
 
 
 class Calibration:
-    """Measurements of one machine; with a group of gloo on all its ranks at once, and each method is a collective."""
+    """Measurements of one machine; with a group of gloo, on all its ranks at once: each method is then a collective."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self._group = group if group is not None and group.size() > 1 else None

@@ -44,7 +44,7 @@ SHORTEST = 0.002  # seconds of a measurement, at least
 
 @dataclass(frozen=True)
 class Measure:
-    """One point of a curve: FLOPs of products of a dtype, bytes of traffic of other work (its ``dtype`` is ""). A run
+    """One point of a curve. Its size is FLOPs of products, or bytes of traffic of other work, whose dtype is "". A run
     does all of it once, and stands for so many lines of a trace, of one size each."""
 
     work: Work
