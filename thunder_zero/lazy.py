@@ -12,12 +12,8 @@ Ask = Callable[[str], Any]
 
 
 def lazy(package: str, names: Mapping[str, str]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
-    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
-
-    Args:
-        package: its dotted name.
-        names: by module, the names that the package has from it, separated by spaces; none for the module itself.
-    """
+    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose ``names`` are by module, separated by
+    spaces; none for the module itself."""
     homes = {name: (module, name) for module, listed in names.items() for name in listed.split()}
     homes |= {module.rpartition(".")[2]: (module, "") for module, listed in names.items() if not listed}
 

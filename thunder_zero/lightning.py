@@ -95,12 +95,7 @@ class Sharding:
         return cls(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}))
 
     def sharded(self, module: nn.Module, device: torch.device) -> ZeroModule:
-        """Jit the module with ZeroTransform, or shard a jitted module; a collective.
-
-        Raises:
-            TypeError: ``jit_options`` for a module that is already jitted.
-            ValueError, RuntimeError: the module is already sharded; errors of ZeroTransform.
-        """
+        """Jit the module with ZeroTransform, or shard a jitted module; a collective."""
         if isinstance(module, ZeroModule):
             raise RuntimeError(
                 f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
@@ -279,12 +274,8 @@ class NoBackwardSync:
 
 
 class Forward(nn.Module):
-    """The module inside Fabric's wrapper: calls the sharded model.
-
-    Args:
-        model: the sharded model.
-        module: the module that Fabric was given. Fabric sets another method as its ``forward`` to call that method.
-    """
+    """The module inside Fabric's wrapper: calls the sharded model. To call another method of the module that it was
+    given, Fabric sets it as that module's ``forward``."""
 
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()
@@ -294,11 +285,7 @@ class Forward(nn.Module):
 
     @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the sharded model.
-
-        Raises:
-            RuntimeError: Fabric has replaced forward by another method, which Thunder has not compiled.
-        """
+        """Call the sharded model; refuse if Fabric put another method here, which Thunder has not compiled."""
         if self._current_forward() is not self._own_forward:
             raise RuntimeError(
                 f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper instead of forward "
@@ -356,24 +343,14 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return True
 
     def setup_environment(self) -> None:
-        """Start the process group.
-
-        Raises:
-            TypeError: the precision plugin is not supported.
-            ValueError: ``Trainer(sync_batchnorm=True)``, which replaces modules.
-        """
+        """Start the process group."""
         require_supported(self.precision_plugin)
         if self._layer_sync is not None:
             raise ValueError("ZeroTrainerStrategy does not support sync_batchnorm=True; leave it out")
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then set up optimizers and precision; a collective.
-
-        Raises:
-            ValueError, TypeError: the LightningModule has parameters of its own, or in several submodules, or the one
-                is jitted or has hooks; a callback averages weights.
-        """
+        """Shard the model, then set up optimizers and precision; a collective."""
         for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -402,11 +379,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         model: LightningModule | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, forward and backward, before the step, which refuses to begin without its gradients.
-
-        Raises:
-            RuntimeError: the optimizer evaluates it more than once, as LBFGS does.
-        """
+        """Run the closure, forward and backward, before the step, which refuses to begin without its gradients."""
         results = [closure()]
 
         def once() -> Any:
@@ -464,12 +437,7 @@ class Redirect:
 
 
 def only_submodule(module: LightningModule) -> nn.Module:
-    """The submodule that has all parameters of a LightningModule.
-
-    Raises:
-        ValueError: it has parameters of its own, or in several submodules; the one has hooks.
-        TypeError: the one is jitted already.
-    """
+    """The submodule that has all parameters of a LightningModule."""
     own = [name for name, _ in module.named_parameters(recurse=False)]
     found: dict[str, nn.Module] = {
         name: child for name, child in module.named_children() if any(True for _ in child.parameters())
@@ -512,11 +480,7 @@ def zero_module(model: nn.Module) -> ZeroModule:
 
 
 def require_left_to_lightning(arguments: Arguments) -> None:
-    """Raise if an argument of ZeroTransform is one that Fabric or the Trainer sets.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Raise if an argument of ZeroTransform is one that Fabric or the Trainer sets."""
     for name in SET_BY_LIGHTNING:
         if name in arguments:
             raise TypeError(
@@ -526,11 +490,7 @@ def require_left_to_lightning(arguments: Arguments) -> None:
 
 
 def require_supported(precision: of_fabric.Precision | of_trainer.Precision) -> None:
-    """Raise if a plugin would wrap modules that Thunder compiles.
-
-    Raises:
-        TypeError: the plugin is not one of those for torch's own dtypes.
-    """
+    """Raise if a plugin would wrap modules that Thunder compiles."""
     if type(precision) not in SUPPORTED:
         raise TypeError(
             f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "

@@ -43,8 +43,7 @@ class Contents:
         paths: in the plain module, by name; torch's wrappers take their own names out of state dicts.
         buffers: the buffers of the state dict, by name; rank 0's are saved.
         states: the modules' extra states, by name, with what loads them; rank 0's are saved.
-        rank: this rank's number among all ranks.
-        ranks: how many they are.
+        rank, ranks: this rank's number among all ranks, and how many they are.
         in_copy: its number among the ranks that share a copy of the model, and how many they are.
         writes: whether its copy is the one that is written (hybrid sharding has several).
         root: the path of all names.
@@ -71,11 +70,7 @@ class Contents:
 
     def share(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
         """What this rank writes of a value: its part, if it is cut; all, if this is the rank whose turn it is among
-        those that have the same; all under its own path, if each rank has another (None).
-
-        Raises:
-            ValueError: as :func:`written`.
-        """
+        those that have the same; all under its own path, if each rank has another (None)."""
         if turn is None:
             return {(self.rank_prefix, *path): written(what, value)}
         at, size = self.in_copy
@@ -147,12 +142,7 @@ def _extra_state(module: nn.Module) -> Stateful:
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """What this rank writes of its extras: averages by rows, the others in one value.
-
-    Raises:
-        TypeError: an extra is a model.
-        ValueError: ``torch.load(weights_only=True)`` does not read it, or it is an optimizer of shards.
-    """
+    """What this rank writes of its extras: averages by rows, the others in one value."""
     entries, states = Entries(), dict[str, Any]()
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
@@ -176,11 +166,7 @@ def written(what: str, value: Any) -> Tensor | bytes:
 
 
 def pickled(what: str, value: Any) -> bytes:
-    """A value as ``torch.save`` writes it.
-
-    Raises:
-        ValueError: ``torch.load(weights_only=True)`` does not read it.
-    """
+    """A value as ``torch.save`` writes it, if ``torch.load(weights_only=True)`` reads it."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -211,11 +197,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def require_same_names(problem: str, saved: Iterable[str], here: Iterable[str], action: str) -> None:
-    """Raise unless the same names are in a checkpoint as here.
-
-    Raises:
-        ValueError: the names differ.
-    """
+    """Raise unless the same names are in a checkpoint as here."""
     missing, unexpected = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
     if missing or unexpected:
         raise ValueError(f"{problem} (missing: {listed(missing)}; unexpected: {listed(unexpected)}); {action}")

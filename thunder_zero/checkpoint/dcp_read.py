@@ -50,11 +50,7 @@ class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's metadata and nothing else: a pickle may name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that metadata consists of.
-
-        Raises:
-            UnpicklingError: anything else.
-        """
+        """A class that metadata consists of; anything else is refused."""
         described = module == DESCRIBES and "." not in name
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         found = super().find_class(module, name) if described or dtype or (module, name) in OTHERS else None
@@ -64,11 +60,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of a checkpoint, whose files have all that it says; reads none of them.
-
-    Raises:
-        ValueError: it is missing, damaged, or something else; a file is missing, too short, or outside of the folder.
-    """
+    """DCP's description of a checkpoint, whose files have all that it says; reads none of them."""
     try:
         with (folder / ".metadata").open("rb") as stream:
             metadata = MetadataUnpickler(stream).load()
@@ -96,17 +88,8 @@ def places_by_key(metadata: Metadata) -> dict[str, Any]:
 def read_entries(
     folder: Path, metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The values of these keys; tensors in new memory on the CPU, in the file's dtype.
-
-    Args:
-        folder: the checkpoint's.
-        metadata: its description of its contents.
-        keys: what to read.
-        parts: DTensors by key, of the shapes in the files: of these keys this rank's part is read, of others all.
-
-    Raises:
-        ValueError: the files are damaged, or do not contain all rows.
-    """
+    """The values of these keys; tensors in new memory on the CPU, in the file's dtype. Of keys in ``parts``, which has
+    DTensors of the shapes in the files, this rank's part is read, of others all."""
     wanted: dict[str, Any] = {key: metadata.state_dict_metadata[key] for key in keys}
     values: dict[str, Any] = {}
     for key, stored in wanted.items():

@@ -93,11 +93,7 @@ def key_of(path: KeyPath) -> str:
 
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write what a planner plans for a rank to a file of its own, and flush it to disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write what a planner plans for a rank to a file of its own, and flush it to disk."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, _StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())
@@ -115,12 +111,7 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
 
 
 def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
-    """Write DCP's metadata of all ranks' parts; returns all files of the checkpoint.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: the ranks did not write each element of a tensor once.
-    """
+    """Write DCP's metadata of all ranks' parts, which must have each element once; returns all files there are."""
     _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
     places = {index: place for part in parts for index, place in part.places.items()}
     for alias, key in {alias: key for part in parts for alias, key in part.aliases.items()}.items():

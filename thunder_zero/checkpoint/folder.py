@@ -37,11 +37,7 @@ def _replaced(path: Path) -> Path:
 
 
 def locate(path: Path) -> Path:
-    """The folder of a checkpoint, also if ``path`` is a link to it or a save is replacing it.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint; the message names the others in its parent folder.
-    """
+    """The folder of a checkpoint, also if ``path`` is a link to it or a save is replacing it."""
     path = path.parent / os.readlink(path) if path.is_symlink() else path
     for folder in (path, _replaced(path)):
         if folder.is_dir():
@@ -72,11 +68,7 @@ def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
 
 @contextmanager
 def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
-    """Reword an OSError inside of the block: what cannot be written, why, and what is unchanged.
-
-    Raises:
-        OSError: the block raised one.
-    """
+    """Reword an OSError inside of the block: what cannot be written, why, and what is unchanged."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -89,12 +81,7 @@ def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
 
 def prepare(path: Path) -> None:
     """Make an empty folder to write to; delete what a save of that name left when its process died, and what any save
-    left that is surely dead.
-
-    Raises:
-        ValueError: the name is reserved, or the path is inside of a checkpoint.
-        FileExistsError: the path is something other than a checkpoint.
-    """
+    left that is surely dead."""
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
             f"cannot save a checkpoint at {str(path)!r}: {LATEST!r}, links and names that begin with a dot are "
@@ -127,17 +114,7 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
-    """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
-
-    Args:
-        path: the checkpoint.
-        ranks: how many wrote it.
-        files: all that they wrote.
-        latest: whether to move the link ``latest`` to it.
-
-    Raises:
-        OSError: rank 0 does not see a file of another rank, or the disk is full.
-    """
+    """Check that all files exist, add the manifest, make the checkpoint visible in one rename, and move the link."""
     staging = staging_of(path)
     for file in files:
         if not (staging / file.name).is_file():
@@ -215,11 +192,7 @@ def _clear_dead(parent: Path, series: str | None = None) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder and what is in it, even if another save is deleting it, too.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Delete a folder and what is in it, even if another save is deleting it, too."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)

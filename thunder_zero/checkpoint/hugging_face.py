@@ -59,13 +59,7 @@ INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A safetensors file, or several with an index.
-
-    Attributes:
-        path: of the file, or of what the several are named after.
-        tensors: what it has.
-        max_bytes: of the tensors in one file; None: there is one file.
-    """
+    """A safetensors file, or several with an index, named after ``path``: of ``max_bytes`` at most, if given."""
 
     path: Path
     tensors: Sequence[TensorToWrite]
@@ -233,28 +227,16 @@ class SavesPretrained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """The files of a model.
-
-    Attributes:
-        weights: for each safetensors file, the state dict's name of each of its tensors, by the name there.
-        others: the contents of each other file.
-    """
+    """The files of a model: for each safetensors file, the state dict's name of each of its tensors, by the name there;
+    and the contents of each other file."""
 
     weights: Mapping[Path, Mapping[str, str]]
     others: Mapping[Path, bytes]
 
 
 def own_files(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> OwnFiles:
-    """The files of a module: what its ``save_pretrained`` writes; without one, each tensor once by its first name.
-
-    Args:
-        module: a plain module, whose parameters may be placeholders; left as it is.
-        tensors: its state dict's tensors; a tied one is the same under each name.
-        dtype: of its weights, for ``config.json``.
-
-    Raises:
-        ValueError: its ``save_pretrained`` raises, or writes something else than these tensors.
-    """
+    """The files of a module: what its ``save_pretrained`` writes; without one, each tensor once by its first name. The
+    module may have placeholders, and stays as it is; a tied tensor is the same under each name."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)

@@ -160,11 +160,7 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> d
 
 
 def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """The extras but EMAs, with the calls that load them on this rank.
-
-    Raises:
-        ValueError: nobody saved one; another number of ranks saved, and their values differ.
-    """
+    """The extras but EMAs, with the calls that load them on this rank."""
     names = [name for name, thing in extra.items() if not isinstance(thing, EMA)]
     for name in names:
         if not any(name in extras for extras in loaded.of_rank):
@@ -193,11 +189,8 @@ def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States,
 
 
 def _restored(things: Sequence[Any]) -> ExitStack:
-    """A context that restores the present states of objects at its end, unless its ``pop_all`` was called.
-
-    An object that refuses its old state keeps the one that it has. Optimizers' states are not copied: loading replaces
-    their tensors, and leaves the old ones unchanged.
-    """
+    """A context that restores the present states of objects at its end, unless its ``pop_all`` was called; one that
+    refuses its old state keeps what it has. Of optimizers nothing is copied: loading replaces their tensors."""
     stack = ExitStack()
     for thing in things:
         if isinstance(thing, Optimizer):

@@ -30,13 +30,8 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint.
-
-    Attributes:
-        number: larger than that of every checkpoint that was in the same folder when it was saved.
-        ranks: how many ranks saved it.
-        files: all files but the manifest.
-    """
+    """A checkpoint: its number, larger than that of every checkpoint that was in the same folder when it was saved, how
+    many ranks saved it, and all files but the manifest."""
 
     number: int
     ranks: int
@@ -50,11 +45,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        ValueError: it is not a manifest, of another version, or changed.
-    """
+    """Parse a manifest."""
     try:
         document = json.loads(text)
         if document.pop("sha256") != _digest(document):
@@ -70,12 +61,7 @@ def from_text(text: str) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged.
-    """
+    """The manifest of a checkpoint."""
     text = (folder / NAME).read_text(errors="replace")
     try:
         return from_text(text)
@@ -84,11 +70,7 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are to be verified.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """The manifest of a checkpoint whose files are to be verified."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -101,17 +83,8 @@ def require_manifest(folder: Path) -> Manifest:
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise if any of these files is not as it was saved.
-
-    Args:
-        folder: the checkpoint's.
-        files: the files to check.
-        contents: False compares sizes alone, and reads none of them.
-        done: called with the bytes read since the last call.
-
-    Raises:
-        ValueError: files are missing, or were cut or changed.
-    """
+    """Raise if any of these files is not as it was saved. Without ``contents`` it compares sizes alone, and reads none
+    of them. ``done`` is called with the bytes read since the last call."""
     found = [
         fault
         for file in files

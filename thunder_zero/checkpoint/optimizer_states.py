@@ -48,7 +48,6 @@ class Named:
     Attributes:
         name: its first name in the model's state dict.
         number: its place among the model's parameters; None if it is ignored: each rank has its own.
-        tensor: the parameter.
         states: its states by name, as far as this rank has them.
         owner: the rank of its copy of the model that alone has its states, and in full (``tz.whole``); None if each
             rank has its part of them.
@@ -62,11 +61,7 @@ class Named:
 
 
 def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
-    """The parameters of each group of all optimizers, in one list.
-
-    Raises:
-        ValueError: a parameter that is not the model's, or is in two optimizers; a state of no parameter.
-    """
+    """The parameters of each group of all optimizers, in one list."""
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[Named]] = []
@@ -100,12 +95,7 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
 
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
     """What this rank writes of the optimizers, whose groups are numbered consecutively; and which states ranks share of
-    each parameter, for them to compare: one that a rank lacks is not saved.
-
-    Raises:
-        ValueError: a state has a dot in its name, or is neither a part nor one value; a hyper-parameter cannot be
-            saved; a parameter or a state is not the model's.
-    """
+    each parameter, for them to compare: one that a rank lacks is not saved."""
     values, facts, groups = Entries(), list[Fact](), named_groups(contents, optimizers)
     for named in chain(*groups):
         what, shown = f"the optimizer's state of parameter {named.name!r}", list[str]()
@@ -153,12 +143,7 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entr
 def read_state_dicts(
     folder: Path, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str
 ) -> list[dict[str, Any]]:
-    """A state dict for ``Optimizer.load_state_dict`` of each optimizer; a prefix begins the keys of all.
-
-    Raises:
-        ValueError: the checkpoint has other parameter groups, optimizers of another class, or states that cannot be cut
-            into rows; or it is damaged.
-    """
+    """A state dict for ``Optimizer.load_state_dict`` of each optimizer; a prefix begins the keys of all."""
     stored, groups = metadata.state_dict_metadata, named_groups(contents, optimizers)
     states = _states_of(contents, list(chain(*groups)), prefix, stored)
     parts, of_groups = _parts(states, stored), f"{prefix}{GROUPS}."
@@ -226,12 +211,7 @@ def _parts(states: Mapping[str, tuple[Named, str]], stored: Mapping[str, Any]) -
 
 def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) -> list[Group]:
     """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``,
-    as ``flatten_optimizer_state_dict`` has them, with the names of each group's parameters.
-
-    Raises:
-        ValueError: a key that is not of this form; parameters that are not a list of names; a group's parameters had
-            other hyper-parameters.
-    """
+    as ``flatten_optimizer_state_dict`` has them, with the names of each group's parameters."""
     groups: dict[int, Group] = {}
     of_param: dict[str, Group] = {name: {} for name in chain(*names)}
     for key, value in values.items():

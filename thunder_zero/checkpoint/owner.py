@@ -20,11 +20,7 @@ ENDED = ("Z", "X")  # states of a process that is dead, but still listed
 
 
 def write(folder: Path) -> None:
-    """Note this process as the owner of a folder, where the system can tell processes apart.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Note this process as the owner of a folder, where the system can tell processes apart."""
     if (place := _place()) is not None:
         note = {"place": place, "pid": os.getpid(), "start": _stat(os.getpid())[START]}
         (folder / NAME).write_text(json.dumps(note))

@@ -65,17 +65,7 @@ class Read(NamedTuple):
 def read_checkpoint(
     folder: Path, metadata: Metadata, contents: Sequence[Contents], optimizers: Sequence[Optimizer]
 ) -> Read:
-    """Read this rank's part of a checkpoint; changes nothing.
-
-    Args:
-        folder: the checkpoint's.
-        metadata: DCP's description of it.
-        contents: of the model, then of its averages.
-        optimizers: those to load.
-
-    Raises:
-        ValueError: it is of another model or another optimizer, or damaged.
-    """
+    """Read this rank's part of a checkpoint; changes nothing. ``contents`` are the model's, then its averages'."""
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
     here = {key: thing for of in contents for key, thing in _matched(of, stored).items()}
@@ -129,11 +119,7 @@ def _optimizer_prefix(keys: Collection[str]) -> str:
 
 def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint has of a model or of averages, by key: the tensor here; the key of the first name of a tied
-    one; what loads a state.
-
-    Raises:
-        ValueError: a name, a shape or a dtype differs.
-    """
+    one; what loads a state."""
     root, what = f"{key_of(contents.root)}.", contents.what
     prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
     own = f"{contents.rank_prefix}.{root}"

@@ -106,12 +106,7 @@ def agreed(
     action: str, path: Path, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any], **others: object
 ) -> tuple[Contents, list[Optimizer]]:
     """What this rank has of the model, and the optimizers as a list, once all ranks give the same for an action such as
-    "save at", with other arguments by name; a collective.
-
-    Raises:
-        TypeError: ``model`` has no ZeroTransform; ``extra`` is not a mapping from names.
-        RuntimeError: another rank refused; an argument differs.
-    """
+    "save at", with other arguments by name; a collective."""
     sharded = sharded_model(model)
     with all_or_none(sharded.state.group, f"to {action.split()[0]}"):
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
@@ -132,12 +127,7 @@ def agreed(
 
 
 def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
-    """Raise in the middle of an accumulation, if the parameters are averages, or if an EMA is of another model.
-
-    Raises:
-        RuntimeError: ``no_sync`` holds gradients; inside ``EMA.applied``.
-        ValueError: an EMA is of another model.
-    """
+    """Raise in the middle of an accumulation, if the parameters are averages, or if an EMA is of another model."""
     state.require_own_values(action)
     state.require_reduced(action)
     for name, ema in extra.items():
@@ -151,12 +141,7 @@ def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Fact]]:
-    """What this rank writes, and what of it ranks have to agree on.
-
-    Raises:
-        TypeError: an extra is a model.
-        ValueError: an extra or an optimizer's state cannot be saved.
-    """
+    """What this rank writes, and what of it ranks have to agree on."""
     values, facts = optimizer_entries(contents, optimizers)
     facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
     return contents.entries() | extra_entries(contents, extra) | values, facts
@@ -164,13 +149,7 @@ def entries_of(
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, max_to_keep: int | None, group: dist.ProcessGroup) -> Path:
-    """Write these entries of this rank, and publish the checkpoint once all ranks have written; a collective.
-
-    Raises:
-        ValueError: no checkpoint can have this name, or rows are missing.
-        OSError: a file cannot be written, or rank 0 does not see it.
-        RuntimeError: another rank failed.
-    """
+    """Write these entries of this rank, and publish the checkpoint once all ranks have written; a collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):

@@ -49,15 +49,8 @@ Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor that is about to be written.
-
-    Attributes:
-        name: in the file.
-        shape: of the whole tensor.
-        dtype: in the file.
-        key: its key in the checkpoint.
-        aliases: its other names (tied weights).
-    """
+    """A tensor that is about to be written: its whole shape, its name, dtype and aliases (tied weights) in the file,
+    and its key in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,11 +74,8 @@ def dtype_to_write(found: torch.dtype, dtype: torch.dtype | None) -> torch.dtype
 
 @contextmanager
 def create_together() -> Iterator[Create]:
-    """Yields a function that opens a file to write; at the end of the block all files get their names.
-
-    Raises:
-        OSError: one cannot be written; existing files are unchanged.
-    """
+    """Yields a function that opens a file to write; at the end of the block all files get their names. If one cannot be
+    written, existing files are unchanged."""
     written: list[tuple[Path, Path]] = []
 
     @contextmanager
@@ -108,11 +98,7 @@ def create_together() -> Iterator[Create]:
 
 
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
-    """Raise unless safetensors files can hold these tensors.
-
-    Raises:
-        ValueError: the format does not have a dtype.
-    """
+    """Raise unless safetensors files can hold these tensors."""
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
@@ -141,20 +127,8 @@ def write_parts(
     max_file_bytes: int | None,
 ) -> list[Path]:
     """Write safetensors files, and last their index if there are several; reads in the order of
-    :func:`split_into_files`.
-
-    Args:
-        create: opens a file to write.
-        out: the file, or what the several are named after.
-        tensors: what to write.
-        read: gives a tensor's values.
-        notes: further metadata of each file.
-        max_file_bytes: of the tensors in one file; None: there is one file.
-
-    Raises:
-        ValueError: the format does not have a dtype.
-        OSError: a file cannot be written.
-    """
+    :func:`split_into_files`. One file is ``out``, several are named after it, with ``max_file_bytes`` of tensors at
+    most (None: there is one). ``notes`` are further metadata of each."""
     require_storable(tensors)
     files = split_into_files(tensors, max_file_bytes)
     numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]

@@ -31,13 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that has to agree between ranks.
-
-    Attributes:
-        name: its name in the error message: ``"parameter 'w'"``.
-        value: its value on this rank.
-        remedy: the action to take if it differs.
-    """
+    """Something that has to agree between ranks; an error calls it ``name``, such as ``"parameter 'w'"``."""
 
     name: str
     value: str
@@ -50,11 +44,8 @@ def digest(tensor: Tensor) -> str:
 
 
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order.
-
-    Which parameters are on the meta device counts only without ``broadcast_from``, since all ranks then initialize
-    them together.
-    """
+    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order. Which are on
+    the meta device counts only without ``broadcast_from``, since all ranks then initialize them together."""
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
@@ -75,16 +66,8 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
-    """If the block raises on one rank, every rank raises at its end; a collective.
-
-    Args:
-        group: the ranks that take part.
-        what: completes "rank 1 refused ..." in the message on the other ranks.
-
-    Raises:
-        Exception: the block raised it here.
-        RuntimeError: the block raised on another rank; its message is quoted.
-    """
+    """If the block raises on one rank, every rank raises at its end; a collective. ``what`` completes "rank 1 refused
+    ..." in the message on the other ranks, which quotes that of the first."""
     failure: Exception | None = None
     try:
         yield
@@ -99,11 +82,7 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's facts differ from rank 0's; a collective.
-
-    Raises:
-        RuntimeError: naming the first fact that differs, both values and both ranks.
-    """
+    """Raise on every rank if any rank's facts differ from rank 0's, naming the first that does; a collective."""
     difference = _first_difference(facts, group)
     if difference is None:
         return
@@ -119,16 +98,8 @@ def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
 
 
 def require_same_schedule(program: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's collectives differ from rank 0's; a collective.
-
-    Args:
-        program: the name of the program, such as "backward"; it has to agree, too.
-        lines: what this rank starts, in order; they travel only if digests differ.
-        group: the ranks that take part.
-
-    Raises:
-        RuntimeError: naming the program or the first line that differs, and both ranks.
-    """
+    """Raise on every rank if any rank's program, such as "backward", or the collectives that it starts differ from rank
+    0's; a collective. The lines travel only if digests differ."""
     difference = _first_difference([program, *lines], group)
     if difference is None:
         return
@@ -169,10 +140,8 @@ def _first_difference(items: Sequence[T], group: dist.ProcessGroup) -> _Differen
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Overwrite a tensor on every rank with its values on rank ``source`` of the group.
-
-    The values travel as bytes on ``device``, since no backend carries every dtype.
-    """
+    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; they travel as bytes on
+    ``device``, since no backend carries every dtype."""
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
         with small_collective("broadcast", group):
@@ -193,13 +162,9 @@ def ranks_of_default_group() -> int | None:
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
     """What ``decide`` returns on rank 0 of the default process group, or raises there, on every rank.
 
-    An error that cannot be sent is a RuntimeError with its class and text on the other ranks.
-
-    Args:
-        what: the function that decides, for errors.
-        decide: called on rank 0, or here if there is no process group; its result can be pickled. It gets a function to
-            call now and then: the other ranks hear that rank 0 is still there, and wait past the group's time-out.
-        every: seconds between such messages, at least.
+    An error that cannot be sent is a RuntimeError with its class and text on the other ranks; the result can be
+    pickled. ``decide`` gets a function to call now and then: the others hear, at most every ``every`` seconds, that
+    rank 0 is still there, and wait past the group's time-out.
     """
     if not has_groups():
         return decide(lambda: None)

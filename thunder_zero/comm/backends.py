@@ -43,11 +43,7 @@ BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
 
 
 def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
-    """The transport for tensors on ``device``; transports of one model that may share a group have different roles.
-
-    Raises:
-        ValueError: the group has no backend for this device.
-    """
+    """The transport for tensors on ``device``; transports of one model that may share a group have different roles."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
     if backend is None:
@@ -61,11 +57,8 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
 
 
 def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> TaggedTransport:
-    """The transport of a model: over one group or several, with the casts and copies that the plan asks for.
-
-    ``model`` is its name in errors. Tags are announced where that costs next to nothing (gloo, in host memory), or if
-    torch's debug switch asks for it.
-    """
+    """The transport of a model, ``model`` in errors: over one group or several, with the casts and copies of the plan.
+    Tags are announced where that costs next to nothing (gloo, in host memory), or if torch's debug switch asks."""
     groups = (
         [ranks.shard_group]
         if ranks.replicate_group is None
@@ -93,11 +86,7 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     """The device of the shards: ``device``, or that of the first parameter that is not on the meta device.
 
     If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
-
-    Raises:
-        ValueError: a parameter is a DTensor or another tensor subclass, or its gradient cannot be reduced; the device
-            does not exist, is not the current CUDA device, or the group has no backend for it; ``broadcast_from`` is
-            not a rank of the group.
+    Refuses a module or a policy that cannot be trained there.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
@@ -150,11 +139,7 @@ def _has_behaviour(param: nn.Parameter) -> bool:
 
 
 def _require_current(device: torch.device) -> None:
-    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one."""
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
         raise ValueError(
             f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
@@ -216,10 +201,7 @@ class UnsentStaging(Staging):
 
 
 def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> TaggedTransport:
-    """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
-
-    The tensors that it gets and makes are on the meta device.
-    """
+    """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
     several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
     groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
     transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]

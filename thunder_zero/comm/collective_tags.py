@@ -100,11 +100,8 @@ def without_tags(group: ProcessGroup) -> None:
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
-    """Tell all ranks of the group where this rank is; None if nothing is left to be compared.
-
-    Raises:
-        RuntimeError: ranks differed before; under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` without gloo, they differ now.
-    """
+    """Tell all ranks of the group where this rank is; None if nothing is left to be compared. Without gloo, only
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares, and at once."""
     if group.size() == 1 or group in _without_tags:
         return None
     channel = channel_of(group)
@@ -120,11 +117,7 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
 
 
 def compare_tags(step: str, group: ProcessGroup) -> str:
-    """Before a small collective: wait until all ranks of the group are at the same one.
-
-    Returns:
-        The text of the outermost block of :func:`doing`; "" outside.
-    """
+    """Wait until all ranks of the group are at the same small collective; the text of the outermost :func:`doing`."""
     tag = CollectiveTag(_doing.get() or SOMETHING, step)
     announced = announce(tag, group)
     if announced is not None:
@@ -146,11 +139,7 @@ def channel_of(group: ProcessGroup) -> ProcessGroup | None:
 
 
 def require_same_so_far(group: ProcessGroup) -> None:
-    """Raise at once if ranks differed before.
-
-    Raises:
-        RuntimeError: the sentence of that difference.
-    """
+    """Raise at once, with the sentence of that difference, if ranks differed before."""
     found = _differences.get(channel_of(group) or group)
     if found is not None:
         raise RuntimeError(found[0])
@@ -182,12 +171,7 @@ class AnnouncedTag:
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
-        """Wait for the peers' tags, once.
-
-        Raises:
-            RuntimeError: a peer is elsewhere.
-            LostRank: a peer died or does not answer.
-        """
+        """Wait for the peers' tags, once; raise if a peer is elsewhere or lost."""
         if self._posted is None:
             return
         require_same_so_far(self._channel)
@@ -239,14 +223,8 @@ def difference_of(texts: dict[int, str]) -> str:
 
 
 class TaggedTransport(Forwarding):
-    """The transport of one model.
-
-    Args:
-        inner: carries the messages.
-        model: completes the texts of tags: ``"model 0 (Net)"``.
-        group: all ranks that train the model.
-        announces: whether to announce tags; if not, ``inner`` alone works.
-    """
+    """The transport of one model, called ``"model 0 (Net)"`` in tags, which all ranks of ``group`` train. If it does
+    not announce tags, ``inner`` alone works."""
 
     def __init__(self, inner: Transport, model: str, group: ProcessGroup, *, announces: bool) -> None:
         super().__init__(inner)
@@ -292,11 +270,7 @@ class TaggedTransport(Forwarding):
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight.
-
-        Raises:
-            RuntimeError: the ranks differ, or failed at different points.
-        """
+        """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""
         require_same_so_far(self._group)
         if self._announces and self._inner.in_flight:
             failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")

@@ -60,12 +60,6 @@ def ranks_of(group: object, mesh: object) -> Ranks:
 
     A mesh of one dimension shards over it, a mesh of two (replicate, shard) over the second. If the mesh leaves out
     ranks, this is a collective of the ranks in it.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions, or an
-            order that torch's process groups do not keep.
-        TypeError: not a process group; not a mesh.
     """
     if mesh is None:
         alone = process_group(group)
@@ -106,11 +100,7 @@ def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
 
 def _require_matching_rows(copies: list[list[int]]) -> None:
     """Refuse a mesh whose columns would join ranks with different rows: a process group numbers its ranks in ascending
-    order, whatever their order in the mesh.
-
-    Raises:
-        ValueError: there is such a column.
-    """
+    order, whatever their order in the mesh."""
     joined = {frozenset(column) for column in zip(*copies, strict=True)}
     same_rows = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
     if joined != same_rows:
@@ -130,9 +120,6 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
     For collectives that must not mix with those of ``group``, such as those of another thread; they have no tags.
     Ranks should call it right after another collective: if one comes a minute later, this raises.
-
-    Raises:
-        DistNetworkError: a RuntimeError; a rank died or did not answer, within the timeout.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
@@ -175,13 +162,7 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The given group, or the default one.
-
-    Raises:
-        RuntimeError: there is neither.
-        ValueError: this rank is not in the group.
-        TypeError: not a process group.
-    """
+    """The given group, or the default one."""
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(

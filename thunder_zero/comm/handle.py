@@ -34,23 +34,15 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitsBy:
-    """A handle that waits by a function: for another handle, with what comes before or after.
-
-    Attributes:
-        wait: the function, to be called once.
-    """
+    """A handle that waits by a function, to be called once: for another handle, with what comes before or after."""
 
     wait: Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A part of a bucket that finishes independently.
-
-    Attributes:
-        waits: called in order; each returns when its message has ended, and raises if it failed.
-        then: local work on the received data.
-    """
+    """A part of a bucket that finishes independently: each of ``waits``, in order, returns when its message has ended,
+    or raises if it failed; ``then`` is local work on the received data."""
 
     waits: Iterable[Callable[[], object]]
     then: Callable[[], object] | None = None
@@ -77,11 +69,7 @@ class Handle:
         pending.add(self)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The results, one for each parameter of the bucket, in its order. Call it once.
-
-        Raises:
-            RuntimeError: called a second time, or the backend failed (a peer died, a timeout).
-        """
+        """The results, one for each parameter of the bucket, in order; raises if the backend failed. Call it once."""
         if self._results is None:
             raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
@@ -108,11 +96,8 @@ def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
 
 @cache
 def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
-    """The queue of a background thread, which starts when it is first needed.
-
-    One thread serves all transports of the process: messages under a tag must leave in the same order on all
-    ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
-    """
+    """The queue of a background thread, one for all transports: messages under a tag must leave in the same order on
+    all ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
     tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
     at_exit(_let_end, thread)

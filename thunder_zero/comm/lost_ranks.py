@@ -49,14 +49,8 @@ _LOST = re.compile("|".join(LOST_WORDS))
 
 
 class LostRank(DistNetworkError):
-    """A rank died or does not answer.
-
-    Args:
-        rank: this one.
-        who: ``"rank 1"``, or ``"one of ranks [1, 2]"``.
-        reason: what the backend said.
-        tag: where this rank was, as :mod:`thunder_zero.comm.collective_tags` calls it; "" if unknown.
-    """
+    """A rank died or does not answer: ``who``, such as ``"one of ranks [1, 2]"``. ``rank`` is this one, and ``tag``
+    says where it was, if that is known."""
 
     def __init__(self, rank: int, who: str, reason: str, tag: str = "") -> None:
         where = f" in {tag}" * bool(tag)
@@ -92,17 +86,8 @@ def says_lost(error: RuntimeError) -> bool:
 
 @contextmanager
 def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
-    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others.
-
-    Args:
-        group: the ranks that the block communicates with.
-        rank: the one rank of the group that the block waits for; None waits for all.
-        timeout: how long the block waits at most; None: the group's timeout.
-
-    Raises:
-        LostRank: a DistNetworkError; the backend lost a rank.
-        RuntimeError: the backend's own error, for any other reason.
-    """
+    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others. The
+    block waits for ``rank`` of the group (None: for all), at most for ``timeout`` (None: the group's)."""
     start = time.monotonic()
     try:
         yield
@@ -143,9 +128,6 @@ def _is_closed(peer: int, group: ProcessGroup) -> bool:
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of the group's collectives of tensors on this device.
-
-    Private in torch, and there is no public way.
-    """
+    """The timeout of the group's collectives of tensors on this device; torch has no public way to ask for it."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout

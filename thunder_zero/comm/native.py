@@ -84,7 +84,6 @@ class _Native(Launching):
         return Handle(self._start_messages(ops), (), self._pending)
 
     def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
-        """Start messages between pairs of ranks."""
         works = dist.batch_isend_irecv(list(ops)) if ops else []
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
 

@@ -158,10 +158,7 @@ class PairwiseGloo(Launching):
             yield BucketPart(self._post_receives({rank: buffer}, self._tag), unpack)
 
     def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> BucketPart:
-        """Write the mean of all ranks' parts for this rank into ``mean``.
-
-        The caller sends ``parts[r]`` to rank r.
-        """
+        """Write the mean of all ranks' parts for this rank into ``mean``; the caller sends ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         receives = self._post_receives(arrived, self._tag)
@@ -245,16 +242,8 @@ def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
 
 
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
-    """Which tensors of a bucket share messages: each large one has its own, all small ones share one.
-
-    Args:
-        tensors: shards, or (``sharded=False``) full tensors that are cut into one part per rank.
-        world_size: number of ranks.
-        sharded: see ``tensors``.
-
-    Returns:
-        Positions in ``tensors`` for each message, in an order that depends on shapes and dtypes only.
-    """
+    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
+    Their order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
     parts = 1 if sharded else world_size
     small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
     large = [[at] for at in range(len(tensors)) if at not in set(small)]
@@ -263,9 +252,7 @@ def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> li
 
 def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the mean of two or more 1-D ``parts`` into ``out``, added up in their order; half precision in float32.
-
-    ``out`` may be the first or the second part.
-    """
+    ``out`` may be the first or the second part."""
     first, second, *others = parts
     if out.itemsize >= 4:
         torch.add(first, second, out=out)

@@ -29,12 +29,7 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Around a small collective: all ranks of the group are at the same one, and an error names the lost rank.
-
-    Raises:
-        RuntimeError: a rank is elsewhere; the collective was not started.
-        LostRank: a rank died or does not answer.
-    """
+    """Around a small collective: it starts only if all ranks of the group are at it, and an error names a lost rank."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 

@@ -19,12 +19,8 @@ from thunder_zero.plan.rows import rows_in
 
 
 class HostCopies:
-    """The copies of one model's offloaded shards, which run in the stream of compute while the host goes on.
-
-    Args:
-        device: where compute is; only copies to a GPU are asynchronous.
-        offloaded: whether any shard rests in host memory; if not, the host never waits.
-    """
+    """The copies of one model's offloaded shards, which run in the stream of compute while the host goes on; those to a
+    GPU alone are asynchronous. If no shard rests in host memory, the host never waits."""
 
     def __init__(self, device: torch.device, *, offloaded: bool) -> None:
         self._device = device

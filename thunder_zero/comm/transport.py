@@ -31,13 +31,11 @@ def outside_autograd(launch: Function) -> Function:
 
 
 class Transport(ABC):
-    """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype.
+    """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype, and those of gradients
+    are among ``averages``.
 
     Every rank launches the same buckets in the same order, from one thread. Inputs must not change before the
     handle's ``wait`` returns.
-
-    Attributes:
-        averages: dtypes of gradients that it can average.
     """
 
     averages: frozenset[torch.dtype]
@@ -50,7 +48,6 @@ class Transport(ABC):
 
         Args:
             shards: contiguous, each ``layout.shard_shape(param.shape, W)``.
-            params: the parameters of the bucket.
             into: buffers of ``layout.padded_shape(param.shape, W)`` in which this rank's rows already are the
                 shards; the other rows are filled.
 
@@ -60,51 +57,29 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average gradients of sharded parameters over ranks.
-
-        Args:
-            grads: each ``param.shape``, in ``param.reduce_dtype``, contiguous or not.
-            params: their parameters.
-
-        Returns:
-            A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, zero in the padding.
-        """
+        """Average gradients of sharded parameters over ranks; each is ``param.shape``, in ``param.reduce_dtype``,
+        contiguous or not. The handle has this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, zero in
+        the padding."""
 
     @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average gradients of replicated parameters over ranks.
-
-        Returns:
-            A handle of the means, equal on all ranks, in new tensors (for W > 1).
-        """
+        """Average gradients of replicated parameters over ranks. The handle has the means, equal on all ranks, in new
+        tensors (for W > 1)."""
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Send tensors to other ranks of this copy of the model, and receive others from them.
-
-        Both ends list the same sizes in the same order, and all tensors of a call have one dtype.
-
-        Args:
-            outgoing: what each rank gets from this one.
-            incoming: where what each rank sends is written.
-
-        Returns:
-            A handle without results; ``incoming`` is complete when its ``wait`` returns.
-        """
+        """Send tensors to other ranks of this copy of the model, and receive others from them, by rank. Both ends list
+        the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
+        handle's ``wait``, without results, returns."""
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller.
-
-        Returns:
-            A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
-        """
+        """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller. The
+        function returned waits for its result; if the backend orders launches by streams, ``start`` runs only then."""
         return start
 
     def with_tag(self, tag: int) -> Transport:
-        """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1.
-
-        A handle is in flight for both. A backend without tags, which matches by order alone, ignores it.
-        """
+        """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1. A handle is in flight
+        for both. A backend without tags, which matches by order alone, ignores it."""
         return self
 
     @property
@@ -128,11 +103,7 @@ class Launching(Transport):
         return bool(self._pending)
 
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight.
-
-        Raises:
-            RuntimeError: the backend failed; the remaining handles stay pending.
-        """
+        """Wait for all that a failed step left in flight; if the backend failed, the remaining handles stay pending."""
         while self._pending:
             next(iter(self._pending)).settle()
 

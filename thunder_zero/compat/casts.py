@@ -83,15 +83,7 @@ def _subclass(
 
 def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
     """Cast floating-point tensors wherever they are, in structures that keep their types; Thunder traces this.
-
-    Args:
-        tree: what the owner takes or returns.
-        dtype: to cast to.
-        owner: the module, or the name of the whole one. A name here would be checked before every forward.
-
-    Raises:
-        TypeError: tensors in a structure that cannot be made anew with others in it.
-    """
+    ``owner`` is the module, or the name of the whole one: a name here would be checked before every forward."""
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):

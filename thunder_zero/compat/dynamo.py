@@ -54,12 +54,9 @@ def capture(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def whole(most: int, breaks: list[str]) -> Iterator[None]:
-    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph.
-
-    Args:
-        most: programs of one function; where it would compile more, it raises TooManyPrograms.
-        breaks: gets, for each graph that it ends, the sentence that says where and why.
-    """
+    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph. It
+    raises TooManyPrograms where it would compile more than ``most`` programs of one function; ``breaks`` gets, for each
+    graph that it ends, the sentence that says where and why."""
     others = len(graph_break_reasons)  # of all that this process compiled before
     with config.patch(
         recompile_limit=most,
@@ -76,10 +73,7 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
     """Whether a graph, captured with gradients on, is all of ``forward`` and would be the same with gradients off: no
-    code around it would run, and none that dynamo captured asks for the mode.
-
-    Called from a backend, while dynamo compiles the graph.
-    """
+    code around it would run, and none that dynamo captured asks for the mode. Called while dynamo compiles it."""
     ended: Any = graph.compile_subgraph_reason
     codes = TracingContext.get_traced_code() or []
     is_whole = bool(codes) and codes[0] is forward.__code__ and not ended.graph_break

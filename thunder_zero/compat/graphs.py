@@ -59,11 +59,7 @@ def has_method(name: str) -> bool:
 
 
 def register(graph: fx.GraphModule) -> None:
-    """Register the operators, written in C++, that Thunder does not know; what is written in Python, it traces.
-
-    Args:
-        graph: of dynamo.
-    """
+    """Register the operators, written in C++, that Thunder does not know; what is written in Python, it traces."""
     methods = vars(torch._C.TensorBase)
     bodies = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]  # checkpoints', too
     for node in (node for body in bodies for node in body.graph.nodes):

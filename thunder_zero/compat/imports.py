@@ -83,9 +83,6 @@ def let_thunder_import() -> None:
     """Let an ``import thunder`` from now on find what it needs, and register the plugins by name.
 
     Thunder itself is not imported: whoever only asks for help, or reads a plan, need not wait for it.
-
-    Raises:
-        ImportError: an earlier ``import thunder`` failed half-way in this process.
     """
     if half_imported(sys.modules):
         raise ImportError(

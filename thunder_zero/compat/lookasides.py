@@ -81,11 +81,8 @@ _ABSENT = object()
 
 
 def refuse_calls(is_ours: Callable[[], bool]) -> None:
-    """Register our functions in front of Thunder's; it calls them while it traces any model.
-
-    Args:
-        is_ours: whether the model that is traced now is a sharded one; others keep what Thunder does.
-    """
+    """Register our functions in front of Thunder's, which it calls while it traces any model; unless the model is ours,
+    they do what Thunder does."""
 
     def set_attribute(obj: Any, name: str, value: Any) -> Any:
         if is_ours() and _is_lost(obj, unwrap(name), unwrap(value)):

@@ -152,14 +152,8 @@ def share_found_inf() -> None:
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """torch's operator on local tensors; then the flag is the largest of all ranks of each mesh that a gradient is
-    sharded over, which takes one small collective for each of its dimensions.
-
-    Args:
-        operator: the operator.
-        args: the gradients, of which some may be plain; the flag, one element; the inverse scale, one element.
-        kwargs: none.
-    """
+    """torch's operator on local tensors; then the flag, of one element, is the largest of all ranks of each mesh that a
+    gradient is sharded over, which takes one small collective for each of its dimensions."""
     grads, found, inverse = args
     local = [_local(of) for of in (found, inverse)]
     operator([_local(grad) for grad in grads], *local, **kwargs)

@@ -62,13 +62,11 @@ ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def broadcast_scalars(computation: TraceCtx) -> TraceCtx:
-    """The trace in which 0-dim operands of elementwise operations have the shape of what is computed.
+    """The trace, before autodiff and with parameters synchronised, in which 0-dim operands of elementwise operations
+    have the shape of what is computed.
 
     Where any of them has another dtype than the result, as under mixed precision, all stay as they are: with more
     dimensions it would decide the result's, and the parts of a gradient that meet must have one shape.
-
-    Args:
-        computation: before autodiff, with parameters synchronised, which have their dtypes then.
     """
     scalars = [_scalars(line) for line in computation.bound_symbols]
     lines = list(zip(computation.bound_symbols, scalars, strict=True))
@@ -112,13 +110,7 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An argument that turns an operator's random numbers off by 0 or False.
-
-    Attributes:
-        position: among the positional arguments.
-        names: by which it may be given instead.
-        default: its value where it is not given.
-    """
+    """An argument, by position or by one of its names, that turns an operator's random numbers off by 0 or False."""
 
     position: int
     names: tuple[str, ...]
@@ -151,15 +143,8 @@ Draws = Callable[[str], bool]  # whether the operator of this name draws random 
 
 
 def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
-    """The trace, before autodiff, in which no random number is drawn a second time for backward.
-
-    Args:
-        computation: before autodiff.
-        draws: says by an operator's name whether it draws; Thunder does not tag all that do.
-
-    Raises:
-        RuntimeError: an operator whose gradient, in Thunder, draws again.
-    """
+    """The trace, before autodiff, in which no random number is drawn a second time for backward. ``draws`` says by an
+    operator's name whether it draws; Thunder does not tag all that do."""
     for bsym in _leaves(computation.bound_symbols):
         _refuse_drawn_again(bsym)
     new = from_trace(computation)

@@ -35,15 +35,7 @@ EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that bu
 
 @dataclass(frozen=True, slots=True)
 class RefusedPart:
-    """A kind of submodule that is refused.
-
-    Attributes:
-        is_it: whether a submodule is of this kind.
-        what: what it is or has.
-        instead: what to use.
-        why: what goes wrong with it.
-        under_dynamo: whether it is refused where dynamo captures graphs, too.
-    """
+    """A kind of submodule that is refused; ``under_dynamo``: where dynamo captures graphs, too."""
 
     is_it: Callable[[nn.Module], bool]
     what: str
@@ -129,12 +121,8 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
 
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may
-    have become so: torch's ``update_bn``, for one, sets ``momentum=None``.
-
-    Raises:
-        RuntimeError: naming the first.
-    """
+    """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may have
+    become so: torch's ``update_bn``, for one, sets ``momentum=None``."""
     for path, module in root.named_modules():
         for part in parts:
             if part.is_it(module):

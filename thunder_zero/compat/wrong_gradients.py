@@ -45,15 +45,7 @@ WITHOUT_CONJUGATE = {
 
 
 def require_unwritten(forward: TraceCtx, module: str) -> None:
-    """Refuse a forward that saves what it has written over.
-
-    Args:
-        forward: the forward trace that will run; it returns its results, and what it saves for backward.
-        module: name of the module's class.
-
-    Raises:
-        RuntimeError: a value has been written to, and is saved as it was before.
-    """
+    """Refuse a forward that saves for backward what it has written over."""
     saved = _names(forward.bound_symbols[-1].args[1])
     alias: dict[str, str] = {}  # a value by the name that it had before an operation in place
     for line in _lines(forward.bound_symbols):
@@ -72,17 +64,12 @@ def require_unwritten(forward: TraceCtx, module: str) -> None:
 
 
 def require_gradients(computation: TraceCtx, module: str) -> None:
-    """Refuse a program that would lose gradients.
+    """Refuse a program, before autodiff, that would lose gradients.
 
-    Args:
-        computation: the trace before autodiff, of a forward that a backward may follow.
-        module: name of the module's class.
-
-    Raises:
-        RuntimeError: it gives a list of tensors to an operator that Thunder registered automatically, or puts values
-            with a gradient into a tensor without one. It multiplies complex numbers that have a gradient. It writes in
-            place to an input with a gradient, or to a view of a parameter; to a value of which it reads another view
-            later; or, under no_grad, to a value that has a gradient.
+    It gives a list of tensors to an operator that Thunder registered automatically, or puts values with a gradient into
+    a tensor without one. It multiplies complex numbers that have a gradient. It writes in place to an input with a
+    gradient, or to a view of a parameter; to a value of which it reads another view later; or, under no_grad, to a
+    value that has a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}

@@ -79,15 +79,7 @@ class Arguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CheckedArguments:
-    """The arguments, checked.
-
-    Attributes:
-        policy: how to shard.
-        process_group, mesh: the ranks, one or none of the two.
-        device: the shards' device.
-        sources: initial values.
-        progress: whether compilations are announced.
-    """
+    """The arguments, checked; of ``process_group`` and ``mesh`` one at most is given."""
 
     policy: Policy
     process_group: dist.ProcessGroup | None
@@ -98,13 +90,6 @@ class CheckedArguments:
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
-    """Check the arguments.
-
-    Raises:
-        TypeError: not a policy; a field that policies do not have; init that is no function, weights no mapping.
-        OSError: ``weights`` cannot be read.
-        ValueError: a field out of range; a stage that contradicts the policy; an unknown device.
-    """
     others: dict[str, Any] = dict(arguments)
     where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
     device = device_named(others.pop("device", None))
@@ -114,12 +99,7 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
 
 
 def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:
-    """A policy, or that of a stage, with some fields changed.
-
-    Raises:
-        TypeError: not a policy; a field that policies do not have.
-        ValueError: a field out of range; a stage that contradicts the policy.
-    """
+    """A policy, or that of a stage, with some fields changed."""
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():
         if name in FROM_FSDP2 and name not in known:
@@ -142,12 +122,6 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """The sources of initial values.
-
-    Raises:
-        TypeError: not a function; neither a mapping nor a path.
-        OSError, ValueError: files that cannot be read.
-    """
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):
@@ -161,11 +135,6 @@ def sources_of(init: object, weights: object) -> Sources:
 
 
 def device_named(device: torch.device | str | None) -> torch.device | None:
-    """The device.
-
-    Raises:
-        ValueError: torch does not know its name.
-    """
     try:
         return None if device is None else torch.device(device)
     except RuntimeError:

@@ -33,14 +33,11 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Compilations:
-    """The compilations of one model.
+    """The compilations of one model, said on ``terminal`` (None: nowhere).
 
     Attributes:
-        name: of the module's class.
         forward: the module's, whose signature names inputs.
-        terminal: where to say what is compiled; None: nowhere.
         shapes: of the inputs of each forward that compiled something.
-        warned: that they change.
         seen: the looks of inputs, for which nobody need look any more.
     """
 
@@ -117,11 +114,8 @@ def _listed(shapes: Shapes) -> str:
 
 
 def changed(shapes: Sequence[Shapes]) -> str | None:
-    """Which input changes from program to program of one function, and what to do; None if shapes do not.
-
-    Args:
-        shapes: of each program's inputs, by the names of arguments, or the expressions that dynamo has for them.
-    """
+    """Which input changes from program to program of one function, and what to do; None if shapes do not. These are by
+    the names of arguments, or by the expressions that dynamo has for them."""
     for name in shapes[-1] if shapes else ():
         found = list(dict.fromkeys(tuple(each[name]) for each in shapes if name in each))
         if len(found) > 1:

@@ -106,13 +106,8 @@ class Traces:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled programs of one model.
-
-    Attributes:
-        executor: its symbols.
-        fuses: whether the model's executors fuse pointwise lines on a GPU.
-        programs: the facts about each program, by forward trace.
-    """
+    """The compiled programs of one model, with the facts about each by forward trace. ``fuses``: the model's executors
+    fuse pointwise lines on a GPU."""
 
     executor: ZeroExecutor
     fuses: bool = False

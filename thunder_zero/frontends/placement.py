@@ -73,11 +73,9 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
 
 
 def intact(model: ThunderModule, state: State) -> list[Check]:
-    """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward.
-
-    Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
-    ``.data = ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan.
-    """
+    """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward. A
+    change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data =
+    ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan."""
     plain: nn.Module = model._model
     modules = list(plain.named_modules())
     checks = [_hooks_stay(module, path) for path, module in modules]
@@ -98,11 +96,7 @@ def nones_stay(plain: nn.Module) -> list[Check]:
 
 
 def require_intact(checks: Iterable[Check]) -> None:
-    """Raise for the first thing that was changed.
-
-    Raises:
-        RuntimeError: naming a parameter, buffer or submodule that was replaced, moved, cast, frozen, thawed or hooked.
-    """
+    """Raise for the first thing that was changed."""
     for check in checks:
         if (sentence := check()) is not None:
             raise RuntimeError(sentence)

@@ -153,11 +153,7 @@ def _saves_nothing(forward: TraceCtx) -> bool:
 
 
 def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: ZeroExecutor) -> None:
-    """Prove that the traces that will run are right.
-
-    Raises:
-        ScheduleError: a collective or a free of it is wrong.
-    """
+    """Prove that the traces that will run are right."""
     timeline = lift_phases(forward, backward, executor)
     if backward is None:
         timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything

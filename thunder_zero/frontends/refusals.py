@@ -64,16 +64,7 @@ DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
 
 
 def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> None:
-    """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module.
-
-    Args:
-        model: the jitted module.
-        transform: the one that is about to shard it.
-
-    Raises:
-        RuntimeError: the module is already sharded, or is a copy of one, or has no shapes yet, or a part that cannot be
-            traced; the transform was used before.
-    """
+    """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module."""
     module: nn.Module = model._model
     name = type(module).__name__
     why_not = chain(_other_transforms(model, transform, name), _other_wrappers(module, name), _state(module, name))
@@ -139,11 +130,7 @@ def _state(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def refuse_tools(name: str) -> None:
-    """Raise inside of torch's tools that look into a model or its backward.
-
-    Raises:
-        RuntimeError: ``torch.export``, a function transform or ``detect_anomaly`` is active.
-    """
+    """Raise inside of torch's tools that look into a model or its backward."""
     if is_inside_function_transform():  # whose tensors have no memory that programs could read
         raise RuntimeError(
             f"{name} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "

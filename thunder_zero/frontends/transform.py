@@ -128,7 +128,6 @@ class ZeroTransform(ProgramTransform):
         model._compiled = self.compiled
 
     def _checks(self, model: ThunderModule) -> list[Check]:
-        """What has to stay as it is."""
         return [*intact(model, self._state), *nones_stay(model._model)]
 
     def _take_over(
@@ -143,11 +142,8 @@ class ZeroTransform(ProgramTransform):
         return state
 
     def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own.
-
-        Returns:
-            The arguments of forward, in the dtypes of compute.
-        """
+        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own. Returns
+        the arguments of forward, in the dtypes of compute."""
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "

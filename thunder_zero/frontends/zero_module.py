@@ -181,11 +181,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         set_tensor(self.plain, name.removeprefix("."), value.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
-        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.
-
-        Raises:
-            RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
-        """
+        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
             if place_of(fn(tensor)) != place_of(tensor):
@@ -255,11 +251,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
 
 
 def zero_module(model: object) -> ZeroModule:
-    """The model, if ZeroTransform made it.
-
-    Raises:
-        TypeError: it did not.
-    """
+    """The model, if ZeroTransform made it."""
     sharded = sharded_model(model)
     assert isinstance(sharded, ZeroModule), "there is no other class"
     return sharded

@@ -22,22 +22,12 @@ LATER = (
 def begin(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Find out what a step is to do; one small collective where all ranks agree.
-
-    Args:
-        kind: name of the ordinary optimizer's class.
-        members: in the order in which they travel.
-        groups: with their options of this step.
-        state: the model's.
-        known: the ranks have agreed on members and groups in an earlier step.
+    """Find out what a step is to do; one small collective where all ranks agree, and an error on every rank where they
+    do not. ``known``: they have agreed on members, in the order in which these travel, and groups in an earlier step.
 
     Returns:
         The paths of the parameters that have a gradient, and of those that every rank has in full as they are now, the
         same on all ranks.
-
-    Raises:
-        RuntimeError: the ranks have other classes, parameters, owners or hyper-parameters; a parameter has a gradient
-            on some ranks only.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:

@@ -49,14 +49,8 @@ class Values:
 
 
 class ToOwners:
-    """The rows of a bucket's parameters and gradients, on their way to the owners.
-
-    Args:
-        state: the model's.
-        members: of the bucket.
-        paths: of the parameters that have a gradient, on all ranks.
-        at_hand: paths of the parameters that every rank has in full (ZeRO-1): only gradients travel.
-    """
+    """The rows of a bucket's parameters, and of the gradients of ``paths``, on their way to the owners. Of those
+    parameters that every rank has in full (``at_hand``, ZeRO-1) only gradients travel."""
 
     def __init__(
         self, state: State, members: Sequence[Member], paths: Collection[str], at_hand: Collection[str]

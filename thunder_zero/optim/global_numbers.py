@@ -62,11 +62,7 @@ def clip_grad_norm_(
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
-
-    Raises:
-        RuntimeError: a rank has no gradient yet, or unreduced ones; the norm is NaN or Inf, and
-            ``error_if_nonfinite``. On every rank.
-    """
+    Raises on every rank, or on none."""
     norm, statuses = total_norm(state, norm_type)
     if OPEN in statuses:
         path = next(iter(state.accumulation.paths), None)

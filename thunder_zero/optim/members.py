@@ -32,11 +32,7 @@ from thunder_zero.sharded.state import State
 
 
 def require_maker(make: object) -> None:
-    """Refuse what makes no optimizers.
-
-    Raises:
-        TypeError: an optimizer, parameters or another object in the place of a class.
-    """
+    """Refuse what makes no optimizers."""
     if isinstance(make, Optimizer) or not callable(make):
         raise TypeError(
             f"tz.whole was given a {type(make).__name__} to make optimizers with; give the class itself and then the "
@@ -45,22 +41,14 @@ def require_maker(make: object) -> None:
 
 
 def listed(params: Iterable[Any]) -> Groups:
-    """The groups of parameters, named parameters or groups, with lists of parameters.
-
-    Raises:
-        TypeError, ValueError: a module; or torch refuses them, such as one parameter in two groups.
-    """
+    """The groups of parameters, named parameters or groups, with lists of parameters."""
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return Optimizer(params, {}).param_groups
 
 
 def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
-    """The model that all of these parameters belong to; ``state`` is the model's, if it is known.
-
-    Raises:
-        ValueError: a parameter that is not a sharded model's, or of another one; no parameter.
-    """
+    """The model that all of these parameters belong to; ``state`` is the model's, if it is known."""
     for shard in shards:
         owner = owner_of(shard)
         if owner is None:
@@ -95,23 +83,12 @@ def ordinary(
     """Make the ordinary optimizer, and try it, on every rank alike: all get the same defaults, and the same errors.
 
     Args:
-        make: makes it.
-        groups: of shards.
         given: of each group the options that the user gave.
-        options: of ``make``.
-        state: the model's.
         moving: the options of groups that its steps have changed: a new one has its own, if nobody gave them.
         trusted: it steps every parameter alone, whatever is found.
 
     Returns:
         One over parameters of full shapes, which take no memory; what was found.
-
-    Raises:
-        TypeError: not an optimizer.
-        ValueError: its step needs arguments, or fails on groups without parameters; it makes other groups, or changes
-            options only where a group has parameters.
-        RuntimeError: it couples parameters, cannot be tried, or draws random numbers where there are several copies.
-        Exception: raised by ``make``.
     """
     kept = [
         {key: of for key, of in hyper_parameters(group).items() if key in keys or key not in moving}

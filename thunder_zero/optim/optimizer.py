@@ -90,11 +90,7 @@ def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, 
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook of :class:`Whole` before it loads a state dict.
-
-    Raises:
-        ValueError: it has a state of a parameter that another rank owns.
-    """
+    """A hook of :class:`Whole` before it loads a state dict: refuses a state of a parameter that another rank owns."""
     assert isinstance(optimizer, Whole)
     rank, shards = optimizer.model.plan.rank, parameters_of(optimizer)
     for number, values in state_dict["state"].items():
@@ -118,11 +114,7 @@ class Closed(StepsWhole):
     _foreign: frozenset[str] = frozenset()  # the attributes that the ordinary optimizer alone has
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what a ``torch.optim.Optimizer`` does not have.
-
-        Raises:
-            AttributeError: always.
-        """
+        """Called for what a ``torch.optim.Optimizer`` does not have."""
         raise AttributeError(
             f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
             f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
@@ -130,11 +122,7 @@ class Closed(StepsWhole):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this object.
-
-        Raises:
-            AttributeError: the ordinary optimizer has it, which would not see it.
-        """
+        """Refuse an attribute that the ordinary optimizer has, which would not see it."""
         if name in self._foreign:
             raise AttributeError(
                 f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
@@ -144,11 +132,7 @@ class Closed(StepsWhole):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Called for copies and pickles.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse copies and pickles."""
         raise TypeError(
             f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
             f"its state_dict()"
@@ -156,19 +140,8 @@ class Closed(StepsWhole):
 
 
 class Whole(Closed):
-    """See :func:`whole`.
-
-    Args:
-        make: makes the ordinary optimizer.
-        params: of one sharded model.
-        options: of ``make``.
-        trusted: take it, whatever probe runs find.
-
-    Attributes:
-        kind: the name of the ordinary optimizer's class.
-        model: the sharded model's state.
-        members: the parameters that it trains, in the order in which they travel.
-    """
+    """See :func:`whole`. ``kind`` is the name of the ordinary optimizer's class; ``members`` are the parameters that it
+    trains, in the order in which they travel."""
 
     def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
         require_maker(make)
@@ -191,12 +164,8 @@ class Whole(Closed):
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters get owners, those of others stay.
-
-        Raises:
-            ValueError, Exception: as :func:`whole`.
-            RuntimeError: steps have changed attributes of the ordinary optimizer, such as a count.
-        """
+        """Add a group, unless steps have changed attributes of the ordinary optimizer, such as a count. Its parameters
+        get owners, those of others stay."""
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
@@ -238,13 +207,8 @@ class Whole(Closed):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient; a collective.
-
-        Raises:
-            RuntimeError: a closure is given; ranks differ; a parameter has a gradient on some ranks only; the ordinary
-                optimizer raised on another rank.
-            Exception: the ordinary optimizer raised it here.
-        """
+        """Step all parameters that have a gradient; a collective. If ranks differ, or the ordinary optimizer raises on
+        one of them, every rank raises."""
         if closure is not None:
             raise RuntimeError(
                 f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
@@ -267,23 +231,15 @@ class Whole(Closed):
                 self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
-        """After a change of options or groups: on all ranks alike, since they have compared those.
-
-        Raises:
-            RuntimeError: the optimizer couples parameters now.
-        """
+        """After a change of options or groups: on all ranks alike, since they have compared those."""
         if self._look != look_of(self.param_groups, self._moving):
             _, found = self._tried(self.param_groups, self._given, self._moving)
             self._moving, self._moves_all = self._moving | found.moving, found.moves_all
             self._look = look_of(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
-        """Step these parameters, bucket by bucket. After an error the rest travels as it is, since the other ranks wait
-        for it.
-
-        Returns:
-            What the ordinary optimizer raised.
-        """
+        """Step these parameters, bucket by bucket. After an error, which is returned, the rest travels as it is, since the
+        other ranks wait for it."""
         failure: Exception | None = None
         groups = after = [hyper_parameters(group) for group in self.param_groups]
         buckets, words = self._buckets, list[dict[str, str]]()

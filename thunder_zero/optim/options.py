@@ -36,12 +36,7 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
 
 def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
     """Options or attributes by name: numbers, strings, tensors that are not large, and collections of them by value,
-    functions and classes by name, other objects by class.
-
-    Args:
-        values: by name.
-        amounts: tell floating-point numbers apart; otherwise only zero from others.
-    """
+    functions and classes by name, other objects by class. Without ``amounts`` floats are told from zero only."""
     return {name: repr(tree_map(partial(_told, amounts), value)) for name, value in values.items()}
 
 

@@ -41,20 +41,12 @@ def work_of_shape(shape: tuple[int, ...]) -> int:
 
 
 def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, before: Sequence[int] = ()) -> tuple[Bucket, ...]:
-    """Put pieces into buckets, and give each an owner.
+    """Put pieces into buckets, in the order in which they travel, and give each an owner; ``before`` is the work that
+    each rank has already.
 
     A bucket holds pieces of similar work, so that its owners finish together: the pieces are sorted by work, and a
     bucket takes as many as fit into ``bucket_bytes``, or into the size of its first one for each rank. Within a bucket
     the largest piece goes first, to the rank with the least work in the bucket, then with the least of all.
-
-    Args:
-        pieces: in any order.
-        ranks: how many ranks share the parameters.
-        bucket_bytes: of whole parameters.
-        before: the work that each rank has already.
-
-    Returns:
-        The buckets in the order in which they travel.
     """
     totals = list(before or [0] * ranks)
     buckets = []

@@ -84,12 +84,7 @@ def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
 
 class _ProbeRun:
     """Probe parameters (``kinds``) that one optimizer has stepped: how far each moved in each step (``moves``), whose
-    random numbers the steps drew, the options of groups that they changed (``moved``).
-
-    Raises:
-        ValueError: the steps show nothing: values become NaN or Inf, or stay as they are.
-        Exception: of the optimizer.
-    """
+    random numbers the steps drew, the options of groups that they changed (``moved``). Raises if these show nothing."""
 
     def __init__(
         self, make: Callable[[GroupedParams], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device

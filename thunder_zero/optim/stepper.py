@@ -52,13 +52,7 @@ def made(
     make: Make, options: Mapping[str, Any], groups: Groups, given: Given, members: GroupedParams, *, named: bool
 ) -> Optimizer:
     """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
-    groups the others later.
-
-    Raises:
-        TypeError: not an optimizer.
-        ValueError: it makes other groups.
-        Exception: raised by ``make``.
-    """
+    groups the others later."""
     of_groups = range(len(groups))
     optimizer = make([as_given(groups[at], given[at], at, members, named=named) for at in of_groups], **options)
     if not isinstance(optimizer, Optimizer):
@@ -101,17 +95,8 @@ class BucketStepper:
     def step(
         self, values: Mapping[str, Values], groups: Groups, given: Given, states: MutableMapping[Any, Any]
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Step the parameters that have values.
-
-        Args:
-            values: by path; the optimizer may write to them.
-            groups: the hyper-parameters of all groups.
-            given: which of them a constructor takes.
-            states: by shard, or by whatever else the optimizer keeps; updated.
-
-        Returns:
-            The updated parameters by path, and the groups' hyper-parameters after the step.
-        """
+        """Step the parameters that have values; returns them by path, and the groups' hyper-parameters after the step.
+        It may write to the values, and updates ``states``, by shard or by whatever else the optimizer keeps."""
         for of, param in self._owned:
             if (found := values.get(of.param.path)) is not None:
                 param.data, param.grad = found.param, found.grad
@@ -135,7 +120,6 @@ class BucketStepper:
         return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
 
     def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
-        """The optimizer with these hyper-parameters."""
         members = [(of.group, of.name, param) for of, param in self._owned]
         if self._optimizer is None:
             self._optimizer = made(self._make, self._options, groups, given, members, named=self._named)

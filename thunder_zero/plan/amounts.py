@@ -18,15 +18,7 @@ SHORT = {
 
 
 def bytes_of(name: str, amount: int | str) -> int:
-    """Bytes of ``"80GiB"``, ``"80GB"``, ``"1000000B"``, or a count of them.
-
-    Args:
-        name: of the argument, for the error.
-        amount: a count, or a number with a unit.
-
-    Raises:
-        ValueError: it is something else, has no unit, or is not above 0.
-    """
+    """Bytes of ``"80GiB"``, ``"80GB"``, ``"1000000B"``, or a count of them; an error calls them ``name``."""
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
     text = amount.upper() if isinstance(amount, str) else ""
@@ -64,15 +56,7 @@ def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
 @overload
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``; None of None.
-
-    Args:
-        name: of the argument, for the error.
-        dtype: of floating-point numbers.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The dtype of ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``; None of None. An error calls it ``name``."""
     if dtype is None:
         return None
     found = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype

@@ -230,14 +230,11 @@ class Plan:
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """The default unit rule: the outermost repeated submodules that hold parameters.
+    """The default unit rule: the outermost repeated submodules that hold parameters, as paths in module order.
 
     A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
     the same class (transformer blocks, the blocks of a ResNet's stages). A leaf counts only if a sibling in the same
     container has its class (the layers of an MLP). The rule searches inside everything else.
-
-    Returns:
-        Paths in module order.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     everywhere = Counter(type(member) for member in members)
@@ -384,11 +381,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
 
 
 def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
-    """The precision of a parameter, found under any of its names.
-
-    Raises:
-        ValueError: overrides that differ for the names of a tied parameter.
-    """
+    """Overrides may not differ for the names of a tied parameter."""
     found = {name: other for name in names if (other := precision.of(name)) is not precision}
     different = [name for name, other in found.items() if other != found[next(iter(found))]]
     if different:

@@ -79,7 +79,6 @@ class Times:
 
 
 def _checked(phase: str, seconds: object) -> dict[str, float]:
-    """A copy in the order of the paths."""
     if not isinstance(seconds, Mapping):
         raise ValueError(f"{phase} is {seconds!r}; give a mapping from paths of parameters to seconds")
     for path, value in seconds.items():

@@ -85,7 +85,6 @@ class MixedPrecision:
         return inputs, override.output_dtype or self.param_dtype
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
-        """The last entry whose pattern matches one of these names."""
         entries = self.overrides.items()
         matching = [other for pattern, other in entries if any(fnmatchcase(name, pattern) for name in names)]
         return matching[-1] if matching else None

@@ -54,7 +54,6 @@ class _Open:
         return self.current[kind][0] if kind in self.current else -1
 
     def close(self, members: Iterable[int]) -> None:
-        """Close the buckets that hold one of these launches."""
         gone = set(members)
         self.current = {kind: ats for kind, ats in self.current.items() if gone.isdisjoint(ats)}
 

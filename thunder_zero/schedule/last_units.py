@@ -21,12 +21,8 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
-    """Plans to keep the last units of forward unsharded, as many as do not raise the peak of gathered bytes.
-
-    Args:
-        timeline: before any pass.
-        scheduled: places and frees its gathers.
-    """
+    """Plans to keep the last units of forward unsharded, as many as do not raise the peak of gathered bytes: that of
+    the timeline, before any pass, when ``scheduled`` has placed and freed its gathers."""
     if timeline.plan.policy.reshard_after_forward:
         return timeline
 
@@ -58,11 +54,8 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
-    """The units that backward would gather again, as sets of paths, beginning with the last that forward gathers.
-
-    Each with all its parameters: a fuser may make backward compute from parameters that it would not read otherwise (a
-    bias). The root unit comes in several runs: its head in the first, its embedding in the last.
-    """
+    """The units that backward would gather again, from the last of forward, each with all its parameters: a fuser may
+    make backward compute from one that it would not read otherwise (a bias). The root has several runs, head first."""
     needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]

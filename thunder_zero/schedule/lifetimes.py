@@ -14,12 +14,8 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[str, int]:
-    """For each memory, the position of the last operation that reads or writes a value in it. A FREE does neither.
-
-    Args:
-        ops: in order.
-        holds: from a value to the memory that it may be in, such as the values that it may be a view of.
-    """
+    """For each memory, the position of the last operation that reads or writes a value in it; a FREE does neither.
+    ``holds`` gives the memory that a value may be in, such as the values that it may be a view of."""
     last: dict[str, int] = {}
     for at, op in enumerate(ops):
         for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
@@ -29,8 +25,7 @@ def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[
 
 
 def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """For each gathered parameter (value), the last position that needs it, or what may be a view of it
-    (:func:`thunder_zero.schedule.derived.gathered_from`)."""
+    """For each gathered parameter (value), the last position that needs it, or what may be a view of it."""
     return last_uses(timeline.ops, lambda name: made_from.get(name, ()))
 
 

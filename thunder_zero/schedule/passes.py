@@ -49,11 +49,7 @@ PASSES = (
 
 
 def run(timeline: Timeline) -> Timeline:
-    """The schedule of a lifted timeline: every pass in order, with a check before the first and after each.
-
-    Raises:
-        ScheduleError: a pass, or the lifted timeline, broke a rule (:mod:`thunder_zero.schedule.verify`).
-    """
+    """The schedule of a lifted timeline: every pass in order, with a proof before the first and after each."""
     lifted = timeline
     check_pass(lifted, lifted)
     *steps, last = PASSES

@@ -77,7 +77,6 @@ class _Use:
     Attributes:
         at: the position after which other gathers may start: that of the wait, or the one before the first read of a
             bucket that forward gathered.
-        gather: the operation that gathers it.
         is_kept_unsharded: forward gathered it, and backward has it from the start.
         nbytes: bytes on the wire for it: its gather, and the reductions since the previous use.
     """
@@ -129,7 +128,6 @@ def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _starts_at_use(plan: Plan) -> bool:
-    """Whether the policy lets no gather start ahead of its use."""
     return plan.sizes.ahead_bytes == 0 or (plan.sizes.prefetch == 0 and plan.policy.times is None)
 
 
@@ -148,7 +146,6 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 
 
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
-    """The buckets that one phase needs, in order."""
     ahead = _gathered_in_forward(timeline, start)
     seen: set[str] = set()  # handles of buckets that are kept unsharded
     uses: list[_Use] = []
@@ -169,10 +166,7 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
 
 
 def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
-    """The parameters that forward gathers for both phases, and the values computed from them alone, with their gathers.
-
-    Empty for forward, and if backward gathers nothing.
-    """
+    """The parameters that forward gathers for both phases, and values computed from them alone, with their gathers."""
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
     launches = {

@@ -65,8 +65,6 @@ def saved_bytes(timeline: Timeline) -> int:
 
 @dataclass(frozen=True)
 class _Phases:
-    """What the pass needs to know of a timeline."""
-
     timeline: Timeline
 
     @cached_property
@@ -138,7 +136,6 @@ class _Phases:
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
     def may_repeat(self, at: int) -> bool:
-        """Whether the operation of forward at a position may be computed again in backward."""
         op = self.timeline.ops[at]
         unit = self.segments.unit_at[at] if at < len(self.segments.unit_at) else ROOT
         return (
@@ -185,11 +182,8 @@ def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[
 
 
 def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
-    """The memory that backward reads, and all memory from which that can be computed again.
-
-    Returns:
-        All of it in the order of forward; for each, what it is made from, or None; what backward reads.
-    """
+    """All memory that computing again may need, in the order of forward; for each, what it is made from, or None; and
+    what of it backward reads."""
     wanted = {
         phases.timeline.memory(name)
         for name in phases.read
@@ -220,15 +214,7 @@ def cheapest_to_keep(
     """Chooses which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
 
     Among the choices of fewest bytes it takes the one that computes least again. That choice is unique, so that all
-    ranks make the same.
-
-    Args:
-        nbytes: of each value.
-        made_from: the values from which each is computed; None if it cannot be computed again.
-        wanted: the values that must be kept or computed again.
-
-    Returns:
-        The values to keep, and the values to compute again.
+    ranks make the same. ``made_from`` has None for values that cannot be computed again; ``wanted`` are needed.
 
     >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
     ({0}, {1, 2})

@@ -52,8 +52,8 @@ def _regathered_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
-    """If only the borders of units are saved: the gathered parameters of each unit that backward needs, and its biases,
-    where backward comes to the unit, so that it can be computed again. Independent of what will be."""
+    """If only the borders of units are saved: the gathered parameters of a unit that backward needs, and its biases,
+    where backward comes to the unit. Independent of what will be computed again."""
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
@@ -98,8 +98,8 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """For each unit, forward's values (and handles) that derive from its ``gather_per_unit`` parameters, each with the
-    position of its writer. A value that mixes several units is left out: it is computed once."""
+    """For each unit, forward's values (and handles) that derive from its ``gather_per_unit`` parameters alone, each
+    with the position of its writer."""
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
     for name, at in regathered(timeline).items():
@@ -123,13 +123,8 @@ def copies(
     *,
     backward: bool,
 ) -> tuple[list[Op], list[int]]:
-    """Copies of the operations of ``chain`` that lead to ``value`` and have no copies in ``names`` yet, in order.
-
-    Adds the names of the copied values to ``names``, and their sizes to ``values``.
-
-    Returns:
-        The copies, and the positions of what they copy.
-    """
+    """Copies of the operations of ``chain`` that lead to ``value`` and have no copies in ``names`` yet, in order, and
+    the positions of what they copy. Adds the names of the copied values to ``names``, and their sizes to ``values``."""
     if value not in chain or value in names:  # mostly
         return [], []
     found: set[int] = set()

@@ -47,15 +47,10 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
 
 
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that a pass did nothing wrong. The gathers of backward and the frees may still be missing.
+    """Prove that a pass did nothing wrong; the gathers of backward and the frees may still be missing.
 
-    Args:
-        timeline: what the pass returned.
-        lifted: the timeline before the first pass. Each of its operations must occur exactly once, every operation must
-            read the same values, up to copies, and backward must return the same gradients.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
+    Each operation of ``lifted``, the timeline before the first pass, must occur exactly once, every operation must read
+    the same values, up to copies, and backward must return the same gradients.
     """
     _check_communication(timeline)
     _check_same(timeline, lifted)
@@ -65,11 +60,7 @@ def check_pass(timeline: Timeline, lifted: Timeline) -> None:
 
 
 def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that the timeline after the last pass is right: the rules of :func:`check_pass` and of :func:`check`.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
-    """
+    """Prove that the timeline after the last pass is right: the rules of :func:`check_pass` and of :func:`check`."""
     _check_communication(timeline)
     _check_same(timeline, lifted)
     check_making(timeline)

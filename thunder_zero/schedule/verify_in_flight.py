@@ -19,11 +19,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 def check_in_flight(timeline: Timeline) -> None:
     """Prove that gathers in flight, and reductions in flight, stay within the bounds. A single one may exceed them, and
-    so may one that is waited for immediately.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
-    """
+    so may one that is waited for immediately."""
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
     under_way: Counter[Kind] = Counter()
@@ -43,9 +39,8 @@ def check_in_flight(timeline: Timeline) -> None:
 
 
 def _check_ahead(timeline: Timeline) -> None:
-    """No more units are gathered ahead than ``Sizes.prefetch`` says, one at least; what is waited for immediately does
-    not count. A unit is ahead until the first of its gathers has ended, or its first parameter is read that forward
-    gathered for backward."""
+    """At most ``Sizes.prefetch`` units, one at least, are ahead: until a gather of theirs has ended, or a parameter is
+    read that forward gathered for backward. What is waited for immediately does not count."""
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
@@ -84,11 +79,7 @@ def check_making(timeline: Timeline) -> None:
     """Prove that full gradients in flight, and those that are being made for the next reductions, stay within the
     bound, unless nothing is in flight while they are made; and so do they with gathers that start ahead, unless only
     reductions of the last ``Sizes.prefetch`` units are in flight. Holds before fusion only: a fuser makes several
-    gradients at once.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
-    """
+    gradients at once."""
     bound = timeline.plan.sizes.in_flight_bytes
     begun = making(timeline)
     ahead = gathers_ahead(timeline)

@@ -14,13 +14,8 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
     """Prove that computing again in backward, instead of saving, changed nothing else.
 
-    Args:
-        timeline: what the pass returned.
-        before: what it was given. All operations but copies must be the same, in the same order: what is computed again
-            depends on the shapes of inputs, and ranks whose inputs differ must launch the same.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
+    All operations but copies must be those of before, in the same order: what is computed again depends on the shapes
+    of inputs, and ranks whose inputs differ must launch the same.
     """
     _check_others_stay(timeline, before)
     _check_recomputed(timeline, before)

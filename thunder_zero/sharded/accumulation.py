@@ -39,11 +39,8 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class Accumulation:
-    """Full gradients that wait for their reduction, by the paths of their parameters.
-
-    Attributes:
-        synced: whether the gradients of a forward that runs now are reduced; otherwise they are deferred.
-    """
+    """Full gradients that wait for their reduction, by the paths of their parameters. If ``synced``, those of a forward
+    that runs now are reduced; otherwise they wait."""
 
     def __init__(self, *, synced: bool = True) -> None:
         self.synced = synced
@@ -91,15 +88,10 @@ ROWS = Rows._backward_cls
 
 
 def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Make the backward of a forward that has just run raise where it would be wrong.
+    """Make the backward of a forward that has just run raise where it would be wrong. ``ours`` are the types of the
+    nodes that connect the output's tensors to the compiled backward.
 
-    Args:
-        output: what the forward returned.
-        ours: the types of the nodes that connect its tensors to the compiled backward.
-        model: name of the model's class.
-        accumulation: the model's.
-
-    The backward raises a RuntimeError, before any of its collectives, on each rank that runs it:
+    It raises a RuntimeError, before any of its collectives, on each rank that runs it:
 
     - with ``create_graph=True``: the compiled backward has no graph, so a gradient penalty would lose its part;
     - with ``torch.autograd.grad`` or ``inputs=``, if ``no_sync`` defers its gradients or has deferred others: those of

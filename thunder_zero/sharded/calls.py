@@ -30,11 +30,7 @@ from thunder_zero.sharded.waits import launching
 
 
 class Calls:
-    """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`).
-
-    Args:
-        state: the model's, or that of a rehearsal.
-    """
+    """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`)."""
 
     def __init__(self, state: Share) -> None:
         self._state, self._plan, self._transport = state, state.plan, state.transport
@@ -52,21 +48,12 @@ class Calls:
         return self._accumulation.synced
 
     def check_synced(self, synced: bool) -> None:
-        """Part of each prologue: Thunder takes another program, or compiles one, where this raises.
-
-        Raises:
-            RuntimeError: the program reduces gradients and this forward is under ``no_sync``, or the other way round.
-        """
+        """Part of each prologue: Thunder takes another program, or compiles one, where this raises."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
 
     def enter(self, phase: str, schedule: str) -> None:
-        """The first of our lines in each phase: peers that would send anything else there are refused.
-
-        Args:
-            phase: such as ``"backward under no_sync"``.
-            schedule: the digest of its launches.
-        """
+        """The first of our lines in each phase; peers whose launches there have another digest are refused."""
         self._transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
@@ -105,11 +92,9 @@ class Calls:
         return grad if deferred is None else deferred.add_(grad)
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """The rows that a program reads, connected to the shards that train.
-
-        Under ``no_sync`` those of a shard with hooks on its gradient are not: backward returns no gradient, which
-        autograd hands on to hooks. They run when the gradient is reduced, as FSDP2's do.
-        """
+        """The rows that a program reads, connected to the shards that train. Under ``no_sync`` those of a shard with
+        hooks on its gradient are not: backward returns no gradient, which autograd hands on to hooks. They run when the
+        gradient is reduced, as FSDP2's do."""
         if not self.synced:
             shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
         rows: tuple[Tensor, ...] = Rows.apply(self._state, paths, *shards)  # type: ignore[no-untyped-call]
@@ -127,9 +112,6 @@ class Calls:
         Nothing travels unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
         parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at
         a time.
-
-        Raises:
-            RuntimeError: policy ``check_gradients`` finds NaN or Inf.
         """
         if not self._accumulation.grew_since_asked():
             return
@@ -148,11 +130,7 @@ class Calls:
             accumulate(self._state.shards[path], self._state.gradient(mean, path))
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
-
-        Raises:
-            RuntimeError: naming the first such parameter, on every rank.
-        """
+        """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf; names the first."""
         with doing(f"policy check_gradients of {self._state.name}"):
             found = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
             bad = self._state.first_on_any_rank(found)
@@ -176,9 +154,6 @@ class Calls:
         reductions and under ``no_sync``: by digests, and by lines where those differ. A later compilation (another
         batch size) may happen on one rank alone; :meth:`enter` compares its digest whenever it runs. A forward of DDP
         may run on one rank alone, too: it has no collective.
-
-        Raises:
-            RuntimeError: naming the first line that differs, and the rank.
         """
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:

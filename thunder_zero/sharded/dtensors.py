@@ -131,15 +131,7 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
 
 
 def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of full tensors as this rank's of the same model has them.
-
-    Args:
-        full: by name; names that ``own`` does not have stay as they are.
-        own: this rank's.
-
-    Raises:
-        ValueError: a full tensor has another shape.
-    """
+    """A state dict of full tensors as this rank's of the same model has them; names that ``own`` does not have stay."""
     parts = dict(full)
     for name, value in full.items():
         if not isinstance(like := own.get(name), Tensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):

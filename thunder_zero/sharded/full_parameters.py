@@ -106,11 +106,7 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
 
 
 def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
-    """What a parameter is at the end of the block: written to, or replaced.
-
-    Raises:
-        ValueError: it has another shape or dtype.
-    """
+    """What a parameter is at the end of the block: written to, or replaced."""
     value = module.get_parameter(param.path).detach()
     if value.shape != before.shape or value.dtype is not before.dtype:
         raise ValueError(

@@ -54,12 +54,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
-    """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
-
-    Args:
-        optimizer: steps shards, and possibly other parameters, whose states stay as they are.
-        wanted: return the result, on the CPU; otherwise this rank only takes part, and returns an empty dict.
-    """
+    """An optimizer's state dict with full tensors on the CPU, as the plain module's optimizer has it; a collective.
+    Unless it is ``wanted``, this rank only takes part, and returns an empty dict. States of parameters that are no
+    shards stay as they are."""
     own = optimizer.state_dict()
     states: dict[int, Any] = {}
     params = parameters_of(optimizer)
@@ -80,13 +77,8 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Lay the full states of a plain module's optimizer state dict out as the parameters are; DTensors stay.
-
-    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
-
-    Raises:
-        ValueError: a state has another shape than its parameter.
-    """
+    """Lay the full states of a plain module's optimizer state dict out as the parameters are; DTensors stay. A hook of
+    ``Optimizer.register_load_state_dict_pre_hook``."""
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     if len(indices) != len(params):

@@ -57,11 +57,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """``optimizer.load_state_dict``, but refuses the state of another kind of optimizer, which torch may accept and
-    then fail in a step.
-
-    Raises:
-        ValueError: the state is of another kind of optimizer, or the optimizer refuses it.
-    """
+    then fail in a step."""
     kind, before = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
@@ -82,13 +78,8 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """``load_state`` that keeps the dtypes with which states were saved.
-
-    torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
-
-    Raises:
-        ValueError: as ``load_state``.
-    """
+    """``load_state`` that keeps the dtypes with which states were saved. torch casts states to the parameter's dtype: a
+    float32 momentum of a bfloat16 parameter would lose bits."""
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():

@@ -82,9 +82,7 @@ class Placeholder(nn.Parameter):
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
     """The placeholder of a parameter: of the same shape and with its attributes, with the memory of one element.
-
-    Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards.
-    """
+    Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
     # Kernels that pass by __torch_function__ find NaN.
     value = NAN if dtype.is_floating_point or dtype.is_complex else 0
     made = Placeholder(torch.full((), value, dtype=dtype, device=device).expand(param.shape), param.requires_grad)

@@ -61,15 +61,9 @@ OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]
 
 
 class ResidentParameters:
-    """The full parameters, padded; their own rows are the shards, or copies of them, cast or offloaded.
-
-    Args:
-        buffers: the full parameters by path.
-        shared: see :class:`RankMemory`.
-        versions: of the shards.
-        digested: the shards of all buffers, in which writes without a version are looked for, too; or none of them,
-            where nothing else holds their values.
-    """
+    """The full parameters, padded, by path; their own rows are the shards, or copies of them, cast or offloaded.
+    ``digested`` are the shards of all buffers, in which writes without a version are looked for, too; or none of them,
+    where nothing else holds their values."""
 
     def __init__(
         self,
@@ -104,10 +98,7 @@ class ResidentParameters:
         replicated parameter: a rank without them would not take part.
 
         Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count
-        where ranks agree anyway; elsewhere another rank, whose rows may be as they were, would not take part.
-
-        Raises:
-            RuntimeError: such a write without a backward since ranks last agreed, or ever, and ranks do not agree now.
+        where ranks agree anyway; elsewhere this raises, since a rank whose rows are as they were would not take part.
         """
         if not self._buffers:
             return
@@ -171,11 +162,8 @@ class KeptUnsharded:
         self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
 
     def require_unwritten(self) -> None:
-        """Raise if a shard changed behind PyTorch's back since it was gathered.
-
-        Raises:
-            RuntimeError: another rank, whose rows may be as they were, would not gather again.
-        """
+        """Raise if a shard changed behind PyTorch's back since it was gathered: another rank, whose rows may be as they
+        were, would not gather again."""
         paths = [path for path in self._held if not self._versions.changed(path)]
         if not paths:
             return

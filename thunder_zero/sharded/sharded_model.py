@@ -88,11 +88,7 @@ def tagged(what: str) -> Callable[[Function], Function]:
 
 
 def sharded_model(model: object) -> ShardedModel:
-    """The model, if it is sharded.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """The model, if it is sharded."""
     if isinstance(model, ShardedModel):
         return model
     raise TypeError(
@@ -122,12 +118,9 @@ def register(state: State, module: nn.Module) -> None:
 
 
 def _leave_groups() -> None:
-    """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
-
-    Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
-    process. Groups that were not destroyed are torch's: another handler at exit may still save a model. After an error
-    it may not.
-    """
+    """At exit: let torch join gloo's threads, as it does when the last reference to a destroyed group goes; one that
+    drops tensors once the interpreter ends aborts the process. Groups that were not destroyed stay: another handler at
+    exit may still save a model, unless an error ended the script."""
     destroy_groups_after_error()
     if not has_groups():
         for state in states():

@@ -38,17 +38,14 @@ class Share:
 
     Args:
         at_rest: values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
-        specs: how ranks share each parameter, by path; none in stage 0, and where there are no peers.
         digests: look for writes to the rows of resident parameters that raise no version.
 
     Attributes:
-        plan: what each parameter is.
         device: where compute is.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
-        transport: launches the collectives.
         copies: copies of shards in host memory to the device, which may still run.
         rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
-        specs: as given.
+        specs: how ranks share each parameter, by path; none in stage 0, and where there are no peers.
         frozen: paths of the parameters that do not train.
         single_rows: paths of the sharded parameters of one row.
         shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
@@ -193,11 +190,7 @@ class State(Share):
         return int(flags.argmax()) if flags.any() else None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Compare the collectives of a program between ranks.
-
-        Raises:
-            RuntimeError: naming the first line that differs, and the rank.
-        """
+        """Compare the collectives of a program between ranks."""
         with doing(f"the first {program} of {self.name}"):
             agree.require_same_schedule(program, lines, self.group)
 
@@ -215,12 +208,8 @@ class State(Share):
         self.kept_unsharded.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """The full, unpadded parameter, from the shards as they are now; a collective.
-
-        Args:
-            param: the parameter.
-            shard: this rank's rows of another tensor of the parameter's shape, of any dtype, to be gathered instead.
-        """
+        """The full, unpadded parameter, from the shards as they are now, or from ``shard``, this rank's rows of another
+        tensor of its shape and of any dtype; a collective."""
         shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()

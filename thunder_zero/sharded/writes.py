@@ -17,11 +17,8 @@ from thunder_zero.sharded.dtensors import local
 
 
 class Versions:
-    """Which shards changed since they were noted.
-
-    An operator in place raises a DTensor's own version, and code that takes its local tensor that one's. Fused
-    optimizers raise neither; their steps are reported by ``optimizers.py``.
-    """
+    """Which shards changed since they were noted. An operator in place raises a DTensor's own version, and code that
+    takes its local tensor that one's. Fused optimizers raise neither; ``optimizers.py`` reports their steps."""
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         self._shards = shards

@@ -37,13 +37,7 @@ SECONDS = 60  # that a group of one rank may take
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        what: "python", "torch", "a step", ...
-        found: what is there, in words.
-        fault: why the package cannot run; "" if it can.
-    """
+    """One thing that was looked at, such as "python", what is there, and why the package cannot run; "" if it can."""
 
     what: str
     found: str
@@ -51,11 +45,7 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at everything. Runs a step of a small model in each stage, on one rank in this process.
-
-    Raises:
-        RuntimeError: this process has a process group already.
-    """
+    """Look at everything. Runs a step of a small model in each stage, on one rank in this process."""
     if dist.is_initialized():
         raise RuntimeError("doctor needs a process without a process group; run thunder-zero doctor by itself")
     return (
@@ -145,11 +135,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def show_health(*, as_json: bool) -> None:
-    """Print what works here.
-
-    Raises:
-        ValueError: the package does not.
-    """
+    """Print what works here; raises if the package does not."""
     findings = examine()
     faults = [one.what for one in findings if one.fault]
     if as_json:

@@ -93,7 +93,6 @@ class _Keep(JointPass):
     kept: tuple[TraceCtx, Program] | None = None
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The trace."""
         self.kept = (_copy(trace), self.executor.program) if is_joint(trace.bound_symbols[-1].args[0]) else None
         return trace
 
@@ -117,15 +116,8 @@ class _DryRun(ZeroTransform):
 
 
 class Interpreted:
-    """A module and its arguments, which Thunder interprets once: most of the time that a compilation takes.
-
-    Args:
-        module, args, kwargs, policy, synced, executors, device: as for :func:`thunder_zero.trace`.
-        world: number of ranks, rank and replicas.
-
-    Raises:
-        TypeError, ValueError: as :func:`thunder_zero.trace` does.
-    """
+    """A module and its arguments, which Thunder interprets once: most of the time that a compilation takes. The
+    arguments are those of :func:`thunder_zero.trace`; ``world`` is the number of ranks, the rank, and replicas."""
 
     def __init__(
         self,
@@ -154,10 +146,8 @@ class Interpreted:
 
     def under(self, policy: Policy | int) -> Traces:
         """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
-        that are kept or computed again, bytes of buckets and in flight.
-
-        Up to the schedule, policies that shard the same parameters have the same joint trace: Thunder makes it once.
-        """
+        that are kept or computed again, bytes of buckets and in flight. Up to the schedule, policies that shard the
+        same parameters have the same joint trace: Thunder makes it once."""
         transform, jitted = self._jitted(policy)
         sharded = tuple(param.sharded for param in transform.plan.params)
         with _as_computed(self._module, transform.plan):
@@ -232,13 +222,8 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Acquired:
-    """What Thunder makes of a module and its arguments before the first transform.
-
-    Attributes:
-        traces: the prologue, the computation and the epilogue.
-        info: that decides whether Thunder's cache has a program.
-        ad_hoc: the executor with the symbols that the interpreter made.
-    """
+    """What Thunder makes of a module and its arguments before the first transform: prologue, computation and epilogue,
+    what its cache finds a program by, and the executor with the symbols that the interpreter made."""
 
     traces: tuple[TraceCtx | None, ...]
     info: Mapping[str, Any]

@@ -18,16 +18,8 @@ PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What a function returns: ``(module, input, ...)``.
-
-    Args:
-        place: ``FILE.py:function``; the file imports others of its folder, as a script does.
-
-    Raises:
-        ValueError: there is no function in ``place``; it returns anything else; the file or the function raised an
-            error, which is its cause.
-        FileNotFoundError: there is no such file.
-    """
+    """What the function in ``FILE.py:function`` returns: ``(module, input, ...)``; the file imports others of its
+    folder, as a script does."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")
@@ -55,10 +47,8 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 @contextmanager
 def naming_the_users_line(place: str) -> Iterator[None]:
-    """An error of the code in ``place``, made or traced, becomes a ValueError of one sentence with that code's line.
-
-    The line is the last in the file's folder; or else, where torch's own module refuses its input, that of the module.
-    """
+    """An error of the code in ``place``, made or traced, becomes a ValueError of one sentence with that code's line:
+    the last in the file's folder; or else, where torch's own module refuses its input, that of the module."""
     try:
         yield
     except SyntaxError as error:

@@ -81,15 +81,8 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
     """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
 
     The last gather of a phase has none. Waits for reductions in between do not count as compute. A path that is the
-    first one of several buckets of a phase gets the shortest time.
-
-    Args:
-        waits: the waits that ran.
-        expected: the waits of one forward and backward, in order: the first path of the bucket, whether it ends a
-            gather, whether it is in backward.
-
-    Raises:
-        RuntimeError: other waits ran.
+    first one of several buckets of a phase gets the shortest time. Of each wait ``expected`` has, in order, the first
+    path of the bucket, whether it ends a gather, and whether it is in backward.
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]

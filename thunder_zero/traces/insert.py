@@ -49,16 +49,8 @@ def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
 
 
 def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor: ZeroExecutor) -> TraceCtx:
-    """A trace whose parameter inputs are shards, synchronised at first use.
-
-    Args:
-        computation: the functional trace, before autodiff.
-        names: those of its inputs that are the module's, with their paths (:func:`module_inputs`).
-        executor: the model's executor.
-
-    Raises:
-        ValueError: forward returns a parameter itself.
-    """
+    """A trace, before autodiff, whose parameter inputs are shards, synchronised at first use. ``names`` are those of
+    its inputs that are the module's, with their paths."""
     by_name = executor.plan.by_name
     inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
@@ -112,8 +104,7 @@ def take_rows(prologue: TraceCtx, executor: ZeroExecutor) -> None:
 
 
 def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, Param]], executor: ZeroExecutor) -> None:
-    """Return ``zero_rows(shards)`` in place of the shards that the computation gets: not those that forward does not
-    use."""
+    """Return ``zero_rows(shards)`` in place of the shards that the computation gets, if forward uses them."""
     result = prologue.bound_symbols.pop()
     taken = [unpacked[proxy.name] for proxy in result.flat_proxy_args if proxy.name in unpacked]
     if not taken:

@@ -43,10 +43,8 @@ NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DO
 
 
 def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
-    """The timeline of a joint trace: one operation for each line, forward phase first.
-
-    A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
-    """
+    """The timeline of a joint trace: one operation for each line, forward phase first. A line belongs to forward if
+    forward's outputs need it; Thunder will split by the same rule."""
     lines = trace.bound_symbols
     needed = _forward_lines(lines)
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
@@ -61,10 +59,8 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
 def lift_phases(
     forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
 ) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts the lines of each phase.
-
-    ``program`` has the facts about their compilation; None: the executor compiled them last.
-    """
+    """The timeline of the two traces that run; ``source`` counts the lines of each phase. ``program`` has the facts
+    about their compilation; None: the executor compiled them last."""
     program = program or executor.program
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops = [
@@ -131,11 +127,8 @@ def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroEx
 
 
 def read_by(bsym: BoundSymbol) -> dict[str, Proxy]:
-    """The proxies that a line reads, by name.
-
-    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
-    that it saves are read in backward.
-    """
+    """The proxies that a line reads, by name. A ``get_grad`` names an output of forward but reads its gradient.
+    Forward's return reads the outputs; the values that it saves are read in backward."""
     if bsym.sym is prims.get_grad:
         return {}
     is_forward_return = bsym.sym is prims.python_return and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)

@@ -127,7 +127,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
-        plan: the plan of each parameter.
         graph: the name of the graph, if its programs are not all of the model.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.

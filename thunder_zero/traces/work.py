@@ -74,10 +74,7 @@ HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
 def work_of(bsym: BoundSymbol) -> Work:
-    """The class of work of a line: by its own name, or else that of the heaviest of its subsymbols.
-
-    ``Work.OTHER`` for an unknown name without subsymbols.
-    """
+    """The class of work of a line: by its own name, or else that of its heaviest subsymbol; OTHER if it has none."""
     name = bsym.sym.name
     if name in WORK:
         return WORK[name]

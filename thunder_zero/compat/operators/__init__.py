@@ -27,13 +27,8 @@ class ClaimingExecutor(NeverFuses, OperatorExecutor):
     def claim(
         self, symbol: Any, checker: Callable[..., bool], run: Callable[..., tuple[TensorProxy, Gradients]]
     ) -> None:
-        """Claim those lines of an operator for which ``checker`` holds.
-
-        Args:
-            symbol: the operator.
-            checker: gets a line's own arguments.
-            run: gets them, too; returns the output, and what makes the inputs' gradients of the output's.
-        """
+        """Claim those lines of an operator for whose arguments ``checker`` holds. ``run`` gets them, too, and returns
+        the output, and what makes the inputs' gradients of the output's."""
 
         def lower(*args: Any, **kwargs: Any) -> TensorProxy:
             return run(*args, **kwargs)[0]

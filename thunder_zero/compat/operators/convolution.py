@@ -162,12 +162,9 @@ def _weight_gradient(
 
 
 def _empty_like_what_made(grad: Tensor, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A weight of which torch reads the shape and the order of dimensions, from which it chooses its kernel.
-
-    Channels are last in what a convolution returns if they are so in its input or its weight, and in its gradient if
-    nothing after it changes the order. Where something does, a weight of a resident parameter with channels last, of an
-    input without, is the one case whose gradient has other bits than eager's.
-    """
+    """A weight of which torch reads the shape and the order of dimensions, from which it chooses its kernel. Only where
+    something after the convolution changes the order does a resident parameter with channels last, of an input without,
+    have a gradient with other bits than eager's."""
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = orders.get(grad.ndim)
     is_last = last is not None and any(

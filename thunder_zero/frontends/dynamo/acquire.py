@@ -75,11 +75,7 @@ class Acquired:
 
 
 def acquire(flat: Flat, inputs: Sequence[Any]) -> Acquired:
-    """Evaluate a graph with inputs that look like these.
-
-    Raises:
-        NoSymbol: it calls something that has no symbol.
-    """
+    """Evaluate a graph with inputs that look like these; raises NoSymbol if it calls something that has none."""
     trace = TraceCtx()
     with tracectx(trace):
         given = [_input(str(node.target), value) for node, value in zip(flat.placeholders, inputs, strict=True)]
@@ -180,11 +176,7 @@ def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _symbol(target: Any) -> Callable[..., Any]:
-    """What computes a function of torch or Python on Thunder's proxies.
-
-    Raises:
-        NoSymbol: nothing does.
-    """
+    """What computes a function of torch or Python on Thunder's proxies."""
     found: Callable[..., Any] | None = get_compile_data().executor_lookasides.get(target) or symbol_of(target)
     if found is None and isinstance(target, BuiltinFunctionType | type) and target.__module__ in PYTHONS:
         found = target

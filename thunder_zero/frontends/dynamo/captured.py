@@ -81,11 +81,7 @@ def written(graph: fx.GraphModule) -> tuple[int, ...]:
 
 
 def require_own_memory(inputs: Sequence[Any], positions: Sequence[int], name: str) -> None:
-    """Refuse inputs that a graph writes to, and that share memory with others, which would keep what was there.
-
-    Raises:
-        RuntimeError: naming no more than the shape, as inputs have no names.
-    """
+    """Refuse inputs that a graph writes to, and that share memory with others, which would keep what was there."""
     for position in positions:
         memory = inputs[position].untyped_storage().data_ptr()
         for other, value in enumerate(inputs):
@@ -131,12 +127,8 @@ class Flat:
         return {target: value for target, value in self.attributes.items() if isinstance(value, Tensor)}
 
     def module(self, *, empty: bool = False) -> nn.Module:
-        """The graph as a module for Thunder to interpret. Not a GraphModule: Thunder would trace what that does around
-        a forward that fails, and not come to an end.
-
-        Args:
-            empty: only a module of that name.
-        """
+        """The graph, or nothing (``empty``), as a module for Thunder to interpret. Not a GraphModule: Thunder would
+        trace what that does around a forward that fails, and not come to an end."""
         root = nn.Module()
         if empty:
             root.__class__ = type(self.name, (nn.Module,), {})
@@ -149,14 +141,8 @@ class Flat:
 
 
 def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> Flat:
-    """A graph whose parameters are its own; its inputs are the others, in the same order.
-
-    What it would write to some of them (:func:`written`) are further outputs: Thunder would write without autograd.
-
-    Raises:
-        RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder does not
-            know what this torch passes.
-    """
+    """A graph whose parameters are its own; its inputs are the others, in the same order. What it would write to some
+    of them (:func:`written`) are further outputs: Thunder would write without autograd."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     parameters: dict[str, Tensor] = {}

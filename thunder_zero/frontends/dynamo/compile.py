@@ -21,10 +21,7 @@ from thunder.extend import Executor
 
 
 class DynamoTransform(ZeroTransform):
-    """Shards a module whose forward dynamo captures.
-
-    Takes the same arguments as :class:`~thunder_zero.ZeroTransform`.
-    """
+    """Shards a module whose forward dynamo captures; takes the arguments of :class:`~thunder_zero.ZeroTransform`."""
 
     parts = DYNAMO_PARTS
 

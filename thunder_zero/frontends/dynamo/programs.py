@@ -48,13 +48,8 @@ from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forw
 
 @dataclass(frozen=True)
 class Mode:
-    """What chooses a program of a graph.
-
-    Attributes:
-        differentiates: gradients are on, and something needs one.
-        synced: gradients are reduced; if not, they are deferred.
-        aliases: groups of inputs that share memory, by their positions, where the graph writes to any.
-    """
+    """What chooses a program of a graph: whether gradients are on and something needs one, whether they are reduced,
+    and which inputs share memory, in groups by position, where the graph writes to any."""
 
     differentiates: bool
     synced: bool
@@ -63,13 +58,8 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program, with the traces that Thunder's cache would keep of it.
-
-    Attributes:
-        computation_traces, backward_traces: as acquired, and as they run.
-        computation_fn: returns a tuple of tensors; with a backward, with what to save for it.
-        backward_fn: None if it has none.
-    """
+    """A compiled program, with the traces that Thunder's cache would keep of it: as acquired, and as they run.
+    ``computation_fn`` returns a tuple of tensors; with a backward, with what to save for it."""
 
     computation_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
@@ -98,15 +88,8 @@ class Entry:
 
 @dataclass(eq=False)
 class Programs:
-    """The programs of one graph with one choice of parameters.
-
-    Attributes:
-        jitted: what Thunder knows of the graph: its options and executors. Never called.
-        acquired: the graph as a trace.
-        transform: the transform of its traces.
-        state, runtime: the model's.
-        entries: compiled programs; the one that ran last is the last.
-    """
+    """The programs of one graph with one choice of parameters; the one that ran last is the last entry. ``jitted``,
+    never called, is what Thunder knows of the graph: its options and executors."""
 
     jitted: ThunderModule
     acquired: Acquired
@@ -186,11 +169,7 @@ class Programs:
 
 
 def _aliases(tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """The positions of tensors that share memory, a group for each memory.
-
-    Raises:
-        RuntimeError: two share a part of their memory, or order it differently; Thunder would take it for the same.
-    """
+    """The positions of tensors that share memory, a group for each memory."""
     groups: dict[tuple[int, int], list[int]] = {}
     for position, tensor in enumerate(tensors):
         if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel():

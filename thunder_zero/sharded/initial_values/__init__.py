@@ -46,11 +46,7 @@ class ReadValues:
         return any(name in self._saved for name in self._model.names[tensor])
 
     def require_names(self) -> None:
-        """Refuse a state dict of another module.
-
-        Raises:
-            ValueError: naming the first tensor that is missing or unexpected.
-        """
+        """Refuse a state dict of another module."""
         kind = type(self._model.module).__name__
         for tensor, names in self._model.names.items():
             if self.has(tensor) and not any(name in self._weights for name in names):
@@ -77,15 +73,8 @@ FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device;
 def initial_values(
     module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
 ) -> InitialValues:
-    """The values of a plain module, once all ranks agree that it is the same one; a collective.
-
-    A rank that fails between two agreements takes part in the collectives up to the next one, and raises there.
-
-    Raises:
-        RuntimeError: the ranks' modules or values differ, or another rank refused.
-        ValueError: nothing gives a parameter or buffer a value, or it cannot be given one module at a time; a state
-            dict with other names or shapes.
-    """
+    """The values of a plain module, once all ranks agree that it is the same one; a collective. A rank that fails
+    between two agreements takes part in the collectives up to the next one, where every rank raises."""
     group = ranks.world
     if group.size() > 1:
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)

@@ -95,16 +95,7 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def fitted(value: object, like: Tensor, what: str) -> Tensor:
-    """The value in the dtype of the module's tensor.
-
-    Args:
-        value: a value from a source.
-        like: the module's tensor.
-        what: the beginning of the sentence that refuses the value.
-
-    Raises:
-        ValueError: the value has another shape, or is no tensor with values.
-    """
+    """The value in the dtype of the module's tensor; ``what`` begins the sentence that refuses it."""
     if not isinstance(value, Tensor) or value.is_meta:
         found = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{what} as a {found}; give a tensor of shape {tuple(like.shape)}")
@@ -154,11 +145,7 @@ class Cuts:
         return own_rows(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
-        """Raise on every rank if ranks cut different values; a collective, unless one rank sent them.
-
-        Raises:
-            RuntimeError: naming the first parameter that differs.
-        """
+        """Raise on every rank if ranks cut different values; a collective, unless one rank sent them."""
         if self._model.sender is None:
             facts = [self._fact(path, digest) for path, digest in self._digests.items()]
             agree.require_same(facts, self._model.ranks.world)

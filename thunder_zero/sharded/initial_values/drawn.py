@@ -23,15 +23,9 @@ Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensor
 
 
 class Drawn:
-    """Tensors on the meta device that nothing else gives values.
-
-    Args:
-        model: the module.
-        tensors: those that are drawn here, and held as they are at rest; in full, if in no plan or to be broadcast.
-        cuts: cuts them.
-        all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
-            construction; otherwise only those that own some of ``tensors``.
-    """
+    """Tensors on the meta device that nothing else gives values, held as they are at rest; in full, if in no plan or to
+    be broadcast. If ``all_draw``, every module with tensors on the meta device has its turn, so that the random
+    generator moves as in construction; otherwise only those that own some of ``tensors``."""
 
     def __init__(self, model: PlainModel, tensors: Collection[Tensor], cuts: Cuts, *, all_draw: bool) -> None:
         self._model = model
@@ -67,11 +61,8 @@ class Drawn:
         self._values[name] = self._cuts.cut(full, name) if self._is_cut(tensor) else full
 
     def reset(self) -> None:
-        """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
-
-        The first of several owners of a tied parameter writes it; what the others draw is thrown away, so that the
-        random generator moves as in construction.
-        """
+        """Call ``reset_parameters`` of each module that has a turn, in the order of construction. The first owner of
+        a tied parameter writes it; what others draw is thrown away, so that the generator moves as in construction."""
         for owner in children_first(self._model.module):
             reset = getattr(type(owner), "reset_parameters", None)
             if callable(reset) and self._has_turn(owner):
@@ -86,11 +77,9 @@ class Drawn:
                 self._put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
-
-        Each owner of a tied parameter writes to the values that the owners before it left. These are gathered, so
-        nothing is raised here, and whether something is gathered must not depend on what ``init`` did.
-        """
+        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values. Each owner
+        of a tied parameter writes to the values that the owners before it left. These are gathered, so nothing is
+        raised here, and whether something is gathered must not depend on what ``init`` did."""
 
         def visit(owner: nn.Module) -> None:
             if self._has_turn(owner) or next(own_tensors(owner), None) is None:
@@ -132,11 +121,7 @@ class Drawn:
         return fitted(turn.value(tensor), tensor, f"{who} of {type(owner).__name__} left {name!r}")
 
     def require_written(self) -> None:
-        """Refuse a tensor that was given no value.
-
-        Raises:
-            ValueError: naming the first such tensor.
-        """
+        """Refuse a tensor that was given no value."""
         for owner_path, owner in self._model.module.named_modules():
             for _, key, tensor in own_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
@@ -172,17 +157,8 @@ class Turn:
         return tuple(self._unsharded)
 
     def call(self, function: Callable[[nn.Module], object], who: str, elsewhere: Mapping[int, str]) -> None:
-        """Call the function with the module.
-
-        Args:
-            function: what writes.
-            who: the function, as a sentence calls it.
-            elsewhere: names of all tensors on the meta device by the addresses of their storages.
-
-        Raises:
-            ValueError: the function wrote to a tensor that another module owns, which has no memory now.
-            Exception: the function raised.
-        """
+        """Call the function with the module. Tensors of other modules have no memory now, so a write to them raises:
+        ``elsewhere`` has the names of all tensors on the meta device by the addresses of their storages."""
         with _replaced(self._slots, self._unsharded):
             with LostWrites() as lost:
                 function(self._owner)
@@ -260,11 +236,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
 
 
 class LostWrites(TorchDispatchMode):
-    """Sees writes to meta tensors, which are lost: they have no memory.
-
-    Attributes:
-        addresses: of the storages that were written to, in order.
-    """
+    """Sees writes to meta tensors, which are lost: ``addresses`` are those of the storages written to, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

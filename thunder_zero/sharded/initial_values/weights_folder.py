@@ -13,19 +13,8 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):
-    """The tensors of safetensors files.
-
-    Args:
-        path: a folder, as Hugging Face's ``save_pretrained`` writes it: the files that its index names, or else all of
-            its safetensors files; or one such file, or an index.
-
-    Attributes:
-        files: where each tensor is, by its name.
-
-    Raises:
-        FileNotFoundError: there is nothing at ``path``, or a file that the index names is missing.
-        ValueError: a folder without safetensors files; a damaged file or index; files that have the same name.
-    """
+    """The tensors of one safetensors file, of those that an index names, or of a folder as Hugging Face's
+    ``save_pretrained`` writes it: the files that its index names, or else all. ``files`` is by tensor."""
 
     def __init__(self, path: Path) -> None:
         self.files: dict[str, Path] = {}

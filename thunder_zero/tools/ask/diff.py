@@ -113,8 +113,7 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
 
 def _recomputed(timeline: Timeline) -> list[tuple[Op, str]]:
     """Operations that compute forward's values once more, without those of parameters alone, each with the unit whose
-    backward it is in: that of the next unit whose gradients are complete. The traces do not say which they are, but the
-    schedule does, before fusers."""
+    backward it is in: the next one whose gradients are complete. The schedule says it, before fusers."""
     ends = backward_ends(timeline).items()
     return [
         (op, next((unit for unit, end in ends if end >= at), ROOT))

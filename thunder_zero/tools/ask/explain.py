@@ -68,13 +68,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
-    """What :func:`thunder_zero.explain` says of each parameter, by path.
-
-    Args:
-        traces: of the program.
-        spans: when each operation of ``traces.timeline`` runs.
-        device: the name of the device where it does.
-    """
+    """What :func:`thunder_zero.explain` says of each parameter, by path; ``spans`` are of ``traces.timeline``."""
     program = _TimedProgram(traces, spans, device)
     return {param.path: _explained(program, param) for param in traces.plan.params}
 

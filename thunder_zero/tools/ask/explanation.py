@@ -25,13 +25,7 @@ MOST = 2  # gathers in a summary
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a trace.
-
-    Attributes:
-        phase: "forward" or "backward".
-        position: in the trace of its phase, as in ``Op.source``.
-        code: its Python statement.
-    """
+    """A line of the trace of a phase, "forward" or "backward", with its position there, as in ``Op.source``."""
 
     phase: str
     position: int

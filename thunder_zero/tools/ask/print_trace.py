@@ -123,10 +123,8 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
 
 
 def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """The lines of a trace, without the comments that name its inputs.
-
-    Only forward's lines get an origin: few lines of backward have one, and that is the origin of a line of forward.
-    """
+    """The lines of a trace, without the comments that name its inputs. Only forward's get an origin: few lines of
+    backward have one, and that is the origin of a line of forward."""
     run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
     last = max(run, default=0)
     with tracectx(trace):
@@ -149,11 +147,7 @@ def _origin(bsym: BoundSymbol) -> str:
 
 
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
-    """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes.
-
-    Raises:
-        ValueError: there is no such unit.
-    """
+    """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes."""
     plan = traces.plan
     forecast = _forecast(traces, Console(quiet=True))
     shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in PHASES[phase]}

@@ -116,12 +116,7 @@ def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Those of a profile.
-
-    Raises:
-        ValueError: it is no trace in this format.
-        OSError: it cannot be read.
-    """
+    """Those of a profile."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)

@@ -49,14 +49,8 @@ class Optim:
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What to write.
-
-    Attributes:
-        model: its tensors.
-        extra_states: the states that modules add to a state dict (``get_extra_state``), by name.
-        optim: the optimizer, if it is to be written.
-        left_out: names of the ranks' own values, which no file has.
-    """
+    """What to write. ``extra_states`` are those that modules add to a state dict (``get_extra_state``), by name;
+    ``left_out`` are the names of the ranks' own values, which no file has."""
 
     model: list[TensorToWrite]
     extra_states: dict[str, Any]

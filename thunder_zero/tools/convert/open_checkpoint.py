@@ -23,12 +23,7 @@ from thunder_zero.tools.printing.text import stdout_console
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint on disk.
-
-    Attributes:
-        path: its folder.
-        metadata: DCP's description of its contents.
-    """
+    """A checkpoint on disk, with DCP's description of its contents."""
 
     path: Path
     metadata: Metadata
@@ -57,11 +52,7 @@ class OpenCheckpoint:
         return value.to(dtype)
 
     def require_readable(self) -> None:
-        """Read all tensors, one at a time, and all values.
-
-        Raises:
-            ValueError: one is not what the metadata says.
-        """
+        """Read all tensors, one at a time, and all values, which must be what the metadata says."""
         for key, stored in self.tensors("").items():
             self.read(key, stored.properties.dtype)
         self.values("")
@@ -105,12 +96,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
-    """Open a checkpoint; with ``verify_files``, compare its files with its manifest first.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or has no manifest to verify it with.
-    """
+    """Open a checkpoint; with ``verify_files``, compare its files with its manifest first."""
     path = folder.locate(path)
     if verify_files:
         files = manifest.require_manifest(path).files
@@ -120,16 +106,8 @@ def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
-    """Print a checkpoint's parameters and a summary; nothing of a damaged one.
-
-    Args:
-        path: the checkpoint.
-        verify_files: whether to compare all files with their SHA-256, and to read each tensor, too.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or has no manifest to verify it with.
-    """
+    """Print a checkpoint's parameters and a summary; nothing of a damaged one. ``verify_files`` compares all files with
+    their SHA-256, and reads each tensor, too."""
     path = folder.locate(path)
     written = manifest.read(path) if (path / manifest.NAME).is_file() else None
     if written is not None:

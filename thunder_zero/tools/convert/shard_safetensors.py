@@ -27,15 +27,7 @@ from thunder_zero.tools.printing.progress import show_progress
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a safetensors file.
-
-    Attributes:
-        name: in the file.
-        shape: of the whole tensor.
-        dtype: in the checkpoint.
-        aliases: its other names (tied weights).
-        file: where it is.
-    """
+    """A tensor of a safetensors file, with its dtype in the checkpoint, and its other names (tied weights)."""
 
     name: str
     shape: tuple[int, ...]

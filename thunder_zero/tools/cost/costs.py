@@ -46,17 +46,8 @@ class Sends(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A part of a launch.
-
-    Attributes:
-        lane: the wire that it runs on.
-        ranks: how many take part.
-        stride: how far apart they are.
-        nbytes: what the busiest rank sends, and receives.
-        steps: how often it sends to its neighbour.
-        sends: what it does.
-        tensors: how many travel.
-    """
+    """A part of a launch, on one wire: a ring of ``ranks`` that are ``stride`` apart. ``nbytes`` is what the busiest
+    one sends, and receives; each sends ``steps`` times to its neighbour."""
 
     lane: Lane
     ranks: int
@@ -87,11 +78,9 @@ def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
-    """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE.
-
-    Each tensor is read once, no more than the memory that it views (an expanded one), and of tensors that are indexed
-    no more than is written (an embedding's rows). A fused region has its inputs and outputs.
-    """
+    """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE. Each tensor is read once,
+    no more than the memory that it views (an expanded one), and of tensors that are indexed no more than is written (an
+    embedding's rows). A fused region has its inputs and outputs."""
     if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
@@ -256,16 +245,8 @@ class Cost:
 
 
 def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tuple[Cost, ...]:
-    """The costs of the operations, in their order.
-
-    Args:
-        timeline: of a step.
-        device: that runs it.
-        fused: whether pointwise lines that nothing lies between are one kernel, whose costs its last line has.
-
-    Raises:
-        ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
-    """
+    """The costs of the operations, in their order. If ``fused``, pointwise lines that nothing lies between are one
+    kernel, whose costs its last line has."""
     traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
     return tuple(
         _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)

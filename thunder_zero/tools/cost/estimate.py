@@ -190,27 +190,16 @@ class Estimate:
 
 
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
-    """The time of a scheduled timeline on a device.
-
-    Args:
-        timeline: the step.
-        device: what it runs on.
-        fused: whether pointwise lines are fused, which are one by one here.
-        model: the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``.
-
-    Raises:
-        ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
-    """
+    """The time of a scheduled timeline on a device; ``fused``: its pointwise lines, one by one here, count fused.
+    ``model`` is the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``."""
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 
 
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
-    """Whether pointwise lines that are one by one in the traces count fused on the device.
-
-    Regions that a fuser has made count as they are. Otherwise as the caller says, or as the model's executors do on a
-    described device, where Thunder's default ones fuse; on a measured CPU they have fused what they fuse.
-    """
+    """Whether pointwise lines that are one by one in the traces count fused on the device. Regions that a fuser has
+    made count as they are. Otherwise as the caller says, or as the model's executors do on a described device, where
+    Thunder's default ones fuse; on a measured CPU they have fused what they fuse."""
     if traces.has_regions:
         return False
     return (traces.fuses and not isinstance(device, Calibrated)) if fused is None else fused

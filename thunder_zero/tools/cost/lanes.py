@@ -68,17 +68,14 @@ SpanEnd = tuple[float, int | None]  # seconds, and the span that ends then
 
 @dataclass(slots=True, eq=False)
 class _Ring:
-    """A ring that was launched.
+    """A ring that was launched; ``op``, ``lane``, ``start``, ``after`` and ``end`` are as in its span.
 
     Attributes:
-        op, lane: as in its span.
         at: position of its span.
-        seconds: that it takes if it gets the share of the core that it asks for.
-        load: that share.
+        seconds: that it takes if it gets the share of the core that it asks for, ``load``; ``end`` is at that share,
+            until it has ended.
         launched: when, and the span that ends then.
         needs: another ring, which it comes after.
-        start, after, end: as in its span; ``end`` is at that share, until it has ended.
-        ended: whether it has.
     """
 
     op: int

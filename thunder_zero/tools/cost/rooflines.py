@@ -62,11 +62,8 @@ def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class GptShape:
-    """The sizes of a decoder-only transformer with a tied embedding, without biases and norms.
-
-    Attributes:
-        layers, width, hidden, vocabulary, length: of the model; ``hidden`` is the width inside an MLP of two layers.
-    """
+    """The sizes of a decoder-only transformer with a tied embedding, without biases and norms; ``hidden`` is the width
+    inside an MLP of two layers."""
 
     layers: int
     width: int

@@ -108,12 +108,7 @@ def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool],
 
 
 class Calibration:
-    """Measurements of one machine; with a group, on all its ranks at the same time: each method is then a collective.
-
-    Args:
-        group: of gloo; None measures this process alone.
-        dtypes: of products.
-    """
+    """Measurements of one machine; with a group of gloo, on all its ranks at once: each method is then a collective."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self._group = group if group is not None and group.size() > 1 else None
@@ -144,11 +139,7 @@ class Calibration:
             self._found["taken", kind].append(slower)
 
     def device(self) -> Calibrated:
-        """The device, equal on all ranks: of medians over rounds, the mean over ranks.
-
-        Raises:
-            RuntimeError: nothing was measured yet.
-        """
+        """The device, equal on all ranks: of medians over rounds, the mean over ranks."""
         if not self._found:
             raise RuntimeError("there is no round of measurements yet; call round() first")
         own = {key: median(seconds) for key, seconds in self._found.items()}
@@ -247,12 +238,7 @@ def _cpu() -> str:
 
 
 def calibrate_to(path: Path, seconds: float) -> None:
-    """Measure, write a file that :func:`thunder_zero.tools.load_device` reads, and print what came out.
-
-    Raises:
-        OSError: the file cannot be written; nothing was measured then.
-        ValueError: ``seconds`` is not above 0.
-    """
+    """Measure, write a file that :func:`thunder_zero.tools.load_device` reads, and print what came out."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     with _ranks():

@@ -24,17 +24,9 @@ from thunder_zero.tools.printing.words import WIDTH, count, folded
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """How long work of a size takes.
-
-    A size below the first takes as long as the first; between two sizes the time is on the line that joins them; beyond
-    the last it is in proportion to the last.
-
-    Attributes:
-        points: sizes and seconds, sizes ascending, seconds not descending.
-
-    Raises:
-        ValueError: no points, a size or a time that is no number or below 0, or sizes and times out of order.
-    """
+    """How long work of a size takes, by points whose sizes ascend, and whose seconds do not descend. A size below the
+    first takes as long as the first; between two sizes the time is on the line that joins them; beyond the last it is
+    in proportion to the last."""
 
     points: tuple[tuple[float, float], ...]
 

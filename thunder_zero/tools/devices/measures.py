@@ -44,15 +44,8 @@ SHORTEST = 0.002  # seconds of a measurement, at least
 
 @dataclass(frozen=True)
 class Measure:
-    """One point of a curve.
-
-    Attributes:
-        work: class of the work.
-        dtype: of products; "" of other work.
-        size: FLOPs of products, bytes of traffic of other work.
-        run: does all of it once.
-        lines: of a trace, of one size each, that a run stands for.
-    """
+    """One point of a curve. Its size is FLOPs of products, or bytes of traffic of other work, whose dtype is "". A run
+    does all of it once, and stands for so many lines of a trace, of one size each."""
 
     work: Work
     dtype: str
@@ -168,11 +161,8 @@ TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of
 
 
 class Collectives:
-    """Measures the collectives of a group, on every rank at the same time; each method is a collective.
-
-    Attributes:
-        points: kind and bytes sent of each point, in the order in which all ranks measure them.
-    """
+    """Measures the collectives of a group, on every rank at the same time; each method is a collective. ``points`` are
+    kind and bytes sent, in the order in which all ranks measure them."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

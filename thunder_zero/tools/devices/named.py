@@ -22,17 +22,8 @@ CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote
 
 
 def device_of(device: Device | str | PathLike[str]) -> Device:
-    """The device.
-
-    Args:
-        device: a :class:`~thunder_zero.tools.Device`; a key of ``tz.tools.DEVICES``, such as ``"h100"`` or ``"H100"``;
-            or the path of a file that :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote.
-
-    Raises:
-        ValueError: there is no device and no file of that name; the file is damaged.
-        OSError: the file cannot be read.
-        TypeError: it is neither a device nor a string.
-    """
+    """The device itself, or that of a key of ``tz.tools.DEVICES``, such as ``"h100"`` or ``"H100"``, or of the path of
+    a file that :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote."""
     if isinstance(device, Device):
         return device
     if not isinstance(device, str | PathLike):

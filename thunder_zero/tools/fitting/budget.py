@@ -75,12 +75,8 @@ def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """What may be done with one unit.
-
-    Attributes:
-        kept: it stays gathered for backward (``Policy.keep_unsharded``).
-        recomputed: backward recomputes it whole (``Policy.recompute_units``).
-    """
+    """What may be done with one unit: it stays gathered for backward (``Policy.keep_unsharded``); backward recomputes
+    it whole (``Policy.recompute_units``)."""
 
     kept: bool = False
     recomputed: bool = False

@@ -44,13 +44,7 @@ USUAL_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A lifted timeline under a policy.
-
-    Attributes:
-        lifted: before any pass.
-        policy: that its schedule follows.
-        prices: what its work costs.
-    """
+    """A timeline before any pass, the policy that its schedule follows, and what its work costs."""
 
     lifted: Timeline
     policy: Policy

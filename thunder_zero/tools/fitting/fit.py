@@ -112,13 +112,7 @@ def _by_unit(asked: Policy) -> Policy:
 
 @dataclass(frozen=True)
 class _Forecasts:
-    """Compiles policies for one interpretation of the module, and forecasts their memory.
-
-    Attributes:
-        interpret: interprets the module.
-        forecast: the memory of traces.
-        tell: says what is done now.
-    """
+    """Compiles policies for one interpretation of the module, and forecasts their memory; it tells what it does."""
 
     interpret: Callable[[], Interpreted]
     forecast: Callable[[Traces], Memory]
@@ -131,7 +125,6 @@ class _Forecasts:
         return self.interpret()
 
     def of(self, policy: Policy) -> tuple[Traces, Memory]:
-        """The traces under a policy, and their memory."""
         interpreted = self.interpreted
         self.tell("compiles a choice")
         traces = interpreted.under(policy)
@@ -235,13 +228,7 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The choices that were compiled.
-
-    Attributes:
-        forecasts: compiles them.
-        search: estimates them.
-        exact: their peaks, in the order of compilation; it begins with the policy as asked for.
-    """
+    """The choices that were compiled; ``exact`` has their peaks, in this order: first the policy as asked for."""
 
     forecasts: _Forecasts
     search: Search

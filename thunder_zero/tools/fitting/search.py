@@ -57,15 +57,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Search:
-    """The candidates for one program.
-
-    Attributes:
-        lifted: its timeline before any pass.
-        asked: the policy that was asked for.
-        prices: what work costs.
-        tell: called with the number of candidates so far, before each is evaluated.
-        evaluated: candidates by their choices.
-    """
+    """The candidates for one program, from its timeline before any pass and the policy as asked for. ``tell`` is called
+    with their number so far, before each is evaluated."""
 
     lifted: Timeline
     asked: Policy
@@ -81,12 +74,8 @@ class Search:
         return self.evaluated[choices]
 
     def best(self, memory_bytes: int, overhead: Overhead) -> Choices | None:
-        """The cheapest choices that take at most ``memory_bytes``, and among equals those with the largest buckets.
-
-        Args:
-            memory_bytes: that a step may take.
-            overhead: what it takes in addition to the bytes that the estimate counts.
-        """
+        """The cheapest choices that take at most ``memory_bytes``, and among equals those with the largest buckets;
+        ``overhead`` is what a step takes in addition to the bytes that the estimate counts."""
         best, tries = None, TRIES
         for choices in sorted(self._fitting(memory_bytes, overhead), key=self._cost):
             target = memory_bytes - overhead(choices.sizes)

@@ -33,8 +33,6 @@ class TradeOff:
         cost: of both, in bytes on the wire.
         kept: number of units that stay gathered, by whatever chose them.
         recomputed: number of units that are computed again whole.
-        in_flight_bytes: of the policy.
-        chosen: whether it is the answer.
     """
 
     peak: int
@@ -75,12 +73,10 @@ class Least:
 
     Attributes:
         nbytes: at its peak.
-        in_optimizer_step: whether the peak is in the optimizer's step.
         recomputed: number of units that are computed again whole; None for a model without units.
         saved_by_units: bytes that computing all units again saves, and nothing else changed, of the policy as asked
             for; below 0 if it adds some.
         saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
-        in_flight_bytes: of the policy.
     """
 
     nbytes: int

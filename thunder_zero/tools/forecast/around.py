@@ -26,13 +26,7 @@ NOTHING = ("empty", "new_empty")  # operators that begin so only allocate
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
     """The timeline of a step with the loss and its gradient between the phases, and the optimizer's step at the end.
-
-    ZeRO-1 begins with the digests of this rank's rows, by which ranks know what to refresh.
-
-    Raises:
-        TypeError: ``loss`` or ``optimizer`` is no function that fits, as in :func:`thunder_zero.tools.memory`.
-        RuntimeError: it reads a value, which a forecast does not have.
-    """
+    ZeRO-1 begins with the digests of this rank's rows, by which ranks know what to refresh."""
     of_loss, of_optimizer, of_digests = Operators("loss"), Operators("optimizer", backward=True), Operators("digests")
     plan = traces.plan
     with Watch(Holds.PARAMETER, on_cpu=True) as watch:
@@ -49,12 +43,8 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
 
 
 class Operators(TorchDispatchMode):
-    """Notes torch's operators that run inside the block, with the tensors that they read and write.
-
-    Attributes:
-        ops: an operation for each.
-        values: what they read and write, each time under a name of its own.
-    """
+    """Notes torch's operators that run inside the block: an operation for each, and what they read and write, each time
+    under a name of its own."""
 
     def __init__(self, name: str, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

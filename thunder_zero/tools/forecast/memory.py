@@ -195,12 +195,7 @@ def plan_of(traces: Traces) -> Plan:
 
 
 def require_of(memory: Memory, traces: Traces) -> None:
-    """Refuse what is no forecast of these traces.
-
-    Raises:
-        TypeError: it is no forecast.
-        ValueError: it is one of other traces.
-    """
+    """Refuse what is no forecast of these traces."""
     action = "give what thunder_zero.tools.memory returns for these traces"
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is of type {type(memory).__name__}; {action}")

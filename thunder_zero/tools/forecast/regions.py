@@ -44,13 +44,7 @@ Event = tuple[list[int], dict[int, int], list[int]]  # of a step: what its resul
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of a region, by the storages that it reads and makes.
-
-    Attributes:
-        work: its class.
-        reads: keys of storages.
-        makes: bytes of the new storages, by their keys.
-    """
+    """One operation of a region: the keys of storages that it reads, and the bytes of those that it makes, by key."""
 
     work: Work
     reads: tuple[int, ...]
@@ -58,13 +52,8 @@ class Step:
 
 
 def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tensor], object]) -> None:
-    """Run a fused line; its outputs are added to ``values``.
-
-    Args:
-        region: a line whose subsymbols are the operations of the region.
-        values: of the trace, by name; they have no values.
-        see: counts a tensor's storage from now on, as long as it is alive.
-    """
+    """Run a fused line; its outputs are added to ``values``, tensors without values by name. ``see`` counts a tensor's
+    storage from now on, as long as it is alive."""
     trace = _lowered(region)
     inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
     with _disable_current_modes(), Unwatched():  # type: ignore[no-untyped-call]
@@ -133,12 +122,7 @@ def _sources(steps: Sequence[Step], taking: set[int]) -> dict[int, frozenset[int
 
 
 def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[Event]:
-    """What each step does with memory: buffers that its result replaces, new buffers, buffers that it frees.
-
-    Args:
-        steps: of a region, in the order in which they run.
-        outputs: keys of the storages that the region returns.
-    """
+    """What each step does with memory: buffers that its result replaces, new buffers, buffers that it frees."""
     returned = set(outputs)
     taking = _taking_memory(steps, returned)
     sources = _sources(steps, taking)

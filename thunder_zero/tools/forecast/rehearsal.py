@@ -29,18 +29,8 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """An optimizer of these shards, by path, that has made its state in a first step.
-
-    Args:
-        make: makes it.
-        shards: without values.
-        watch: sees what it allocates.
-        foreach: torch chooses foreach for the real shards, as for plain tensors on CUDA; not for DTensors.
-
-    Raises:
-        TypeError: not a class of optimizers, nor a function that makes one of parameters.
-        NoForecast: it does not run without values, or needs a closure.
-    """
+    """An optimizer of these shards, without values and by path, that has made its state in a first step. ``foreach``:
+    torch chooses foreach for the real shards, as for plain tensors on CUDA; not for DTensors."""
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(
             f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
@@ -99,11 +89,6 @@ class Rehearsal(Share):
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
     ``reshard_after_backward=False`` keeps unsharded is gathered anew.
-
-    Args:
-        plan: of the model.
-        backend: the name of the process group's backend.
-        synced: whether the step reduces gradients, or defers them.
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:

@@ -55,14 +55,7 @@ class _Given(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A line of a trace as Python.
-
-    Attributes:
-        position: its own.
-        line: itself.
-        code: its statement, and the same compiled.
-        objects: that the statement names.
-    """
+    """A line of a trace as Python: its statement, also compiled, and the objects that it names."""
 
     position: int
     line: BoundSymbol
@@ -113,11 +106,8 @@ class Replay:
     """A step that runs line by line.
 
     Attributes:
-        traces: of the program.
-        watch: sees what is allocated.
         share: of the model, which the lines' calls are bound to.
         optimizer: steps the shards after backward; None if it is left out.
-        lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
         callers, modules: the inputs, which the caller holds until the optimizer's step; buffers of the module.
     """
@@ -159,10 +149,8 @@ class Replay:
             self.step_optimizer()
 
     def step_optimizer(self) -> None:
-        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them.
-
-        The caller drops the inputs before.
-        """
+        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them. The
+        caller drops the inputs before."""
         self.callers.clear()
         if self.optimizer is None or not self.gradients or not self.traces.synced:
             return
@@ -329,12 +317,7 @@ def _without_values(trace: TraceCtx) -> dict[str, Any]:
 
 @torch.enable_grad()
 def _value_of(loss: Loss, output: Any) -> Tensor:
-    """The loss of an output.
-
-    Raises:
-        NoForecast: it reads a value.
-        TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
-    """
+    """Refuses a loss that reads a value, or is not one number with a gradient."""
     action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
         with needs_no_values("the loss: it", action):

@@ -36,11 +36,9 @@ class Convolution:
     """From an image to features; a transposed one goes from features to an image, as the gradient of the input does.
 
     Attributes:
-        image: shape of (batch, channels, ...).
-        features: the same.
+        image, features: shapes of (batch, channels, ...).
         weight: shape of (channels of features, channels of the image in a group, ...).
         itemsize: bytes of an element.
-        groups: of channels.
         is_strided: whether any stride is above 1.
         block: channels of a block.
         threads: that compute.
@@ -112,13 +110,8 @@ class Convolution:
 
 
 def hidden_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
-    """What a call of an operator allocates at most besides its results; 0 for all but convolutions on known CPUs.
-
-    Args:
-        func: of ``torch.ops.aten``.
-        args: its positional arguments; tensors need no values.
-        out: what it returned.
-    """
+    """What a call of an operator of ``torch.ops.aten`` allocates at most besides its results; 0 for all but
+    convolutions on known CPUs. Tensors need no values."""
     block = BLOCKS.get(torch.backends.cpu.get_cpu_capability())
     if block is None or func not in (aten.convolution.default, aten.convolution_backward.default):
         return 0

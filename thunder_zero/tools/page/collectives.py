@@ -35,10 +35,7 @@ class Collective:
 
     Attributes:
         op: position of the launch in the timeline.
-        kind: gather or reduce.
-        backward: whether it is in backward.
         unit: whose parameters travel.
-        params: their paths.
         label: these in a few words.
         sent_bytes: by this rank.
         launch, wait: positions of their lines on the page.
@@ -85,8 +82,6 @@ def collective_of(
     """The collective that starts at a position.
 
     Args:
-        timeline: of the program.
-        at: position of the launch.
         explained: the first of its parameters.
         lines: those of launch and wait.
         launched, waited: when compute starts it, and reaches its wait.

@@ -26,14 +26,9 @@ WORDS = {
 
 
 def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
-    """Tables, each with a title, heads and rows; none of a program alone.
-
-    The first has the figures of all programs. For each that has other traces than the first one, another has what
-    :func:`thunder_zero.tools.diff` says of each unit; those in a row that do the same share one.
-
-    Raises:
-        ValueError: the traces are of different modules.
-    """
+    """Tables, each with a title, heads and rows; none of a program alone. The first has the figures of all programs.
+    For each that has other traces than the first one, another has what :func:`thunder_zero.tools.diff` says of each
+    unit; those in a row that do the same share one."""
     if len(programs) < 2:
         return []
     figures = [figures_of(program) for program in programs]

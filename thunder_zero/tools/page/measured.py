@@ -23,11 +23,9 @@ MICRO = 1e6  # a profile's unit of time is a microsecond
 
 
 def spans_by_times(forecast: Estimate, times: Times) -> tuple[Span, ...]:
-    """The step with measured seconds of compute between the waits of gathers, and the measured speed of gathers.
-
-    What has no measurement (before the first wait of a phase, after the last, reductions) is as much slower than the
-    forecast, or faster, as what has one.
-    """
+    """The step with measured seconds of compute between the waits of gathers, and the measured speed of gathers. What
+    has no measurement (before the first wait of a phase, after the last, reductions) is as much slower than the
+    forecast, or faster, as what has one."""
     ops, costs = forecast.timeline.ops, list(forecast.costs)
     factors: list[float | None] = [None] * len(ops)
     for stretch, seconds in _stretches(forecast.timeline, times):
@@ -69,15 +67,7 @@ def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
 
 def spans_by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
     """The last whole step of a profile, as the host saw it: a collective is in flight from its launch to the end of its
-    wait.
-
-    Args:
-        forecast: of the step, without a loss and an optimizer.
-        events: of Chrome's trace event format; those with our labels of launches and waits count.
-
-    Raises:
-        ValueError: no whole step of this program is among them.
-    """
+    wait. Chrome's ``events`` with our labels count; the forecast has no loss and no optimizer."""
     ops = forecast.timeline.ops
     marked = [at for at, op in enumerate(ops) if op.kind in LAUNCHES or op.kind is Kind.WAIT]
     names = [_label(forecast.timeline, ops[at]) for at in marked]

@@ -29,12 +29,7 @@ def report_of(
     dtype: str | None,
     blocks: int | None,
 ) -> Data:
-    """The data of the page, with AdamW and the model's loss; ``thunder-zero report --help`` says what options mean.
-
-    Raises:
-        ValueError: there is no such model, function, stage, rank, dtype or device; ``blocks`` is not above 0.
-        OSError: a file cannot be read.
-    """
+    """The data of the page, with AdamW and the model's loss; ``thunder-zero report --help`` says what options mean."""
     on, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")

@@ -41,7 +41,6 @@ class PageLine:
 
     Attributes:
         phase: "digests", "forward", "loss", "backward" or "optimizer step".
-        code: its Python statement.
         row: its meaning; None of what is no line of a trace.
         unit: that it moves or computes with, or whose lines are around it.
         ops: its operations, by their positions in ``Traces.timeline``.
@@ -65,11 +64,9 @@ class PageProgram:
 
     Attributes:
         name: such as "forecast" or "measured times".
-        traces: of the program.
         estimate: the forecast of time, whose costs count.
         spans: when each operation of ``estimate.timeline`` runs: those of the forecast, or measured ones.
-        memory: its forecast; None if there is none.
-        no_memory: why not.
+        memory: its forecast; None if there is none, and ``no_memory`` says why.
         note: what the times mean, if they are not the forecast's.
     """
 

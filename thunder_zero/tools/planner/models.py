@@ -23,12 +23,8 @@ THETA = 500_000.0  # base of Llama 3's rotary frequencies
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a decoder-only transformer.
-
-    Attributes:
-        blocks, width, heads, key_heads, hidden, vocabulary: of the model; ``key_heads`` are those of keys and values.
-        length: tokens of a sequence, unless somebody asks for others.
-    """
+    """The sizes of a decoder-only transformer; ``key_heads`` are those of keys and values, ``length`` is the tokens of
+    a sequence, unless somebody asks for others."""
 
     blocks: int
     width: int
@@ -188,12 +184,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Blocks of one list that are alike, one after the other.
-
-    Attributes:
-        path: of the list.
-        names: of the blocks in it, in order.
-    """
+    """Blocks of one list that are alike, one after the other: the path of the list, and their names in it, in order."""
 
     path: str
     names: tuple[str, ...]
@@ -208,7 +199,6 @@ class Subject:
     """A module to plan for.
 
     Attributes:
-        name: for messages and tables.
         module: it needs no values.
         args, kwargs: the arguments of its forward: one rank's share of a batch.
         loss: from what forward returns to the loss; None if nobody gave one.
@@ -262,20 +252,9 @@ def subject_of(
     length: int | None = None,
     micro_batch: int = 1,
 ) -> Subject:
-    """A module, a model by its name, or one that a function of a file makes, ``FILE.py:function``.
-
-    Args:
-        model: a module, a key of ``KNOWN``, or a place.
-        args, kwargs, loss: of a module.
-        length: tokens of a sequence, of a model by name; None: the model's.
-        micro_batch: sequences of one rank in a step, of a model by name.
-
-    Raises:
-        ValueError: there is no such model or function; an option is no count, or is for another kind of model; nothing
-            is trained.
-        TypeError: neither a module nor a string.
-        OSError: the file cannot be read.
-    """
+    """A module, a model by its name, a key of ``KNOWN``, or one that a function of a file makes, ``FILE.py:function``.
+    Inputs and loss are those of a module; of a model by name, ``length`` is the tokens of a sequence (None: the
+    model's), and ``micro_batch`` the sequences of one rank in a step."""
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:
             given = "micro_batch" if length is None else "sequence_length"

@@ -50,14 +50,8 @@ def loss_traffic(
     loss: Callable[[Any], Tensor],
 ) -> int:
     """Bytes of memory that the loss and its gradient read and write, operator by operator, as eager torch computes
-    them. Nothing is allocated.
-
-    Args:
-        module: the model; it may have fewer blocks, of which the shape of its output does not depend.
-        inputs: the arguments of its forward, positional and by name.
-        dtype: of compute; None: as the parameters are.
-        loss: from what it returns to the loss.
-    """
+    them. Nothing is allocated. The module may have fewer blocks, of which the shape of its output does not depend;
+    ``dtype`` is that of compute (None: as the parameters are)."""
 
     def without_values(tensor: Tensor) -> Tensor:
         cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -107,7 +107,6 @@ class _Comparison:
     steps: Steps
 
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
-        """All of it."""
         by_stage: dict[int, list[PlanRow]] = {}
         least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
         for stage in sorted(stages, reverse=True):

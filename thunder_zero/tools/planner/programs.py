@@ -36,14 +36,8 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class SubjectPrograms:
-    """The compiled programs of a subject.
-
-    Attributes:
-        subject: what is planned.
-        precision: of its compute and gradients.
-        shards: ranks of a copy, for the compilation: the schedule does not depend on them.
-        tell: says what is done now.
-    """
+    """The compiled programs of a subject. ``shards`` are ranks of a copy, for the compilation: the schedule does not
+    depend on them. ``tell`` says what is done now."""
 
     subject: Subject
     precision: MixedPrecision
@@ -73,10 +67,8 @@ class SubjectPrograms:
         return self.planned[policy, mesh]
 
     def evaluate(self, policy: Policy, mesh: Mesh, device: Device) -> Evaluated:
-        """The memory and the time of a step of the whole model.
-
-        Traces few of its alike blocks, more if those do not repeat, and all of them if none of them do.
-        """
+        """The memory and the time of a step of the whole model. Traces few of its alike blocks, more if those do not
+        repeat, and all of them if none of them do."""
         blocks = self.subject.blocks
         for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(policy, 0)]:
             traced = min(count, blocks)

@@ -28,12 +28,7 @@ from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A period, and where it repeats.
-
-    Attributes:
-        start: the first position that is equal to the one a period later.
-        period: positions of a block.
-    """
+    """A period, in positions, and where it repeats: from the first position that is equal to the one a period later."""
 
     start: int
     period: int
@@ -45,12 +40,8 @@ class Stretch:
 
 
 def stretch_of(signs: Sequence[Hashable], marks: Sequence[int]) -> Stretch | None:
-    """A period that occurs at least twice in a row, where the distance of two marks in a row is the period.
-
-    Args:
-        signs: what makes positions equal.
-        marks: where each of the alike blocks begins, ascending; None is found with fewer than two.
-    """
+    """A period that occurs at least twice in a row, where the distance of two marks in a row is the period. Positions
+    with equal signs are equal; the marks, ascending, are where the alike blocks begin."""
     found = [_around(signs, first, second - first) for first, second in pairwise(marks)]
     return next((stretch for stretch in found if stretch is not None), None)
 
@@ -76,14 +67,8 @@ def positions(length: int, stretch: Stretch | None, copies: int) -> list[int]:
 
 
 def linked(at: int, source: int, link: int, stretch: Stretch | None, copies: int) -> int:
-    """Where an earlier position that another refers to is in the longer sequence.
-
-    Args:
-        at: the position that refers, in the longer sequence.
-        source: where it has its sign from.
-        link: what that position refers to.
-        stretch, copies: as for :func:`positions`.
-    """
+    """Where an earlier position that another refers to is in the longer sequence: ``at`` refers to it there, and has
+    its sign from ``source``, which refers to ``link``. The others are as for :func:`positions`."""
     if stretch is not None and copies and source >= stretch.end and link < stretch.start:
         return link
     return at - (source - link)
@@ -94,11 +79,8 @@ class NotPeriodic(Exception):
 
 
 def longer(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Stretch | None]:
-    """For each position of the longer sequence the one that it has its sign from; and the stretch that repeats.
-
-    Raises:
-        NotPeriodic: nothing repeats, and something has to.
-    """
+    """For each position of the longer sequence the one that it has its sign from; and the stretch that repeats. Raises
+    NotPeriodic if nothing repeats, and something has to."""
     stretch = stretch_of(signs, marks) if copies else None
     if copies and stretch is None:
         raise NotPeriodic
@@ -134,17 +116,7 @@ def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, l
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """The estimate of a step with ``copies`` more of the blocks than were traced.
-
-    Args:
-        traces: of a model with fewer blocks.
-        device: what it runs on.
-        units: paths of the blocks that are alike and were traced.
-        copies: how many more there are.
-
-    Raises:
-        NotPeriodic: the traced blocks do not repeat.
-    """
+    """The estimate of a step with ``copies`` more of these blocks than were traced; NotPeriodic if none repeats."""
     timeline, lifted = traces.timeline, traces.lifted or traces.timeline
     traced = step_time(timeline, device, fused=counts_fused(traces, device), model=lifted)
     if not copies:
@@ -191,11 +163,7 @@ def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], c
 
 
 def _require_balance(period: Sequence[Op]) -> None:
-    """That a period waits for as many launches as it starts: otherwise they pile up, to be waited for after the last.
-
-    Raises:
-        NotPeriodic: it does not.
-    """
+    """A period must wait for as many launches as it starts: otherwise they pile up, to be waited for after the last."""
     started = sum(op.kind in LAUNCHES for op in period)
     if started != sum(op.kind is Kind.WAIT for op in period):
         raise NotPeriodic
@@ -236,17 +204,8 @@ class _Change:
 
 
 def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> Held:
-    """The memory of a step with ``copies`` more of the blocks than were traced.
-
-    Args:
-        memory: the forecast of the traces, with the optimizer.
-        traces: of a model with fewer blocks.
-        units: paths of the blocks that are alike and were traced.
-        copies: how many more there are.
-
-    Raises:
-        NotPeriodic: the traced blocks do not repeat.
-    """
+    """The memory of a step with ``copies`` more of these alike blocks than were traced, from a forecast with the
+    optimizer; raises NotPeriodic if they do not repeat."""
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)
     of_block = [one for one in memory.storages if copies and one.name.startswith(f"{units[0]}.")]

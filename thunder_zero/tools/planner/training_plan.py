@@ -45,11 +45,7 @@ class Mesh:
 
 
 def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ...]:
-    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one.
-
-    Raises:
-        ValueError: no count; several nodes, of which one is not full.
-    """
+    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one."""
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
     if world_size > devices_per_node and world_size % devices_per_node:
@@ -288,13 +284,8 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
 
 
 def code_of(row: PlanRow, policy: Policy, build: str) -> str:
-    """Python to paste: imports, the policy, the module, the mesh, and the model's transform.
-
-    Args:
-        row: which stage on which mesh.
-        policy: of the row.
-        build: Python that makes ``module``: lines that import, and one that makes it.
-    """
+    """Python to paste: imports, the policy, the module, the mesh, and the model's transform. ``build`` makes
+    ``module``: lines that import, and one that makes it."""
     *imports, made = build.splitlines()
     where, mesh = "", []
     if row.mesh.replicas > 1:

@@ -28,10 +28,8 @@ VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared l
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """The operations in order: kind, writes and reads, parameters, and "again" for a copy.
-
-    Long names make long lines. A border separates the phases.
-    """
+    """The operations in order: kind, writes and reads, parameters, and "again" for a copy. Long names make long lines.
+    A border separates the phases."""
     lines = [_line(op) for op in timeline.ops]
     border = next((at for at, op in enumerate(timeline.ops) if op.backward), None)
     if border is not None:
@@ -97,11 +95,7 @@ class Gap:
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """The lines of one phase of a timeline, each with its meaning.
-
-    Raises:
-        ValueError: the timeline has operations for which there is no line.
-    """
+    """The lines of one phase of a timeline, each with its meaning."""
     alive = gathered_bytes(timeline)
     values, gradients = _parameters_in(timeline), _gradients(timeline)
     places: dict[int, list[int]] = {}
@@ -132,9 +126,6 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters
 
     The rows of a unit are those from the first to the last that waits for its parameters or computes with them, and its
     other collectives and frees, which may be far from these.
-
-    Raises:
-        ValueError: the plan has no such unit.
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")

@@ -63,11 +63,9 @@ def place_of(plan: Plan) -> str:
 
 
 def fold(code: str, width: int) -> list[str]:
-    """Lines of at most ``width`` characters that show the statements of ``code``, without its comments.
-
-    A long statement shows the first items of its collections and arguments, as many as fit into the least number of
-    lines, and the number of the others.
-    """
+    """Lines of at most ``width`` characters that show the statements of ``code``, without its comments. A long
+    statement shows the first items of its collections and arguments, as many as fit into the least number of lines, and
+    the number of the others."""
     return [line for statement in ast.parse(code).body for line in _fold(_unparse(statement), width)]
 
 

@@ -40,14 +40,8 @@ QUIET = "dim"
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
-    """Print a table: a title line, then each row with its code folded to the width.
-
-    Args:
-        rows: the rows of one phase.
-        plan: the plan of each parameter.
-        phase: the name of the phase in the title: "forward", "backward under no_sync".
-        console: where to print; it decides about colours, and on a terminal about the width.
-    """
+    """Print a table: a title with the phase, such as "backward under no_sync", then each row with its code folded to
+    the width. The console decides about colours, and on a terminal about the width."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
@@ -104,10 +98,8 @@ def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, *, changed: bool) -> Iterator[Text]:
-    """The lines of a row: code on the left, its meaning on the right; either side may need several lines.
-
-    If nothing is sent, the parameters use that column too.
-    """
+    """The lines of a row: code on the left, its meaning on the right; either side may need several lines. If nothing is
+    sent, the parameters use that column too."""
     code = syntax.highlight("\n".join(fold(row.line.code, columns.code))).split("\n", allow_blank=False)
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
