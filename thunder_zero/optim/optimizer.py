@@ -238,7 +238,7 @@ class Whole(Closed):
             self._look = look_of(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
-        """Step these parameters, bucket by bucket. After an error, which is returned, the rest travels as it is, since the
+        """Step these parameters, bucket by bucket. After an error, which is returned, the rest travels as it is: the
         other ranks wait for it."""
         failure: Exception | None = None
         groups = after = [hyper_parameters(group) for group in self.param_groups]
