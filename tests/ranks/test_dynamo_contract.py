@@ -283,7 +283,7 @@ def evaluate_or_train(rank: int, world_size: int) -> str:
 
 
 DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [
-    (differ, ((),), ("would run different collectives", "line 0 of forward of graph 1", "the same path")),
+    (differ, ((),), ("line 0 of the collectives of forward of graph 1 differs", "the same path")),
     (differ, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward of graph", "the script")),
     (evaluate_or_train, (), ("rank 0 is in the first forward without backward of graph 0", "rank 1 is in the first")),
 ]

@@ -18,7 +18,6 @@ import os
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
@@ -55,15 +54,8 @@ DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json; the first one until tra
 INSTEAD = (
     "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """A safetensors file, or several with an index, named after ``path``: of ``max_bytes`` at most, if given."""
-
-    path: Path
-    tensors: Sequence[TensorToWrite]
-    max_bytes: int | None
+# By the file, or what several are named after: the tensors, and the most bytes of them in one file (None: there is one)
+Weights = Mapping[Path, tuple[Sequence[TensorToWrite], int | None]]
 
 
 @tagged("tz.save_pretrained")
@@ -111,18 +103,15 @@ def save_pretrained(
     arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
     facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
     require_same(facts, state.group)
-    weights, others = list[WeightsFile](), dict[Path, bytes]()
     with all_or_none(state.group, SAVE):
-        if state.group.rank() == 0:
-            weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype)
+        writes = state.group.rank() == 0
+        weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype) if writes else ({}, {})
     _gather_and_write(state, found, weights, others)
 
 
-def _gather_and_write(
-    state: State, found: Mapping[str, Any], weights: Sequence[WeightsFile], others: Mapping[Path, bytes]
-) -> None:
+def _gather_and_write(state: State, found: Mapping[str, Any], weights: Weights, others: Mapping[Path, bytes]) -> None:
     """Write what rank 0 planned; a collective."""
-    files = [members for file in weights for members in split_into_files(file.tensors, file.max_bytes)]
+    files = [members for of_file in weights.values() for members in split_into_files(*of_file)]
     reads = broadcast_object_from_rank_0([one.key for members in files for one in members], state.group)
     values = (_full(state, found[name].detach()) for name in reads)  # one at a time: it holds none
     failure: Exception | None = None
@@ -140,26 +129,26 @@ def _gather_and_write(
 
 def _planned(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
-) -> tuple[list[WeightsFile], dict[Path, bytes]]:
+) -> tuple[Weights, dict[Path, bytes]]:
     """The files of tensors to write, and the contents of the others; makes the folder."""
     found = _tensors(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in found.items():
         names_of.setdefault(id(tensor), []).append(name)
     own = next((tensor.dtype for tensor in found.values() if tensor.is_floating_point()), torch.float32)
-    files = own_files(module, found, dtype_to_write(own, dtype))
-    weights = []
-    for path, names in files.weights.items():
+    names_in, others = _own_files(module, found, dtype_to_write(own, dtype))
+    weights: dict[Path, tuple[list[TensorToWrite], int | None]] = {}
+    for path, names in names_in.items():
         tensors = [
             _to_write(name, found[key], key, names_of[id(found[key])], names, dtype) for name, key in names.items()
         ]
         require_storable(tensors)
-        weights.append(WeightsFile(folder / path, tensors, max_bytes if path == Path(WEIGHTS) else None))
-    for path in {path.parent for path in (*files.weights, *files.others)}:
+        weights[folder / path] = tensors, max_bytes if path == Path(WEIGHTS) else None
+    for path in {path.parent for path in (*names_in, *others)}:
         with explain_write_error(str(folder / path), FILES_UNCHANGED):
             (folder / path).mkdir(parents=True, exist_ok=True)
     kept = {Path(CARD)} if (folder / CARD).exists() else set()
-    return weights, {folder / path: text for path, text in files.others.items() if path not in kept}
+    return weights, {folder / path: text for path, text in others.items() if path not in kept}
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -197,7 +186,7 @@ def _full(state: State, value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _write(weights: Sequence[WeightsFile], others: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
+def _write(weights: Weights, others: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
     """Write all files, then give them their names; on rank 0."""
     written: dict[Path, list[Path]] = {}
 
@@ -208,8 +197,8 @@ def _write(weights: Sequence[WeightsFile], others: Mapping[Path, bytes], values:
         for path, contents in others.items():
             with create(path) as stream:
                 stream.write(contents)
-        for file in weights:
-            written[file.path] = write_parts(create, file.path, file.tensors, read, {}, file.max_bytes)
+        for path, (tensors, max_bytes) in weights.items():
+            written[path] = write_parts(create, path, tensors, read, {}, max_bytes)
     for path, files in written.items():
         remove_older(path, files, lambda older: True)
 
@@ -225,24 +214,18 @@ class SavesPretrained(Protocol):
         """Write this state dict to a folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnFiles:
-    """The files of a model: for each safetensors file, the state dict's name of each of its tensors, by the name there;
-    and the contents of each other file."""
-
-    weights: Mapping[Path, Mapping[str, str]]
-    others: Mapping[Path, bytes]
-
-
-def own_files(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> OwnFiles:
-    """The files of a module: what its ``save_pretrained`` writes; without one, each tensor once by its first name. The
-    module may have placeholders, and stays as it is; a tied tensor is the same under each name."""
+def _own_files(
+    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
+    """What a module's ``save_pretrained`` writes; without one, each tensor once by its first name: of each safetensors
+    file the state dict's name of each tensor, by the name there; and each other file's contents. The module may have
+    placeholders, and stays as it is; a tied tensor is the same under each name."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
     names = list(first.values())
     if not isinstance(module, SavesPretrained):
-        return OwnFiles({Path(WEIGHTS): {name: name for name in names}}, {})
+        return {Path(WEIGHTS): {name: name for name in names}}, {}
     numbers = {key: torch.tensor([number]) for number, key in enumerate(first)}
     stand_ins = {name: numbers[id(tensor)] for name, tensor in tensors.items()}
     with TemporaryDirectory() as folder:
@@ -255,17 +238,16 @@ def own_files(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dty
         others = {to: _contents(path, to, dtype) for path, to in written.items() if to not in weights}
     if not weights:
         raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {INSTEAD}")
-    return OwnFiles(weights, others)
+    return weights, others
 
 
-def _skeleton(module: Any) -> SavesPretrained:
+def _skeleton(module: nn.Module) -> Any:
     """A copy of a module whose parameters have no values: saving looks at them, and writes to configs."""
     parameters = {
         id(param): parameter_like(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
         for param in module.parameters()
     }
-    copy: SavesPretrained = deepcopy(module, {**parameters, **{id(buffer): buffer for buffer in module.buffers()}})
-    return copy
+    return deepcopy(module, {**parameters, **{id(buffer): buffer for buffer in module.buffers()}})
 
 
 def _names_in(path: Path, names: list[str], module: object) -> dict[str, str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Result
 from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, small_collective
 from thunder_zero.plan.params import Plan
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +80,24 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's facts differ from rank 0's, naming the first that does; a collective."""
-    difference = _first_difference(facts, group)
-    if difference is None:
+    """Raise on every rank if any rank's facts differ from rank 0's, naming the first that does; a collective. If they
+    agree, only digests travel."""
+    if len(set(all_gather_object(hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest(), group))) == 1:
         return
-    rank, expected, found = difference.rank, difference.expected, difference.found
-    if expected is None or found is None or expected.name != found.name:
-        names = [fact.name if fact is not None else "nothing more" for fact in (expected, found)]
-        remedy = next(fact.remedy for fact in (expected, found) if fact is not None)
-        raise RuntimeError(f"the ranks differ: rank 0 has {names[0]} where rank {rank} has {names[1]}; {remedy}")
-    raise RuntimeError(
-        f"{expected.name} differs between ranks: rank 0 has {expected.value}, rank {rank} has {found.value}; "
-        f"{expected.remedy}"
-    )
-
-
-def require_same_schedule(program: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's program, such as "backward", or the collectives that it starts differ from rank
-    0's; a collective. The lines travel only if digests differ."""
-    difference = _first_difference([program, *lines], group)
-    if difference is None:
-        return
-    rank, expected, found = difference.rank, difference.expected or "nothing", difference.found or "nothing"
-    if difference.position == 0:
-        raise RuntimeError(
-            f"the ranks would run different programs: rank 0 runs {expected}, rank {rank} runs {found}; call the "
-            f"model the same way on every rank: with or without gradients, inside or outside no_sync"
-        )
-    raise RuntimeError(
-        f"the ranks would run different collectives: line {difference.position - 1} of {program} is {expected!r} on "
-        f"rank 0 and {found!r} on rank {rank}; give every rank inputs that take the same path through the module"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Difference(Generic[T]):
-    """The first item in which a rank differs from rank 0. None is an item that only the other of them has."""
-
-    rank: int
-    position: int
-    expected: T | None  # on rank 0
-    found: T | None  # on the other
-
-
-def _first_difference(items: Sequence[T], group: dist.ProcessGroup) -> _Difference[T] | None:
-    """The first rank and item that differ from rank 0's; a collective. If all ranks agree, only digests travel."""
-    if len(set(all_gather_object(hashlib.sha256("\n".join(map(repr, items)).encode()).hexdigest(), group))) == 1:
-        return None
-    by_rank = all_gather_object(items, group)
-    return next(
-        _Difference(rank, position, expected, found)
-        for rank, others in enumerate(by_rank)
-        for position, (expected, found) in enumerate(zip_longest(by_rank[0], others))
+    on_rank_0, *others = all_gather_object(facts, group)
+    rank, expected, found = next(
+        (rank, expected, found)
+        for rank, theirs in enumerate(others, 1)
+        for expected, found in zip_longest(on_rank_0, theirs)
         if expected != found
+    )
+    if expected and found and expected.name != found.name:
+        raise RuntimeError(
+            f"the ranks differ: rank 0 has {expected.name} where rank {rank} has {found.name}; {expected.remedy}"
+        )
+    fact, values = expected or found, [of.value if of else "nothing" for of in (expected, found)]
+    raise RuntimeError(
+        f"{fact.name} differs between ranks: rank 0 has {values[0]}, rank {rank} has {values[1]}; {fact.remedy}"
     )
 
 

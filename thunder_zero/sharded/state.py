@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from thunder_zero.comm import agree
+from thunder_zero.comm.agree import Fact, require_same
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.collective_tags import CollectiveTag, TaggedTransport, doing, what_is_done
 from thunder_zero.comm.group import Ranks
@@ -191,8 +191,13 @@ class State(Share):
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Compare the collectives of a program between ranks."""
+        calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
+        inputs = "give every rank inputs that take the same path through the module"
+        facts = [
+            Fact(f"line {at} of the collectives of {program}", repr(line), inputs) for at, line in enumerate(lines)
+        ]
         with doing(f"the first {program} of {self.name}"):
-            agree.require_same_schedule(program, lines, self.group)
+            require_same([Fact("the program to run", program, calls), *facts], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
         """Raise while ``no_sync`` holds gradients of these parameters (default: of any)."""

@@ -8,7 +8,7 @@ module as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,41 +32,6 @@ from thunder_zero.sharded.initial_values.drawn import Drawn
 __all__ = ["InitialValues", "Other", "Sources", "initial_values"]
 
 
-class ReadValues:
-    """The tensors that are in the plain module's state dict, if ``weights`` is given."""
-
-    def __init__(self, model: PlainModel, weights: Mapping[str, Tensor] | None, failures: Failures) -> None:
-        self._model = model
-        self._weights: Mapping[str, Tensor] = {} if weights is None else weights
-        self._saved = frozenset(() if weights is None else model.module.state_dict())
-        self._failures = failures
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a state dict has the tensor; it has no buffers that are not persistent."""
-        return any(name in self._saved for name in self._model.names[tensor])
-
-    def require_names(self) -> None:
-        """Refuse a state dict of another module."""
-        kind = type(self._model.module).__name__
-        for tensor, names in self._model.names.items():
-            if self.has(tensor) and not any(name in self._weights for name in names):
-                raise ValueError(f"weights has no {names[0]!r}; give the state dict of a {kind} like this one")
-        for name in self._weights:
-            if name not in self._saved:
-                raise ValueError(
-                    f"weights has {name!r}, which {kind} does not have; leave it out of the state dict, or build the "
-                    f"module that it belongs to"
-                )
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """A copy on the CPU; without values after a failure, since the other ranks may wait to receive it."""
-        room = torch.empty_like(tensor, device=CPU, requires_grad=False)
-        with self._failures.remembered():
-            name = next(name for name in self._model.names[tensor] if name in self._weights)
-            room.copy_(fitted(self._weights[name], tensor, f"weights has {name!r}"))
-        return room
-
-
 FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
 
 
@@ -79,12 +44,14 @@ def initial_values(
     if group.size() > 1:
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
-    cuts = Cuts(model, are_read=sources.weights is not None)
-    read = ReadValues(model, sources.weights, failures)
-    missing = {t for t in model.names if t.is_meta and not model.arrives(t) and not read.has(t)}
-    drawn = Drawn(model, missing, cuts, all_draw=sources.weights is None)
+    are_read, weights = sources.weights is not None, sources.weights or {}
+    saved = module.state_dict() if are_read else {}  # it has no buffers that are not persistent
+    read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
+    missing = {t for t in model.names if t.is_meta and not model.arrives(t) and t not in read}
+    cuts = Cuts(model, are_read=are_read)
+    drawn = Drawn(model, missing, cuts, all_draw=not are_read)
     with agree.all_or_none(group):
-        read.require_names()
+        _require_names(weights, read.values(), saved, type(module).__name__)
         drawn.reset()
     if sources.init is not None:
         cuts.compare()  # before the next collective: a gather from ranks that differ would hide it
@@ -95,8 +62,8 @@ def initial_values(
 
     def own(tensor: Tensor) -> Tensor:
         """The values that this rank has, in full."""
-        if read.has(tensor):
-            return read.full(tensor)
+        if tensor in read:
+            return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
 
     values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, cuts)
@@ -116,6 +83,32 @@ def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
         )
         for name, value in (("init", sources.init), ("weights", sources.weights))
     ]
+
+
+def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:
+    """Refuse the state dict of another module: it has one name at least of each tensor to read, and only saved ones.
+
+    Raises:
+        ValueError: naming the first tensor that is missing or unexpected.
+    """
+    for names in read:
+        if not any(name in weights for name in names):
+            raise ValueError(f"weights has no {names[0]!r}; give the state dict of a {kind} like this one")
+    for name in weights:
+        if name not in saved:
+            raise ValueError(
+                f"weights has {name!r}, which {kind} does not have; leave it out of the state dict, or build the "
+                f"module that it belongs to"
+            )
+
+
+def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
+    """A copy on the CPU; without values after a failure, since the other ranks may wait to receive it."""
+    room = torch.empty_like(tensor, device=CPU, requires_grad=False)
+    with failures.remembered():
+        name = next(name for name in names if name in weights)
+        room.copy_(fitted(weights[name], tensor, f"weights has {name!r}"))
+    return room
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:

@@ -69,12 +69,11 @@ class Drawn:
                 self._reset(owner, reset)
 
     def _reset(self, owner: nn.Module, reset: Callable[[nn.Module], object]) -> None:
-        turn = Turn(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
-        turn.call(reset, "reset_parameters", self._meta_names)
-        for tensor in turn.tensors:
-            if self.has(tensor) and turn.wrote(tensor) and tensor not in self._written:
+        given = given_to(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
+        for tensor, value in written_by(reset, "reset_parameters", owner, given, self._meta_names).items():
+            if self.has(tensor) and tensor not in self._written:
                 self._written.add(tensor)
-                self._put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
+                self._put(tensor, self._fitted(value, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
         """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values. Each owner
@@ -89,16 +88,17 @@ class Drawn:
             self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        turn = Turn(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
+        given = given_to(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
+        written: dict[Tensor, Any] = {}
         with failures.remembered():
             failures.raise_first()  # init is not called again after it failed
-            turn.call(init, "init", self._meta_names)
-        for tensor in filter(self.has, turn.tensors):
-            full = turn.unsharded(tensor).detach()
-            if turn.wrote(tensor) or tensor in self._written:
+            written = written_by(init, "init", owner, given, self._meta_names)
+        for tensor in filter(self.has, given):
+            full = given[tensor].detach()
+            if tensor in written:
                 self._written.add(tensor)
                 with failures.remembered():
-                    full = self._fitted(turn, tensor, "init", owner)
+                    full = self._fitted(written[tensor], tensor, "init", owner)
             self._put(tensor, full)
 
     def _in_full(self, tensor: Tensor) -> Tensor | None:
@@ -116,9 +116,8 @@ class Drawn:
         own = [tensor for _, _, tensor in own_tensors(owner) if tensor.is_meta]
         return bool(self._tensors and own) if self._all_draw else any(map(self.has, own))
 
-    def _fitted(self, turn: Turn, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
-        name = self._model.name_of(tensor)
-        return fitted(turn.value(tensor), tensor, f"{who} of {type(owner).__name__} left {name!r}")
+    def _fitted(self, value: object, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
+        return fitted(value, tensor, f"{who} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
 
     def require_written(self) -> None:
         """Refuse a tensor that was given no value."""
@@ -139,51 +138,43 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to(CPU, copy=True)
 
 
-class Turn:
-    """One call of a function that writes a module's own tensors; ``before`` gives their values in full, or None where
-    there are none yet, which reads as NaN."""
+def given_to(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
+    """What a module gets in the place of its own tensors to write to: their values in full by ``before``, or NaN where
+    there are none yet."""
+    own = dict.fromkeys(tensor for _, _, tensor in own_tensors(owner))
+    return {tensor: _like(tensor, before(tensor)) for tensor in own}
 
-    def __init__(self, owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> None:
-        self._owner = owner
-        self._slots = list(own_tensors(owner))
-        own = dict.fromkeys(tensor for _, _, tensor in self._slots)
-        self._unsharded = {tensor: _like(tensor, before(tensor)) for tensor in own}
-        self._versions = {tensor: unsharded._version for tensor, unsharded in self._unsharded.items()}
-        self._after: dict[Tensor, Any] = dict(self._unsharded)
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The module's own tensors, each once."""
-        return tuple(self._unsharded)
+def written_by(
+    function: Callable[[nn.Module], object],
+    who: str,
+    owner: nn.Module,
+    given: Mapping[Tensor, Tensor],
+    elsewhere: Mapping[int, str],
+) -> dict[Tensor, Any]:
+    """What a module holds in the place of each tensor that the function, called ``who`` in a sentence, wrote to, or
+    replaced; meanwhile it has what it was given. Tensors of other modules have no memory, so a write to them raises:
+    ``elsewhere`` has the names of all tensors on the meta device by the addresses of their storages."""
+    slots = list(own_tensors(owner))
+    versions = {tensor: room._version for tensor, room in given.items()}
+    with _replaced(slots, given):
+        with LostWrites() as lost:
+            function(owner)
+        after = {tensor: holder[key] for holder, key, tensor in slots}
+    for name in filter(None, map(elsewhere.get, lost.addresses)):
+        raise ValueError(
+            f"{who} wrote {name!r} when it was called for {type(owner).__name__}, which does not own it; only one "
+            f"module's own parameters have values at a time: write each when {who} is called for its owner, or give "
+            f"weights"
+        )
+    return {of: value for of, value in after.items() if _is_written(value, given[of], versions[of])}
 
-    def call(self, function: Callable[[nn.Module], object], who: str, elsewhere: Mapping[int, str]) -> None:
-        """Call the function with the module. Tensors of other modules have no memory now, so a write to them raises:
-        ``elsewhere`` has the names of all tensors on the meta device by the addresses of their storages."""
-        with _replaced(self._slots, self._unsharded):
-            with LostWrites() as lost:
-                function(self._owner)
-            self._after = {tensor: holder[key] for holder, key, tensor in self._slots}
-        for name in filter(None, map(elsewhere.get, lost.addresses)):
-            raise ValueError(
-                f"{who} wrote {name!r} when it was called for {type(self._owner).__name__}, which does not own it; "
-                f"only one module's own parameters have values at a time: write each when {who} is called for its "
-                f"owner, or give weights"
-            )
 
-    def unsharded(self, tensor: Tensor) -> Tensor:
-        """What the call was given to write to in the tensor's place."""
-        return self._unsharded[tensor]
-
-    def value(self, tensor: Tensor) -> object:
-        """What the module holds in the tensor's place after the call."""
-        return self._after[tensor]
-
-    def wrote(self, tensor: Tensor) -> bool:
-        """Whether the call wrote to the tensor or replaced it; writes through ``.data`` raise no version."""
-        value, unsharded = self._after[tensor], self._unsharded[tensor]
-        if value is None or value is not unsharded or value._version != self._versions[tensor]:
-            return True
-        return unsharded.is_floating_point() and not is_all_nan(unsharded)
+def _is_written(value: Any, given: Tensor, version: int) -> bool:
+    """Whether a call wrote to what it was given, or replaced it; writes through ``.data`` raise no version."""
+    if value is not given or value._version != version:
+        return True
+    return given.is_floating_point() and not is_all_nan(given)
 
 
 def is_all_nan(tensor: Tensor) -> bool:
