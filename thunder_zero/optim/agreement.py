@@ -8,8 +8,8 @@ from typing import Any
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
-from thunder_zero.optim.exchange import Member
 from thunder_zero.optim.options import hyper_parameters, in_words
+from thunder_zero.optim.owners import Member
 from thunder_zero.sharded.state import State
 
 FIRST = "build the same optimizer, with the same groups, on every rank"

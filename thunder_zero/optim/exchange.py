@@ -14,38 +14,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.staging import rest_device
+from thunder_zero.optim.owners import Member, Values
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
 ByPeer = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter of a bucket."""
-
-    param: Param
-    shard: Tensor  # what the model has of it, and the key of its states
-    group: int
-    name: str | None  # in the group, if the group has names
-    owner: int  # the rank of the copy of the model that steps it
-
-
-@dataclass(frozen=True, eq=False)
-class Values:
-    """A whole parameter and its gradient, if it has one, on the device where shards rest."""
-
-    param: Tensor
-    grad: Tensor | None
 
 
 class ToOwners:

@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_zero.optim.exchange import Member
 from thunder_zero.optim.options import hyper_parameters, names_of
-from thunder_zero.optim.owners import Piece, assign, work_of_shape
+from thunder_zero.optim.owners import Member, Piece, assign, work_of_shape
 from thunder_zero.optim.probe import Found, probed
 from thunder_zero.optim.stepper import Given, GroupedParams, Groups, Make, blank, copied, made
 from thunder_zero.plan.params import Param

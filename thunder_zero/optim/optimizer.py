@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.optim.agreement import begin, raise_on_all
-from thunder_zero.optim.exchange import FromOwners, Member, ToOwners
+from thunder_zero.optim.exchange import FromOwners, ToOwners
 from thunder_zero.optim.members import (
     listed,
     members_of,
@@ -34,7 +34,7 @@ from thunder_zero.optim.members import (
     require_maker,
 )
 from thunder_zero.optim.options import OF_BASE, changed, hyper_parameters, in_words, look_of
-from thunder_zero.optim.owners import work_of_shape
+from thunder_zero.optim.owners import Member, work_of_shape
 from thunder_zero.optim.probe import Found
 from thunder_zero.optim.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
 from thunder_zero.sharded.optimizers import StepsWhole, parameters_of

@@ -13,6 +13,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor
+
+from thunder_zero.plan.params import Param
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,6 +34,25 @@ class Bucket:
 
     numbers: tuple[int, ...]  # of the pieces, the most work first
     owners: tuple[int, ...]  # for each, the rank that steps it
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of a bucket."""
+
+    param: Param
+    shard: Tensor  # what the model has of it, and the key of its states
+    group: int
+    name: str | None  # in the group, if the group has names
+    owner: int  # the rank of the copy of the model that steps it
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """A whole parameter and its gradient, if it has one, on the device where shards rest."""
+
+    param: Tensor
+    grad: Tensor | None
 
 
 def work_of_shape(shape: tuple[int, ...]) -> int:

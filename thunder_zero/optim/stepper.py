@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from thunder_zero.optim.exchange import Member, Values
 from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words, without_hooks
+from thunder_zero.optim.owners import Member, Values
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
 
