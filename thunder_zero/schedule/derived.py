@@ -1,6 +1,6 @@
 """Values derived from parameters alone: what they are made from, and which backward makes again.
 
-In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: names of values, or a timeline::
+In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: names of values::
 
     gather  fut <- t_w
     wait    w   <- fut        derived
@@ -16,12 +16,10 @@ buffer. So a pass that frees parameters or gathers them again starts from the de
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
@@ -63,26 +61,3 @@ def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str
             needed.add(name)
             reads += timeline.ops[writer[name]].reads
     return needed
-
-
-def frees_of_gathered(timeline: Timeline) -> Timeline:
-    """Turns the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
-
-    A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
-    Drops other deletions, and those of resident parameters.
-    """
-    made_from, position = gathered_from(timeline), timeline.derived
-    path_of = {name: param.path for _, name, param in timeline.gathered}
-    holders = Counter(chain.from_iterable(made_from.values()))
-    order = {param.path: number for number, param in enumerate(timeline.plan.params)}  # values' names are no order
-    ops: list[Op] = []
-    for op in timeline.ops:
-        if op.kind is not Kind.FREE:
-            ops.append(op)
-            continue
-        for read in op.reads:
-            for value in sorted(made_from.get(read, ()), key=lambda name: (position[name], order[path_of[name]])):
-                holders[value] -= 1
-                if not holders[value] and not timeline.plan.by_name[path_of[value]].resident:
-                    ops.append(replace(op, reads=(value,), params=(path_of[value],)))
-    return timeline.with_ops(ops)

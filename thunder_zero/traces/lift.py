@@ -12,12 +12,14 @@ copy, writes) other values. Collectives are new lines, since they may have been 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any
 
-from thunder_zero.schedule.derived import frees_of_gathered
+from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.symbols import Program, ZeroExecutor, dtype_name
 from thunder_zero.traces.work import (
@@ -76,7 +78,7 @@ def lift_phases(
         inputs |= _inputs(backward.args[1], program)  # the gradients of outputs; forward has saved what is in args[0]
         given = forward.bound_symbols[-1].args[0]["flat_args"]
         returned = _gradients(given, backward.bound_symbols[-1].args[0], program)
-    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
+    return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
 
 
 def _inputs(given: Any, program: Program) -> dict[str, str | None]:
@@ -154,6 +156,29 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
         if op.kind in (Kind.GATHER, Kind.REDUCE):
             params[op.writes[0]] = op.params
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
+
+
+def _frees_of_gathered(timeline: Timeline) -> Timeline:
+    """Turns the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
+
+    A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
+    Drops other deletions, and those of resident parameters.
+    """
+    made_from, position = gathered_from(timeline), timeline.derived
+    path_of = {name: param.path for _, name, param in timeline.gathered}
+    holders = Counter(chain.from_iterable(made_from.values()))
+    order = {param.path: number for number, param in enumerate(timeline.plan.params)}  # values' names are no order
+    ops: list[Op] = []
+    for op in timeline.ops:
+        if op.kind is not Kind.FREE:
+            ops.append(op)
+            continue
+        for read in op.reads:
+            for value in sorted(made_from.get(read, ()), key=lambda name: (position[name], order[path_of[name]])):
+                holders[value] -= 1
+                if not holders[value] and not timeline.plan.by_name[path_of[value]].resident:
+                    ops.append(replace(op, reads=(value,), params=(path_of[value],)))
+    return timeline.with_ops(ops)
 
 
 def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
