@@ -25,7 +25,7 @@ from tests.harness.errors import raised
 from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.comm import agree
+from thunder_zero.comm.small_collectives import broadcast
 
 import thunder
 
@@ -238,7 +238,6 @@ def send(rank: int, world_size: int, path: Path) -> None:
     """Counts how many of the parameters that a rank sends or receives are alive at once; the profiler does not see
     gloo's threads free them."""
     seen, alive = [], []
-    broadcast = agree.broadcast
 
     def counted(tensor: Tensor, *arguments: Any) -> None:
         seen.append(StorageWeakRef(tensor.untyped_storage()))
@@ -246,7 +245,7 @@ def send(rank: int, world_size: int, path: Path) -> None:
         alive.append(sum(not storage.expired() for storage in seen))
 
     weights = torch.load(path, mmap=True) if rank == 0 else None
-    with mock.patch.object(agree, "broadcast", counted):
+    with mock.patch("thunder_zero.sharded.initial_values.broadcast", counted):
         jit(on_meta(deep_mlp), broadcast_from=0, weights=weights)
     assert len(alive) == 2 * LAYERS, alive
     assert max(alive) <= 3, "this one, and one for each thread of gloo"

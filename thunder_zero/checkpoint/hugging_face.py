@@ -39,7 +39,7 @@ from thunder_zero.checkpoint.whole_files import (
     split_into_files,
     write_parts,
 )
-from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.agree import all_or_none, require_same_arguments
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
@@ -101,8 +101,7 @@ def save_pretrained(
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         found = sharded.plain.state_dict(keep_vars=True)
     arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
-    facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
-    require_same(facts, state.group)
+    require_same_arguments(arguments, state.group)
     with all_or_none(state.group, SAVE):
         writes = state.group.rank() == 0
         weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype) if writes else ({}, {})

@@ -33,7 +33,7 @@ from thunder_zero.checkpoint import dcp_write, folder
 from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import Optimizers, optimizer_entries
-from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.agree import Fact, all_or_none, require_same, require_same_arguments
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
@@ -121,8 +121,7 @@ def agreed(
         "the number of optimizers": len(optimizers),
         **others,
     }
-    facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
-    require_same(facts, sharded.state.group)
+    require_same_arguments(arguments, sharded.state.group)
     return contents, optimizers
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Result
-from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, small_collective
+from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, flat_bytes
 from thunder_zero.plan.params import Plan
 
 
@@ -38,7 +38,7 @@ class Fact:
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's elements in row-major order, 16 hex digits."""
-    return hashlib.sha256(_flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
+    return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
@@ -101,25 +101,9 @@ def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
     )
 
 
-@torch.no_grad()
-def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; they travel as bytes on
-    ``device``, since no backend carries every dtype."""
-    staged = tensor.detach().to(device).contiguous()
-    if staged.numel():
-        with small_collective("broadcast", group):
-            dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
-        tensor.copy_(staged)
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The elements in row-major order as bytes; a view, if the tensor is contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def ranks_of_default_group() -> int | None:
-    """The number of ranks of the default process group; None if there is none."""
-    return process_group(None).size() if has_groups() else None
+def require_same_arguments(arguments: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any rank gave an argument another value than rank 0; a collective."""
+    require_same([Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()], group)
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:

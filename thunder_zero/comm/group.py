@@ -183,3 +183,8 @@ def process_group(group: object) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None, "it is initialised"
     return default
+
+
+def ranks_of_default_group() -> int | None:
+    """The number of ranks of the default process group; None if there is none."""
+    return process_group(None).size() if has_groups() else None

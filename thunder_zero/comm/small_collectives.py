@@ -89,6 +89,22 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return found
 
 
+@torch.no_grad()
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective. They
+    travel as bytes on ``device``, since no backend carries every dtype."""
+    staged = tensor.detach().to(device).contiguous()
+    if staged.numel():
+        with small_collective("broadcast", group):
+            dist.broadcast(flat_bytes(staged), group=group, group_src=source)
+        tensor.copy_(staged)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The elements in row-major order as bytes; a view, if the tensor is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):

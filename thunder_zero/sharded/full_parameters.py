@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, all_or_none, broadcast, require_same
+from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.compat.casts import without_casts
 from thunder_zero.plan.params import Param
 from thunder_zero.plan.rows import own_rows

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.initial_values.data import (
     CPU,
@@ -126,7 +127,7 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
         full = torch.empty_like(tensor, device=model.device, requires_grad=False)
     else:
         full = _existing(tensor, model)
-    agree.broadcast(full, model.sender, model.ranks.world, model.device)
+    broadcast(full, model.sender, model.ranks.world, model.device)
     return full
 
 

@@ -15,7 +15,8 @@ from typing import IO, Any
 from rich.console import Console
 from torch import nn
 
-from thunder_zero.comm.agree import on_rank_0, ranks_of_default_group
+from thunder_zero.comm.agree import on_rank_0
+from thunder_zero.comm.group import ranks_of_default_group
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.policy import ZERO3, Policy

@@ -75,8 +75,9 @@ def adamw_traffic(plan: Plan) -> int:
     return TRAFFIC * _trained_bytes(plan)
 
 
-def state_bytes(plan: Plan) -> int:
-    """Bytes of trained parameters and of AdamW's averages that a rank holds between steps."""
+def shard_and_adamw_bytes(plan: Plan) -> int:
+    """Bytes of trained parameters and of AdamW's averages that a rank holds between steps: less than a forecast has,
+    which knows gradients, frozen parameters and buffers."""
     return STATE * _trained_bytes(plan)
 
 

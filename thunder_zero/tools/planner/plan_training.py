@@ -21,7 +21,13 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.models import Subject, subject_of
-from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
+from thunder_zero.tools.planner.overhead import (
+    OVERHEAD,
+    adamw_traffic,
+    loss_traffic,
+    overhead_bytes,
+    shard_and_adamw_bytes,
+)
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
 from thunder_zero.tools.planner.training_plan import AS_FAST, Mesh, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.printing.progress import Steps, show_steps
@@ -167,7 +173,7 @@ class _Comparison:
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
         plan = self._programs.plan(self._programs.policy(stage, "none"), mesh)
-        return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
+        return shard_and_adamw_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
     @staticmethod
     def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
