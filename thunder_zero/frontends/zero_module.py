@@ -225,6 +225,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         )
 
     @property
+    def __jit_ignored_attributes__(self) -> NoReturn:
+        """Asked for by ``torch.jit`` before it reads the attributes, those of DistributedDataParallel among them."""
+        raise RuntimeError(
+            f"torch.jit cannot look into what Thunder compiled of {type(self._model).__name__}; give it the plain "
+            f"module inside of: with tz.full_parameters(model) as module"
+        )
+
+    @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
         raise RuntimeError(
