@@ -10,7 +10,7 @@ Positions of lines on the page are numbers from 0; those of operations are posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +22,7 @@ from thunder_zero.tools.ask.explanation import Explanation
 from thunder_zero.tools.ask.print_trace import rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate
-from thunder_zero.tools.cost.lanes import Span, exposed, step_seconds, working
+from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
 from thunder_zero.tools.page.collectives import Bar, Collective, collective_of
 from thunder_zero.tools.printing.line_meanings import Row, label
@@ -64,8 +64,7 @@ class PageProgram:
 
     Attributes:
         name: such as "forecast" or "measured times".
-        estimate: the forecast of time, whose costs count.
-        spans: when each operation of ``estimate.timeline`` runs: those of the forecast, or measured ones.
+        estimate: its time: a forecast, or with what was measured.
         memory: its forecast; None if there is none, and ``no_memory`` says why.
         note: what the times mean, if they are not the forecast's.
     """
@@ -73,7 +72,6 @@ class PageProgram:
     name: str
     traces: Traces
     estimate: Estimate
-    spans: Sequence[Span]
     memory: Memory | None
     no_memory: str = ""
     note: str = ""
@@ -85,7 +83,7 @@ class PageProgram:
 
     def _lines(self) -> Iterator[PageLine]:
         spans: dict[int | str, list[Span]] = {}
-        for span in self.spans:
+        for span in self.estimate.spans:
             if span.lane is Lane.COMPUTE and span.seconds:
                 spans.setdefault(self._places[span.op], []).append(span)
         ops: dict[tuple[str, int], list[int]] = {}
@@ -139,7 +137,7 @@ class PageProgram:
     def bars(self) -> tuple[Bar, ...]:
         """Those of all lanes; what a line computes without a pause is one bar."""
         made: list[Bar] = []
-        for span in self.spans:
+        for span in self.estimate.spans:
             op, line = self.estimate.timeline.ops[span.op], self.line_of[self._places[span.op]]
             lane = str(span.lane) if span.lane is Lane.COMPUTE else f"{op.kind} {span.lane}"
             bar = Bar(lane, line, span.start, span.end, span.waits)
@@ -171,7 +169,7 @@ class PageProgram:
     @cached_property
     def explanations(self) -> dict[str, Explanation]:
         """What ``explain`` says of each parameter, with this program's times."""
-        places = ((span, self._places[span.op]) for span in self.spans)
+        places = ((span, self._places[span.op]) for span in self.estimate.spans)
         own = [Span(at, one.lane, one.start, one.end, None, one.waits) for one, at in places if isinstance(at, int)]
         return explain_all(self.traces, own, self.estimate.device.name)
 
@@ -199,21 +197,6 @@ class PageProgram:
                 times = launch.end, wait.start, own, rings.get(lines[1], ()), behind
                 found.append(collective_of(self.traces.timeline, at, self.explanations[op.params[0]], lines, *times))
         return tuple(found)
-
-    @property
-    def seconds(self) -> float:
-        """How long the step takes."""
-        return step_seconds(self.spans)
-
-    @property
-    def compute_seconds(self) -> float:
-        """How long the rank computes."""
-        return working(self.spans)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """How long compute waits for communication."""
-        return exposed(self.spans)
 
     @property
     def sent_bytes(self) -> int:
