@@ -24,7 +24,7 @@ from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
-from thunder_zero.tools.page.collectives import Bar, Collective, collective_of
+from thunder_zero.tools.page.collectives import Bar, Collective, why_exposed, why_there
 from thunder_zero.tools.printing.line_meanings import Row, label
 
 DIGESTS, LOSS = "digests", "loss"  # phases beside those of the traces and OPTIMIZER_STEP
@@ -176,26 +176,45 @@ class PageProgram:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Each launch, in the order in which they start."""
-        rings: dict[int, list[Bar]] = {}
+        timeline, rings, waits = self.traces.timeline, dict[int, list[Bar]](), dict[int, list[Bar]]()
         for bar in self.bars:
-            if bar.lane != Lane.COMPUTE or bar.waits:
-                rings.setdefault(bar.line, []).append(bar)
-        ending = {(bar.lane.split()[-1], bar.end): bar.line for bar in self.bars if bar.lane != Lane.COMPUTE}
-        ops = self.traces.timeline.ops
-        waits = {op.reads[0]: at for at, op in enumerate(ops) if op.kind is Kind.WAIT}
+            if bar.waits or bar.lane != Lane.COMPUTE:
+                (waits if bar.waits else rings).setdefault(bar.line, []).append(bar)
+        ending = {(bar.lane.split()[-1], bar.end): self.lines[line] for line, of in rings.items() for bar in of}
+        line_of_wait = {op.reads[0]: self.line_of[at] for at, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
         found = []
-        for at, op in enumerate(ops):
-            if op.kind in LAUNCHES:
-                lines = self.line_of[at], self.line_of[waits[op.writes[0]]]
-                launch, wait = (self.lines[line] for line in lines)
-                own = rings.get(lines[0], ())
-                before = next(
-                    (ending[key] for bar in own if (key := (bar.lane.split()[-1], bar.start)) in ending), None
+        for at, op in enumerate(timeline.ops):
+            if op.kind not in LAUNCHES:
+                continue
+            launch, wait = self.line_of[at], line_of_wait[op.writes[0]]
+            launched, waited = self.lines[launch].end, self.lines[wait].start
+            own = rings.get(launch, [])
+            held = [*waits.get(launch, ()), *waits.get(wait, ())]  # without overlap compute waits at the launch
+            before = next(
+                (ending[key].row for bar in own if (key := (bar.lane.split()[-1], bar.start)) in ending), None
+            )
+            behind = label(before.params, timeline.plan, gradients=before.gradients) if before else ""
+            wire, exposed = (sum(bar.end - bar.start for bar in bars) for bars in (own, held))
+            queued = max(min((bar.start for bar in own), default=launched) - launched, 0.0)
+            found.append(
+                Collective(
+                    op=at,
+                    kind=op.kind,
+                    backward=op.backward,
+                    unit=timeline.params_of(op)[0].unit,
+                    params=op.params,
+                    label=label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
+                    sent_bytes=timeline.bytes_sent(op),
+                    launch=launch,
+                    wait=wait,
+                    launched=launched,
+                    waited=waited,
+                    wire_seconds=wire,
+                    exposed_seconds=exposed,
+                    why=why_there(op, self.explanations[op.params[0]]),
+                    why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, behind),
                 )
-                row = None if before is None else self.lines[before].row
-                behind = "" if row is None else label(row.params, self.traces.plan, gradients=row.gradients)
-                times = launch.end, wait.start, own, rings.get(lines[1], ()), behind
-                found.append(collective_of(self.traces.timeline, at, self.explanations[op.params[0]], lines, *times))
+            )
         return tuple(found)
 
     @property
