@@ -49,30 +49,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
 
-look_up, listed, __all__ = lazy(
-    __name__,
-    {
-        "thunder_zero.checkpoint.load": "Loaded load",
-        "thunder_zero.checkpoint.save": "save",
-        "thunder_zero.frontends.dynamo.compile": "compile",
-        "thunder_zero.checkpoint.hugging_face": "save_pretrained",
-        "thunder_zero.frontends.plugin": "Recipe Zero zero",
-        "thunder_zero.plan.policy": "DDP ZERO1 ZERO2 ZERO3 Policy",
-        "thunder_zero.plan.precision": "MixedPrecision",
-        "thunder_zero.optim.ema": "EMA",
-        "thunder_zero.sharded.full_parameters": "full_parameters",
-        "thunder_zero.sharded.full_state_dict": "full_state_dict",
-        "thunder_zero.optim.global_numbers": "clip_grad_norm_ global_mean",
-        "thunder_zero.schedule": "",
-        "thunder_zero.tools": "",
-        "thunder_zero.tools.ask.explain": "explain",
-        "thunder_zero.tools.ask.print_trace": "print_trace",
-        "thunder_zero.tools.dry_run": "trace",
-        "thunder_zero.frontends.transform": "ZeroTransform",
-        "thunder_zero.optim.optimizer": "whole",
-        "thunder_zero.frontends.zero_module": "ZeroModule traces_of",
-    },
-)
+look_up, listed, __all__ = lazy(__name__)
 
 if not TYPE_CHECKING:  # a type checker must miss a name that there is not
     __getattr__, __dir__ = look_up, listed

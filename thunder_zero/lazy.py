@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import getsource
 from typing import Any
 
 Ask = Callable[[str], Any]
 
 
-def lazy(package: str, names: Mapping[str, str]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
-    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose ``names`` are by module, separated by
-    spaces; none for the module itself."""
-    homes = {name: (module, name) for module, listed in names.items() for name in listed.split()}
-    homes |= {module.rpartition(".")[2]: (module, "") for module, listed in names.items() if not listed}
+def lazy(package: str) -> tuple[Ask, Callable[[], list[str]], list[str]]:
+    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose names are those that its source imports
+    under ``if TYPE_CHECKING``: what a type checker reads is what there is."""
+    tree = ast.parse(getsource(sys.modules[package]))
+    lines = (line for block in tree.body if isinstance(block, ast.If) for line in block.body)
+    homes = {one.name: str(line.module) for line in lines if isinstance(line, ast.ImportFrom) for one in line.names}
 
     def look_up(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(package, name)}")
-        home, inside = homes[name]
-        found = getattr(import_module(home), inside) if inside else import_module(home)
+        is_module = homes[name] == package
+        found = import_module(f"{package}.{name}") if is_module else getattr(import_module(homes[name]), name)
         setattr(sys.modules[package], name, found)
         return found
 

@@ -20,8 +20,8 @@ from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
-from thunder_zero.tools.fitting.search import Choices, Search
-from thunder_zero.tools.fitting.text import TradeOff, print_trade_off
+from thunder_zero.tools.fitting.search import Search, chosen
+from thunder_zero.tools.fitting.text import print_trade_off
 from thunder_zero.tools.forecast.figures import Holds
 
 import thunder
@@ -184,9 +184,8 @@ class OneSize(Search):
     """A search with the asked bytes of buckets alone."""
 
     @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        sizes = self.lifted.plan.sizes
-        return ((sizes.bucket_bytes, sizes.in_flight_bytes),)
+    def sized(self) -> tuple[tz.Policy, ...]:
+        return super().sized[:1]
 
 
 @pytest.mark.slow
@@ -195,30 +194,28 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
     lifted = traced(net, SHORT).lifted
     assert lifted is not None
     search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
-    (sizes,) = search.sizes
     options = product((PLAIN, RECOMPUTED, KEPT, KEPT_AND_RECOMPUTED), repeat=BLOCKS)
-    every = [
-        Candidate(lifted, Choices.of(dict(zip(UNITS, chosen, strict=True)), sizes).policy(asked)) for chosen in options
-    ]
+    every = [Candidate(lifted, chosen(dict(zip(UNITS, one, strict=True)), search.sized[0])) for one in options]
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     for step in range(11):
         budget = least + (most - least) * step // 10
-        best = search.best(budget, lambda sizes: 0)
+        best = search.best(budget, lambda policy: 0)
         assert best is not None
         assert search.candidate(best).peak <= budget
         assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
-    assert search.best(least - 1, lambda sizes: 0) is None
+    assert search.best(least - 1, lambda policy: 0) is None
     assert len(search.evaluated) < len(every)
 
 
 def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     lifted = traced(net, SHORT, ASKED).lifted
     assert lifted is not None
-    assert Candidate(lifted, ASKED).kept == set(UNITS[2:])  # none is named
-    assert Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
+    one, other = Candidate(lifted, ASKED), Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1]))
+    assert one.kept == set(UNITS[2:])  # none is named
+    assert other.kept == {UNITS[0], UNITS[2]}
     out = StringIO()
-    one = TradeOff(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, recomputed=0, in_flight_bytes=0)
-    print_trade_off([one, replace(one, peak=1001, chosen=True), replace(one, kept=2)], Console(file=out, width=100))
+    rows = [(1000, one, False), (1001, one, True), (1000, other, False)]
+    print_trade_off(rows, Console(file=out, width=100))
     assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
 
 

@@ -25,7 +25,7 @@ from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.page.collectives import Bar
 from thunder_zero.tools.page.data import data_of
-from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
+from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.program import PageProgram
 from thunder_zero.tools.page.report import page_of
 
@@ -51,7 +51,7 @@ def traces(stage: int | tz.Policy = 3, **options: Any) -> tz.tools.Traces:
 def program(stage: int = 3, *, around: bool = True, **options: Any) -> PageProgram:
     of, given = traces(stage, **options), AROUND if around else {}
     time = tz.tools.estimate(of, DEVICE, **given)
-    return PageProgram("forecast", of, time, time.spans, tz.tools.memory(of, **given))
+    return PageProgram("forecast", of, time, tz.tools.memory(of, **given))
 
 
 STAGES = [3, *slow(0, 1, 2)]
@@ -106,7 +106,7 @@ def test_bars_take_the_time_of_the_forecast_and_none_is_over_another(stage: int)
     assert wires == pytest.approx(sum(one.estimate.wire_seconds.values()))
     for bars in by_lane.values():
         assert all(before.end <= after.start for before, after in pairwise(bars))
-    assert max(bar.end for bar in one.bars) == pytest.approx(one.seconds)
+    assert max(bar.end for bar in one.bars) == pytest.approx(one.estimate.seconds)
     kinds = {bar.lane.split()[0] for bar in one.bars} - {"compute"}
     assert kinds == ({"reduce"} if stage == 0 else {"gather", "reduce"})
     for unit, first, last in one.units:
@@ -168,7 +168,7 @@ def test_collectives_and_parameters_say_what_explain_says(stage: int) -> None:
         assert each.sent_bytes == launch.row.sent
         assert each.waited >= each.launched
         assert (each.why_exposed == "") == (each.exposed_seconds == 0) == (each.hidden_share == 1)
-    assert sum(each.exposed_seconds for each in one.collectives) == pytest.approx(one.exposed_seconds)
+    assert sum(each.exposed_seconds for each in one.collectives) == pytest.approx(one.estimate.exposed_seconds)
     exposed = [each for each in one.collectives if each.exposed_seconds]
     assert any("on the wire; " in each.why_exposed for each in exposed)
 
@@ -224,14 +224,12 @@ def measured_times(of: PageProgram, slower: float) -> tz.schedule.Times:
 
 def test_measured_times_are_beside_the_forecast() -> None:
     one = program()
-    same = spans_by_times(one.estimate, measured_times(one, 1.0))
-    assert [(span.op, span.lane) for span in same] == [(span.op, span.lane) for span in one.spans]
-    assert [span.end for span in same] == pytest.approx([span.end for span in one.spans])
-    slower = PageProgram(
-        "measured", one.traces, one.estimate, spans_by_times(one.estimate, measured_times(one, 2.0)), None
-    )
-    assert slower.compute_seconds == pytest.approx(2 * one.compute_seconds)
-    assert slower.exposed_seconds < one.exposed_seconds
+    same, usual = by_times(one.estimate, measured_times(one, 1.0)).spans, one.estimate.spans
+    assert [(span.op, span.lane) for span in same] == [(span.op, span.lane) for span in usual]
+    assert [span.end for span in same] == pytest.approx([span.end for span in usual])
+    slower = PageProgram("measured", one.traces, by_times(one.estimate, measured_times(one, 2.0)), None)
+    assert slower.estimate.compute_seconds == pytest.approx(2 * one.estimate.compute_seconds)
+    assert slower.estimate.exposed_seconds < one.estimate.exposed_seconds
     shown = page_of(traces(), DEVICE, measured_times(one, 2.0), **AROUND)
     assert [each["name"] for each in shown["programs"]] == ["ZeRO-3", "measured times"]
     assert "those of measure_times" in shown["programs"][1]["note"]
@@ -255,16 +253,16 @@ def events(of: PageProgram, steps: int, gap: float) -> list[dict[str, Any]]:
 def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> None:
     one = program(around=False)
     profile = [{"name": "other", "ph": "X", "ts": 1.0}, *events(one, 2, 0.001)]
-    shown = PageProgram("profile", one.traces, one.estimate, spans_by_profile(one.estimate, profile), None)
+    shown = PageProgram("profile", one.traces, by_profile(one.estimate, profile), None)
     marked = sum(op.kind in LAUNCHES or op.kind is Kind.WAIT for op in one.traces.timeline.ops)
-    assert shown.seconds == pytest.approx(one.compute_seconds + 0.001 * marked)
+    assert shown.estimate.seconds == pytest.approx(one.estimate.compute_seconds + 0.001 * marked)
     waits = sum(op.kind is Kind.WAIT for op in one.traces.timeline.ops)
-    assert shown.exposed_seconds == pytest.approx(0.001 * waits)
+    assert shown.estimate.exposed_seconds == pytest.approx(0.001 * waits)
     assert all(each.wire_seconds > 0 for each in shown.collectives)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"traceEvents": profile}))
     found = page_of(traces(), DEVICE, path)["programs"][1]
-    assert (found["name"], found["figures"]["step_seconds"]) == ("profile", shown.seconds)
+    assert (found["name"], found["figures"]["step_seconds"]) == ("profile", shown.estimate.seconds)
     path.write_text(json.dumps({"traceEvents": profile[:4]}))
     says(lambda: page_of(traces(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
 

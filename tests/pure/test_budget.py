@@ -15,7 +15,7 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
 from thunder_zero.tools.fitting.budget import KEPT, PLAIN, UnitCost, cheapest
 from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
-from thunder_zero.tools.fitting.search import Choices, Search
+from thunder_zero.tools.fitting.search import Search, chosen
 
 UNITS = 7
 ROUNDING = 1e-12  # costs are sums of floats
@@ -52,15 +52,14 @@ def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
         f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
     }
     search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)
-    sizes = 0, in_flight_bytes
     every = [
-        search.candidate(Choices.of(dict(zip(units, chosen, strict=True)), sizes))
-        for chosen in product((PLAIN, KEPT), repeat=UNITS)
+        search.candidate(chosen(dict(zip(units, one, strict=True)), search.sized[0]))
+        for one in product((PLAIN, KEPT), repeat=UNITS)
     ]
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     for step in range(9):
         budget = least + (most - least) * step // 8
-        best = Search(search.lifted, asked).best(budget, lambda sizes: 0)
+        best = Search(search.lifted, asked).best(budget, lambda policy: 0)
         assert best is not None
         assert search.candidate(best).peak <= budget
         assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)

@@ -82,19 +82,6 @@ def test_the_changelog_names_what_is_exported() -> None:
     assert named - names <= {field.name for field in fields(Policy)}
 
 
-@pytest.mark.parametrize("package", ["", "tools"])
-def test_what_a_type_checker_reads_of_lazy_names_is_what_python_reads(package: str) -> None:
-    init = PACKAGE / package / "__init__.py"
-    (table,) = (
-        ast.literal_eval(node.args[1])
-        for node in ast.walk(ast.parse(init.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy"
-    )
-    listed = {(module, name) for module, names in table.items() for name in names.split()}
-    listed |= {tuple(module.split(".")) for module, names in table.items() if not names}
-    assert listed == homes(init)
-
-
 def homes(init: Path) -> set[tuple[str, str]]:
     """What a package has from elsewhere, under its own name: modules and names."""
     imports = (node for node in ast.walk(ast.parse(init.read_text())) if isinstance(node, ast.ImportFrom))

@@ -46,31 +46,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
-look_up, listed, __all__ = lazy(
-    __name__,
-    {
-        "thunder_zero.frontends.compiled": "Traces",
-        "thunder_zero.tools.ask.diff": "diff",
-        "thunder_zero.tools.ask.difference": "Difference",
-        "thunder_zero.tools.ask.explanation": "Explanation",
-        "thunder_zero.tools.ask.save_timeline": "save_timeline",
-        "thunder_zero.tools.convert.consolidate": "consolidate",
-        "thunder_zero.tools.convert.shard_safetensors": "shard_safetensors",
-        "thunder_zero.tools.cost.estimate": "Estimate estimate",
-        "thunder_zero.tools.devices.calibrate": "calibrate",
-        "thunder_zero.tools.devices.calibrated": "Calibrated",
-        "thunder_zero.tools.devices.device": "DEVICES Device Link",
-        "thunder_zero.tools.devices.named": "load_device save_device",
-        "thunder_zero.tools.fitting.candidate": "Prices",
-        "thunder_zero.tools.fitting.fit": "DoesNotFit fit",
-        "thunder_zero.tools.forecast.figures": "Holds Memory MemoryLine Storage",
-        "thunder_zero.tools.forecast.memory": "memory",
-        "thunder_zero.tools.measure": "measure_times",
-        "thunder_zero.tools.page.report": "report",
-        "thunder_zero.tools.planner.training_plan": "TrainingPlan",
-        "thunder_zero.tools.planner.plan_training": "plan_training",
-    },
-)
+look_up, listed, __all__ = lazy(__name__)
 
 if not TYPE_CHECKING:  # a type checker must miss a name that there is not
     __getattr__, __dir__ = look_up, listed

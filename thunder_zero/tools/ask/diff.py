@@ -10,10 +10,9 @@ from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import ROOT, Param
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Op, Timeline
 from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.ask.difference import Difference, Figures
-from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 
@@ -40,15 +39,16 @@ def diff(first: Traces, second: Traces) -> Difference:
             raise TypeError(f"diff takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     _require_one_module(first, second)
     figures = [_by_unit(traces) for traces in (first, second)]
-    forecasts = [_forecast(traces) for traces in (first, second)]
-    there = [one for one in forecasts if one is not None]
-    both = len(there) == len(forecasts)
+    try:
+        held = [memory(traces) for traces in (first, second)]
+    except NoForecast:
+        held = []
     return Difference(
         plans=(first.plan, second.plan),
         units={unit: (figures[0][unit], figures[1][unit]) for unit in first.plan.units},
         total=(figures[0][None], figures[1][None]),
-        peaks=(there[0].peak, there[1].peak) if both else None,
-        at_rest=(there[0].at_rest, there[1].at_rest) if both else None,
+        peaks=(held[0].peak, held[1].peak) if held else None,
+        at_rest=(held[0].at_rest, held[1].at_rest) if held else None,
     )
 
 
@@ -79,13 +79,6 @@ def _described(param: Param | None) -> str:
     return f"{param.path!r} {param.shape} {name_of(param.dtype)}{frozen}"
 
 
-def _forecast(traces: Traces) -> Memory | None:
-    try:
-        return memory(traces)
-    except NoForecast:
-        return None
-
-
 def _by_unit(traces: Traces) -> dict[str | None, Figures]:
     """Of each unit, and of all (None)."""
     recomputed = [] if traces.lifted is None else _recomputed(run(traces.lifted))
@@ -93,18 +86,14 @@ def _by_unit(traces: Traces) -> dict[str | None, Figures]:
 
 
 def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
-    """All members of a bucket are of one unit."""
-    params = [[param for param in timeline.params_of(op) if unit in (None, param.unit)] for op in timeline.ops]
-    launches = {
-        kind: [timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own]
-        for kind in (Kind.GATHER, Kind.REDUCE)
-    }
+    launches = [op for op in timeline.ops if op.kind in LAUNCHES and unit in (None, timeline.params_of(op)[0].unit)]
+    gathers, reductions = ([timeline.bytes_sent(op) for op in launches if op.kind is kind] for kind in LAUNCHES)
     own = [op for op, of in recomputed if unit in (None, of)]
     return Figures(
-        gathers=len(launches[Kind.GATHER]),
-        reductions=len(launches[Kind.REDUCE]),
-        gather_bytes=sum(launches[Kind.GATHER]),
-        reduce_bytes=sum(launches[Kind.REDUCE]),
+        gathers=len(gathers),
+        reductions=len(reductions),
+        gather_bytes=sum(gathers),
+        reduce_bytes=sum(reductions),
         gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
         recomputed=len(own),
         recomputed_flops=sum(op.flops for op in own),

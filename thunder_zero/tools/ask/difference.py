@@ -17,6 +17,7 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, count, summed_up
 
 SHORT = 30  # columns
@@ -99,14 +100,11 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
     yield from wrap(_title(*difference.plans), WIDTH, subsequent_indent="  ")
     groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
     shown = groups[:most]
-    rows = [tuple(COLUMNS), *(_cells(pair) for pair, _ in shown), _cells(difference.total)]
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    names = ["unit", *(_names(units, WIDTH - sum(widths)) for _, units in shown), "all"]
-    longest = max(map(len, names))
-    lines = [
-        f"{name:<{longest}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, cells in zip(names, rows, strict=True)
-    ]
+    cells = [*(_cells(pair) for pair, _ in shown), _cells(difference.total)]
+    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *cells, strict=True))
+    names = [*(_names(units, room) for _, units in shown), "all"]
+    rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
+    lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
     if len(groups) > most:
         lines.insert(-1, f"... {len(groups) - most} more: table() has them")
     yield from lines
@@ -117,24 +115,22 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
 
 
 def _title(first: Plan, second: Plan) -> str:
-    places = [f"rank {plan.rank} of {plan.world_size}" for plan in (first, second)]
-    copies = [f", {plan.replicas} copies" if plan.replicas > 1 else "" for plan in (first, second)]
-    changed = [_field(name, first.policy, second.policy) for name in _changed(first.policy, second.policy)]
-    also = f"; also {', '.join(changed)}" if changed else ""
-    stages = [STAGES[plan.policy.stage].name for plan in (first, second)]
-    worlds = [place + several for place, several in zip(places, copies, strict=True)]
-    return f"{_change(*stages)}, {_change(*worlds)}{also}"
+    worlds, stages = [], []
+    for plan in (first, second):
+        copies = f", {plan.replicas} copies" if plan.replicas > 1 else ""
+        worlds.append(f"rank {plan.rank} of {plan.world_size}{copies}")
+        stages.append(STAGES[plan.policy.stage].name)
+    changed = ", ".join(_changed(first.policy, second.policy))
+    return f"{_change(*stages)}, {_change(*worlds)}{f'; also {changed}' if changed else ''}"
 
 
-def _changed(first: Policy, second: Policy) -> list[str]:
-    names = [field.name for field in fields(Policy) if field.name != "stage"]
-    return [name for name in names if getattr(first, name) != getattr(second, name)]
-
-
-def _field(name: str, first: Policy, second: Policy) -> str:
+def _changed(first: Policy, second: Policy) -> Iterator[str]:
     """``prefetch 2 -> 0``; of a long value the name alone."""
-    change = _change(*(str(getattr(policy, name)) for policy in (first, second)))
-    return f"{name} {change}" if len(change) <= SHORT else name
+    for name in [field.name for field in fields(Policy) if field.name != "stage"]:
+        before, after = getattr(first, name), getattr(second, name)
+        if before != after:
+            change = _change(str(before), str(after))
+            yield f"{name} {change}" if len(change) <= SHORT else name
 
 
 def _names(units: Sequence[str], width: int) -> str:

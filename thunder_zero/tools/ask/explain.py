@@ -9,8 +9,8 @@ say why there::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
@@ -24,7 +24,7 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.cost.costs import Lane
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
 
 Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 NEAR = 3  # names that an error proposes
 
 
@@ -64,18 +65,18 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     _require_parameter(path, traces)
     spans = None if of is None else estimate(traces, of).spans
-    return _explained(_TimedProgram(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
+    return _explained(_Program(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
     """What :func:`thunder_zero.explain` says of each parameter, by path; ``spans`` are of ``traces.timeline``."""
-    program = _TimedProgram(traces, spans, device)
+    program = _Program(traces, spans, device)
     return {param.path: _explained(program, param) for param in traces.plan.params}
 
 
-def _explained(program: _TimedProgram, param: Param) -> Explanation:
-    traces, plan, facts = program.traces, program.traces.plan, _Facts(program, param)
-    gathers, gradient = facts.gathers(), facts.gradient()
+def _explained(program: _Program, param: Param) -> Explanation:
+    traces, plan = program.traces, program.traces.plan
+    gathers, gradient = _gathers(program, param), _gradient(program, param)
     return Explanation(
         param=param,
         plan=plan,
@@ -108,25 +109,17 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 
 @dataclass(frozen=True)
-class _TimedProgram:
+class _Program:
     """What the explanations of all parameters share; ``spans`` and ``device`` are None without a forecast of time."""
 
     traces: Traces
     spans: Sequence[Span] | None
     device: str | None
+    codes: dict[int, str] = field(default_factory=dict)  # by position: a bucket's parameters share its lines
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
         return gathered_bytes(self.traces.timeline)
-
-    @cached_property
-    def spans_by_op(self) -> Mapping[int, Sequence[Span]] | None:
-        if self.spans is None:
-            return None
-        found: dict[int, list[Span]] = {}
-        for span in self.spans:
-            found.setdefault(span.op, []).append(span)
-        return found
 
     @cached_property
     def why(self) -> dict[str, tuple[int, Bound]]:
@@ -138,149 +131,121 @@ class _TimedProgram:
     def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
         """By kind and path: gathers, reductions and deferrals."""
         kinds = (Kind.GATHER, Kind.REDUCE, Kind.DEFER)
-        return self._positions(lambda op: [(op.kind, path) for path in op.params] if op.kind in kinds else ())
-
-    @cached_property
-    def waits(self) -> Mapping[str, Sequence[int]]:
-        """By the handle that is waited for."""
-        return self._positions(lambda op: op.reads if op.kind is Kind.WAIT else ())
-
-    @cached_property
-    def frees(self) -> Mapping[str, Sequence[int]]:
-        """By the value that is freed."""
-        return self._positions(lambda op: op.reads if op.kind is Kind.FREE else ())
+        ops = self.traces.timeline.ops
+        return _grouped(((op.kind, path), at) for at, op in enumerate(ops) if op.kind in kinds for path in op.params)
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """By value: what computes with it. The last operation is the return, which computes nothing."""
-        last = self.traces.timeline.ops[-1]
-        return self._positions(lambda op: op.reads if op.kind is Kind.COMPUTE and op is not last else ())
-
-    def _positions(self, keys: Callable[[Op], Iterable[Key]]) -> dict[Key, list[int]]:
-        found: dict[Key, list[int]] = {}
-        for at, op in enumerate(self.traces.timeline.ops):
-            for key in keys(op):
-                found.setdefault(key, []).append(at)
-        return found
+        """By value. The last operation is the return, which computes nothing."""
+        return _grouped((name, at) for at, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
 
     @cached_property
-    def codes(self) -> dict[int, str]:
-        """Those that were asked for, by position: a bucket's parameters share its lines."""
-        return {}
+    def spans_by_op(self) -> Mapping[int, Sequence[Span]]:
+        return _grouped((span.op, span) for span in self.spans or ())
 
-    def line(self, at: int) -> Line:
-        op = self.traces.timeline.ops[at]
-        if at not in self.codes:
-            self.codes[at] = code_of(op, self.traces)
-        return Line("backward" if op.backward else "forward", op.source[0], self.codes[at])
+    def reader(self, name: str, kind: Kind, after: int = -1) -> int | None:
+        """The first operation of this kind behind a position that reads a value."""
+        found = (at for at in self.readers.get(name, ()) if at > after and self.traces.timeline.ops[at].kind is kind)
+        return next(found, None)
 
+    def lines(self, *positions: int | None) -> dict[int | None, Line]:
+        found: dict[int | None, Line] = {}
+        for at in positions:
+            if at is not None:
+                op = self.traces.timeline.ops[at]
+                code = self.codes[at] = self.codes.get(at) or code_of(op, self.traces)
+                found[at] = Line("backward" if op.backward else "forward", op.source[0], code)
+        return found
 
-@dataclass(frozen=True)
-class _Facts:
-    """What the timeline says about a parameter."""
-
-    program: _TimedProgram
-    param: Param
-
-    @property
-    def timeline(self) -> Timeline:
-        return self.program.traces.timeline
-
-    @property
-    def plan(self) -> Plan:
-        return self.program.traces.plan
-
-    def gathers(self) -> tuple[Gathered, ...]:
-        why, found = self.program.why, self.program.launches.get((Kind.GATHER, self.param.path), ())
-        return tuple(self._gathered(at, *why[self.timeline.ops[at].writes[0]]) for at in found)
-
-    def _gathered(self, at: int, after: int, bound: Bound) -> Gathered:
-        timeline, param = self.timeline, self.param
-        op = timeline.ops[at]
-        wait = self._wait_of(op)
-        assert wait is not None
-        name = timeline.ops[wait].writes[op.params.index(param.path)]
-        free = next((i for i in self.program.frees.get(name, ()) if i > wait), None)
-        readers = self._readers(name, wait)
-        first, last = (readers[0], readers[-1]) if readers else (None, None)
-        own = layout.owned_numel(param.shape, self.plan.world_size, self.plan.rank) * param.compute_dtype.itemsize
-        lines = self._lines(at, wait, first, last, free)
-        wire, exposed = self._seconds(at, wait)
-        return Gathered(
-            bucket=op.params,
-            bucket_bytes=timeline.full_bytes(op),
-            launch=lines[at],
-            why_launch=_why_launch(timeline, at, after, bound),
-            wait=lines[wait],
-            first_read=None if first is None else lines[first],
-            last_read=None if last is None else lines[last],
-            free=None if free is None else lines[free],
-            why_free=_why_free(self.program, wait, free, last),
-            sent_bytes=self.plan.gather_bytes(param),
-            received_bytes=param.full_bytes - own,
-            nbytes=param.full_bytes,
-            gathered_at_most=max(self.program.gathered[at : len(timeline.ops) if free is None else free]),
-            wire_seconds=wire,
-            exposed_seconds=exposed,
-        )
-
-    def gradient(self) -> Reduced | None:
-        timeline, param, plan = self.timeline, self.param, self.plan
-        launches = self.program.launches
-        found = [at for kind in (Kind.REDUCE, Kind.DEFER) for at in launches.get((kind, param.path), ())]
-        if not found:
-            return None
-        at = min(found)
-        op = timeline.ops[at]
-        read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
-        made = timeline.writer.get(read)
-        wait = None if op.kind is Kind.DEFER else self._wait_of(op)
-        travels = op.kind is Kind.REDUCE
-        sent = plan.reduce_bytes(param) if travels else 0
-        lines = self._lines(made, at, wait)
-        wire, exposed = (None, None) if wait is None else self._seconds(at, wait)
-        return Reduced(
-            made=None if made is None else lines[made],
-            launch=lines[at],
-            wait=None if wait is None else lines[wait],
-            why_wait="no_sync keeps all of it until a later backward"
-            if wait is None
-            else _why_wait(self.program, wait),
-            bucket=op.params,
-            bucket_bytes=timeline.full_bytes(op),
-            sent_bytes=sent,
-            received_bytes=_reduction_receives(param, plan) if travels else 0,
-            nbytes=param.grad_bytes,
-            wire_seconds=wire,
-            exposed_seconds=exposed,
-        )
-
-    def _wait_of(self, launch: Op) -> int | None:
-        return next(iter(self.program.waits.get(launch.writes[0], ())), None)
-
-    def _readers(self, name: str, wait: int) -> list[int]:
-        """Where something computes with a gathered value, or with one derived from it, which may be a view of it."""
-        names, readers = [name], set[int]()
-        for read in names:
-            for at in self.program.readers.get(read, ()):
-                if at > wait and at not in readers:
-                    readers.add(at)
-                    names += [written for written in self.timeline.ops[at].writes if written in self.timeline.derived]
-        return sorted(readers)
-
-    def _lines(self, *positions: int | None) -> dict[int, Line]:
-        return {at: self.program.line(at) for at in positions if at is not None}
-
-    def _seconds(self, launch: int, wait: int) -> tuple[float | None, float | None]:
+    def seconds(self, launch: int, wait: int | None) -> tuple[float | None, float | None]:
         """Of a bucket: on the wires, and those that compute waits for it; without overlap it does at the launch."""
-        by_op = self.program.spans_by_op
-        if by_op is None:
+        if self.spans is None or wait is None:
             return None, None
-        spans = [*by_op.get(launch, ()), *by_op.get(wait, ())]
-        return (
-            sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE),
-            sum(span.seconds for span in spans if span.waits),
-        )
+        spans = [span for at in (launch, wait) for span in self.spans_by_op.get(at, ())]
+        wire = sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE)
+        return wire, sum(span.seconds for span in spans if span.waits)
+
+
+def _grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found
+
+
+def _gathers(program: _Program, param: Param) -> tuple[Gathered, ...]:
+    ops, found = program.traces.timeline.ops, program.launches.get((Kind.GATHER, param.path), ())
+    return tuple(_gathered(program, param, at, *program.why[ops[at].writes[0]]) for at in found)
+
+
+def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound) -> Gathered:
+    timeline = program.traces.timeline
+    op, plan = timeline.ops[at], timeline.plan
+    wait = program.reader(op.writes[0], Kind.WAIT)
+    assert wait is not None
+    name = timeline.ops[wait].writes[op.params.index(param.path)]
+    free = program.reader(name, Kind.FREE, after=wait)
+    readers = _readers(program, name, wait)
+    first, last = (readers[0], readers[-1]) if readers else (None, None)
+    own = layout.owned_numel(param.shape, plan.world_size, plan.rank) * param.compute_dtype.itemsize
+    lines = program.lines(at, wait, first, last, free)
+    wire, exposed = program.seconds(at, wait)
+    return Gathered(
+        bucket=op.params,
+        bucket_bytes=timeline.full_bytes(op),
+        launch=lines[at],
+        why_launch=_why_launch(timeline, at, after, bound),
+        wait=lines[wait],
+        first_read=lines.get(first),
+        last_read=lines.get(last),
+        free=lines.get(free),
+        why_free=_why_free(program, wait, free, last),
+        sent_bytes=plan.gather_bytes(param),
+        received_bytes=param.full_bytes - own,
+        nbytes=param.full_bytes,
+        gathered_at_most=max(program.gathered[at : len(timeline.ops) if free is None else free]),
+        wire_seconds=wire,
+        exposed_seconds=exposed,
+    )
+
+
+def _readers(program: _Program, name: str, wait: int) -> list[int]:
+    """Where something computes with a gathered value, or with one derived from it, which may be a view of it."""
+    timeline, names, readers = program.traces.timeline, [name], set[int]()
+    for read in names:
+        for at in program.readers.get(read, ()):
+            if at > wait and timeline.ops[at].kind is Kind.COMPUTE and at not in readers:
+                readers.add(at)
+                names += [written for written in timeline.ops[at].writes if written in timeline.derived]
+    return sorted(readers)
+
+
+def _gradient(program: _Program, param: Param) -> Reduced | None:
+    timeline, plan = program.traces.timeline, program.traces.plan
+    found = [at for kind in (Kind.REDUCE, Kind.DEFER) for at in program.launches.get((kind, param.path), ())]
+    if not found:
+        return None
+    at = min(found)
+    op = timeline.ops[at]
+    read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
+    made, travels = timeline.writer.get(read), op.kind is Kind.REDUCE
+    wait = program.reader(op.writes[0], Kind.WAIT) if travels else None
+    lines = program.lines(made, at, wait)
+    wire, exposed = program.seconds(at, wait)
+    deferred = "no_sync keeps all of it until a later backward"
+    return Reduced(
+        made=lines.get(made),
+        launch=lines[at],
+        wait=lines.get(wait),
+        why_wait=deferred if wait is None else _why_wait(program, wait),
+        bucket=op.params,
+        bucket_bytes=timeline.full_bytes(op),
+        sent_bytes=plan.reduce_bytes(param) if travels else 0,
+        received_bytes=_reduction_receives(param, plan) if travels else 0,
+        nbytes=param.grad_bytes,
+        wire_seconds=wire,
+        exposed_seconds=exposed,
+    )
 
 
 def _reduction_receives(param: Param, plan: Plan) -> int:
@@ -364,7 +329,7 @@ def _place(timeline: Timeline, after: int) -> str:
     return "right before backward first reads a bucket that forward gathered"
 
 
-def _why_free(program: _TimedProgram, wait: int, free: int | None, last_read: int | None) -> str:
+def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
     """Why the parameter that a wait brings is freed at position ``free``, or is not."""
     timeline = program.traces.timeline
     op = timeline.ops[wait]
@@ -380,13 +345,13 @@ def _why_free(program: _TimedProgram, wait: int, free: int | None, last_read: in
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 
-def _why_wait(program: _TimedProgram, at: int) -> str:
+def _why_wait(program: _Program, at: int) -> str:
     """Why a reduction is waited for at position ``at``."""
     timeline = program.traces.timeline
     op, rest = timeline.ops[at], timeline.ops[at + 1 :]
     if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
         return "at the end of backward, behind all of its compute"
-    if any(reader > at for written in op.writes for reader in program.readers.get(written, ())):
+    if any(program.reader(written, Kind.COMPUTE, after=at) for written in op.writes):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
     if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:

@@ -18,10 +18,12 @@ operator.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
+
+import networkx as nx
 
 from thunder_zero.plan.amounts import itemsize, name_of
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
@@ -119,26 +121,20 @@ FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 
 
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
-    """Bytes that each operation reads and writes; those of a fused kernel are at its last line."""
-    kernels, stored = _kernels(timeline), _stored_in(timeline)
-    inside = {at: number for number, members in enumerate(kernels) for at in members}
-    readers = _readers(timeline)
+    """Bytes that each operation reads and writes. Those of a fused kernel, what it reads from outside and what it makes
+    that others need, are at its last line; views are free."""
+    kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
+    inside = {at for kernel in kernels for at in kernel}
     found = [0 if at in inside else traffic_bytes(op, timeline) for at, op in enumerate(timeline.ops)]
-    for number, members in enumerate(kernels):
-        ops = [timeline.ops[at] for at in members]
-        written = [name for op in ops for name in op.writes]
-        needed = {stored[name] for name in written if any(inside.get(reader) != number for reader in readers[name])}
-        found[members[-1]] = _kernel_traffic(ops, needed, stored, timeline)
+    for kernel in kernels:
+        members, ops = set(kernel), [timeline.ops[at] for at in kernel]
+        computing = [op for op in ops if op.work not in FREE]
+        made = {stored[name] for op in computing for name in op.writes}
+        read = {stored.get(name, name): name for op in computing for name in op.reads}
+        needed = {stored[name] for op in ops for name in op.writes if not members.issuperset(readers[name])}
+        from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
+        found[kernel[-1]] = from_outside + sum(map(timeline.nbytes, made & needed))
     return tuple(found)
-
-
-def _kernel_traffic(ops: Sequence[Op], needed: set[str], stored: Mapping[str, str], timeline: Timeline) -> int:
-    """Of one kernel: what it reads from outside, and what it makes that others need. Views are free."""
-    computing = [op for op in ops if op.work not in FREE]
-    made = {stored[name] for op in computing for name in op.writes}
-    read = {stored.get(name, name): name for op in computing for name in op.reads}
-    from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
-    return from_outside + sum(map(timeline.nbytes, made & needed))
 
 
 def _stored_in(timeline: Timeline) -> dict[str, str]:
@@ -167,28 +163,15 @@ def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
     """The positions of each fused kernel: lines of one phase and depth that are connected by values."""
-    depths = _depths(timeline)
-    of: dict[int, int] = {}  # position -> one of its kernel, the root of a tree
-
-    def root(at: int) -> int:
-        while of[at] != at:
-            at = of[at]
-        return at
-
-    written: dict[str, int] = {}
+    depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
     for at, op in enumerate(timeline.ops[:-1]):
-        if not _is_fused(op):
-            continue
-        of[at] = at
-        for name in op.reads:
-            before = written.get(name)
-            if before is not None and depths[before] == depths[at] and timeline.ops[before].backward is op.backward:
-                of[root(before)] = at
-        written.update(dict.fromkeys(op.writes, at))
-    kernels: defaultdict[int, list[int]] = defaultdict(list)
-    for at in of:
-        kernels[root(at)].append(at)
-    return list(kernels.values())
+        if _is_fused(op):
+            graph.add_node(at)
+            for before in (written[name] for name in op.reads if name in written):
+                if depths[before] == depths[at] and timeline.ops[before].backward is op.backward:
+                    graph.add_edge(before, at)
+            written.update(dict.fromkeys(op.writes, at))
+    return [sorted(kernel) for kernel in nx.connected_components(graph)]
 
 
 def _depths(timeline: Timeline) -> list[int]:

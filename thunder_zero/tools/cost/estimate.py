@@ -22,7 +22,7 @@ from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
-from thunder_zero.tools.cost.lanes import Lanes, Span, exposed, step_seconds, working
+from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -86,32 +86,34 @@ class Estimate:
         device: on what.
         costs: of each operation.
         model_seconds: of the model's FLOPs at the device's peak, without recomputed work.
+        measured: when operations ran, if that is known; () of a forecast.
     """
 
     timeline: Timeline
     device: Device
     costs: tuple[Cost, ...]
     model_seconds: float
+    measured: tuple[Span, ...] = ()
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """When each operation runs: computations, waits that last, and the rings of launches."""
-        return simulate(self.timeline, self.costs, overlaps=self.device.overlaps)
+        return self.measured or simulate(self.timeline, self.costs, overlaps=self.device.overlaps)
 
     @cached_property
     def seconds(self) -> float:
         """How long the step takes."""
-        return step_seconds(self.spans)
+        return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
 
     @cached_property
     def compute_seconds(self) -> float:
         """How long the rank computes, what collectives take from it included."""
-        return working(self.spans)
+        return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
 
     @cached_property
     def exposed_seconds(self) -> float:
         """How long compute waits for communication."""
-        return exposed(self.spans)
+        return sum(span.seconds for span in self.spans if span.waits)
 
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:

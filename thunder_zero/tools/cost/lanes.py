@@ -48,21 +48,6 @@ class Span:
         return self.end - self.start
 
 
-def step_seconds(spans: Sequence[Span]) -> float:
-    """How long a step takes."""
-    return max((span.end for span in spans if span.lane is Lane.COMPUTE), default=0.0)
-
-
-def working(spans: Sequence[Span]) -> float:
-    """Seconds in which the rank computes."""
-    return sum(span.seconds for span in spans if span.lane is Lane.COMPUTE and not span.waits)
-
-
-def exposed(spans: Sequence[Span]) -> float:
-    """Seconds in which compute waits for communication."""
-    return sum(span.seconds for span in spans if span.waits)
-
-
 SpanEnd = tuple[float, int | None]  # seconds, and the span that ends then
 
 

@@ -122,7 +122,7 @@ class Calibration:
         for one, times in zip(self._measures, self._times, strict=True):
             if self._group is not None:
                 barrier(self._group)  # ranks share caches and memory
-            self._found["compute", *one.key].append(seconds_of(one.run, times) / one.lines)
+            self._found["compute", str(one.work), one.dtype, one.size].append(seconds_of(one.run, times) / one.lines)
         if self._collectives is not None:
             self._round_of_collectives(self._collectives)
 

@@ -53,19 +53,13 @@ class Measure:
     run: Call
     lines: int = 1
 
-    @property
-    def key(self) -> tuple[str, str, float]:
-        """Names the point."""
-        return str(self.work), self.dtype, self.size
-
 
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
     """All points of compute; products in each of the dtypes, other work in float32."""
     for dtype in dtypes:
-        name = name_of(dtype)
-        for of_size in (*map(_product, WIDTHS), *map(_attention, LENGTHS), *map(_convolution, IMAGES)):
-            work, flops, make, lines = of_size
-            yield Measure(work, name, flops, make(dtype), lines)
+        yield from (_product(width, dtype) for width in WIDTHS)
+        yield from (_attention(length, dtype) for length in LENGTHS)
+        yield from (_convolution(side, dtype) for side in IMAGES)
     for elements in ELEMENTS:
         yield from _traffic(elements)
     tensor = torch.zeros(8, 8)
@@ -89,49 +83,38 @@ def enough_times(run: Call) -> int:
     raise AssertionError("a time is reached")
 
 
-Sized = tuple[Work, float, Callable[[torch.dtype], Call], int]  # class, FLOPs, run, lines
-
-
-def _product(width: int) -> Sized:
+def _product(width: int, dtype: torch.dtype) -> Measure:
     """The three products of a linear layer, one after the other: forward, and the gradients of input and weight."""
+    x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
 
-    def make(dtype: torch.dtype) -> Call:
-        x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
-        return lambda: (F.linear(x, weight), gradient @ weight, gradient.t() @ x)
+    def run() -> None:
+        F.linear(x, weight), gradient @ weight, gradient.t() @ x
 
-    return Work.MATMUL, 2 * ROWS * width**2, make, 3
+    return Measure(Work.MATMUL, name_of(dtype), 2 * ROWS * width**2, run, lines=3)
 
 
-def _attention(length: int) -> Sized:
+def _attention(length: int, dtype: torch.dtype) -> Measure:
     """Causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
+    query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
+    gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
 
-    def make(dtype: torch.dtype) -> Call:
-        query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
-        gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
+    def run() -> None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), gradient)
 
-        def run() -> None:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            torch.autograd.grad(out, (query, key, value), gradient)
-
-        return run
-
-    return Work.ATTENTION, 7 * 2 * HEADS * length**2 * HEAD / 2, make, 2
+    return Measure(Work.ATTENTION, name_of(dtype), 7 * 2 * HEADS * length**2 * HEAD / 2, run, lines=2)
 
 
-def _convolution(side: int) -> Sized:
+def _convolution(side: int, dtype: torch.dtype) -> Measure:
     """A convolution of 3 x 3 and the gradients of its input and weight."""
+    image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
+    gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
 
-    def make(dtype: torch.dtype) -> Call:
-        image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
-        weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
-        gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
+    def run() -> None:
+        torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), gradient)
 
-        def run() -> None:
-            torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), gradient)
-
-        return run
-
-    return Work.CONVOLUTION, 2 * 2 * side**2 * 9 * CHANNELS**2, make, 3
+    return Measure(Work.CONVOLUTION, name_of(dtype), 2 * 2 * side**2 * 9 * CHANNELS**2, run, lines=3)
 
 
 def _traffic(elements: int) -> Iterator[Measure]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import IO, Any
 
 from rich.console import Console
@@ -23,8 +23,8 @@ from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
-from thunder_zero.tools.fitting.search import Choices, Search
-from thunder_zero.tools.fitting.text import Least, TradeOff, print_trade_off, refusal
+from thunder_zero.tools.fitting.search import Search
+from thunder_zero.tools.fitting.text import Least, Shown, print_trade_off, refusal
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
@@ -38,7 +38,9 @@ from thunder.extend import Executor
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade-off
 
-Tell = Callable[[str], None]
+CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
+
+Forecast = Callable[[Policy], tuple[Traces, Memory]]
 
 
 class DoesNotFit(ValueError):
@@ -98,38 +100,34 @@ def fit(
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
     world = (_ranks(world_size), 0, replicas)
-    interpret = partial(Interpreted, module, args, kwargs, asked, world, executors=executors)
-    forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-    forecasts = partial(_Forecasts, interpret, forecast)
-    decide = partial(_decided, forecasts, asked, most, prices, Console(file=file, width=WIDTH))
-    return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
+    console = Console(file=file, width=WIDTH)
+
+    def decided(go_on: Callable[[], None]) -> dict[str, Any]:
+        with show_status("tz.tools.fit") as show:
+
+            def tell(what: str) -> None:
+                show(what)
+                go_on()  # the other ranks wait for this one
+
+            def forecast(policy: Policy) -> tuple[Traces, Memory]:
+                tell("compiles a choice")
+                traces = interpreted.under(policy)
+                return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
+
+            tell("interprets the module")
+            interpreted = Interpreted(module, args, kwargs, asked, world, executors=executors)
+            compiled, best = _chosen(forecast, asked, most, prices, tell)
+            rows = list(_trade_off(compiled, best))
+        print_trade_off(rows, console)
+        return {name: getattr(best, name) for name in CHOSEN}  # a policy may have a function that cannot be sent
+
+    return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decided))
 
 
 def _by_unit(asked: Policy) -> Policy:
     """The same policy, where ``recompute_units`` alone says which units are computed again whole, for the search to
     choose."""
     return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
-
-
-@dataclass(frozen=True)
-class _Forecasts:
-    """Compiles policies for one interpretation of the module, and forecasts their memory; it tells what it does."""
-
-    interpret: Callable[[], Interpreted]
-    forecast: Callable[[Traces], Memory]
-    tell: Tell
-
-    @cached_property
-    def interpreted(self) -> Interpreted:
-        """The module, interpreted once."""
-        self.tell("interprets the module")
-        return self.interpret()
-
-    def of(self, policy: Policy) -> tuple[Traces, Memory]:
-        interpreted = self.interpreted
-        self.tell("compiles a choice")
-        traces = interpreted.under(policy)
-        return traces, self.forecast(traces)
 
 
 def _ranks(world_size: int | None) -> int:
@@ -148,38 +146,17 @@ def _require(module: nn.Module, prices: Prices) -> None:
         raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
 
 
-def _decided(
-    forecasts: Callable[[Tell], _Forecasts],
-    asked: Policy,
-    memory_bytes: int,
-    prices: Prices,
-    console: Console,
-    go_on: Callable[[], None],
-) -> Choices:
-    """The choices; prints the trade-off. Shows what is done now, and each time calls ``go_on``, for the other ranks."""
-    with show_status("tz.tools.fit") as show:
-
-        def tell(what: str) -> None:
-            show(what)
-            go_on()
-
-        compiled, best = _chosen(forecasts(tell), asked, memory_bytes, prices)
-        rows = list(_trade_off(compiled, best))
-    print_trade_off(rows, console)
-    return best
-
-
-def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[_Compiled, Choices]:
+def _chosen(
+    forecast: Forecast, asked: Policy, memory_bytes: int, prices: Prices, tell: Callable[[str], None]
+) -> tuple[_Compiled, Policy]:
     """Search, and confirm by compilations, each of which corrects the estimate; what was compiled, and the best."""
-    traces, as_asked = forecasts.of(asked)
+    traces, as_asked = forecast(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
-    search = Search(
-        traces.lifted, _by_unit(asked), prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}")
-    )
-    again = traces.plan.recomputed
-    first = Choices(asked.keep_unsharded, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
-    compiled = _Compiled(forecasts, search, {first: as_asked.peak})
+    search = Search(traces.lifted, _by_unit(asked), prices, lambda count: tell(f"evaluates schedule {count + 1}"))
+    again = tuple(unit for unit in traces.plan.units if unit in traces.plan.recomputed)
+    first = replace(search.sized[0], recompute_units=again)
+    compiled = _Compiled(forecast, search, {first: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
@@ -188,32 +165,32 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
     return compiled, best
 
 
-def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+def _confirmed(compiled: _Compiled, memory_bytes: int) -> Policy | None:
     """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
     fits."""
     for _ in range(COMPILATIONS):
-        choices = compiled.search.best(memory_bytes, compiled.overhead)
-        if choices is None or choices in compiled.exact:
+        policy = compiled.search.best(memory_bytes, compiled.overhead)
+        if policy is None or policy in compiled.exact:
             break
-        compiled.add(choices)
+        compiled.add(policy)
     return compiled.cheapest(memory_bytes)
 
 
-def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Policy | None:
     """Compiles what should take the fewest bytes, until one fits: with all units alike, which no correction of the
     estimate may hide, and what the search finds. And the policy as asked for with all units computed again, whose exact
     peak a refusal names."""
     search = compiled.search
-    finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (RECOMPUTED, PLAIN)]
+    finds = [partial(search.alike, choice, search.sized[-1]) for choice in (RECOMPUTED, PLAIN)]
     finds += [partial(_all_again, compiled)] * bool(search.units)
     for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
-        choices = find()
-        if choices not in compiled.exact and compiled.add(choices) <= memory_bytes:
+        policy = find()
+        if policy not in compiled.exact and compiled.add(policy) <= memory_bytes:
             break
     return compiled.cheapest(memory_bytes)
 
 
-def _all_again(compiled: _Compiled) -> Choices:
+def _all_again(compiled: _Compiled) -> Policy:
     """The policy as asked for with all units computed again."""
     return replace(next(iter(compiled.exact)), recompute_units=compiled.search.units)
 
@@ -223,80 +200,70 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
     if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
         _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
     least = _least(compiled, as_asked.optimizer_step or 0)
-    offloads = compiled.search.asked.cpu_offload
-    return DoesNotFit(refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
+    return DoesNotFit(refusal(as_asked, least, memory_bytes), least.nbytes)
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The choices that were compiled; ``exact`` has their peaks, in this order: first the policy as asked for."""
+    """The policies that were compiled; ``exact`` has their peaks, in this order: first that of what was asked for."""
 
-    forecasts: _Forecasts
+    forecast: Forecast
     search: Search
-    exact: dict[Choices, int]
+    exact: dict[Policy, int]
 
-    def add(self, choices: Choices) -> int:
-        """Compile a choice; returns its peak."""
-        self.exact[choices] = self.forecasts.of(choices.policy(self.search.asked))[1].peak
-        return self.exact[choices]
+    def add(self, policy: Policy) -> int:
+        """Compile a policy; returns its peak."""
+        self.exact[policy] = self.forecast(policy)[1].peak
+        return self.exact[policy]
 
-    def overhead(self, sizes: tuple[int, int]) -> int:
+    def overhead(self, policy: Policy) -> int:
         """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets. By the
-        last choice of these sizes, or else the first of any."""
-        found = list(self.exact)
-        one = next((choices for choices in reversed(found) if choices.sizes == sizes), found[0])
+        last policy of the same sizes, or else the first of any."""
+        alike = [one for one in self.exact if _sizes(one) == _sizes(policy)]
+        one = alike[-1] if alike else next(iter(self.exact))
         return self.exact[one] - self.search.candidate(one).peak
 
-    def peak(self, choices: Choices) -> int:
+    def peak(self, policy: Policy) -> int:
         """The exact peak where it is known, else the estimate."""
-        if choices in self.exact:
-            return self.exact[choices]
-        return self.search.candidate(choices).peak + self.overhead(choices.sizes)
+        if policy in self.exact:
+            return self.exact[policy]
+        return self.search.candidate(policy).peak + self.overhead(policy)
 
-    def cheapest(self, memory_bytes: int) -> Choices | None:
+    def cheapest(self, memory_bytes: int) -> Policy | None:
         """Of those that fit, the one that costs least."""
-        fitting = [choices for choices, peak in self.exact.items() if peak <= memory_bytes]
-        return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
+        fitting = [policy for policy, peak in self.exact.items() if peak <= memory_bytes]
+        return min(fitting, key=self.search.cost, default=None)
+
+
+def _sizes(policy: Policy) -> tuple[int | None, int | None]:
+    return policy.bucket_bytes, policy.in_flight_bytes
 
 
 def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     """The least of what was compiled, and what ``recompute`` is good for."""
-    choices, peak = min(compiled.exact.items(), key=lambda one: one[1])
+    policy, peak = min(compiled.exact.items(), key=lambda one: one[1])
     search, first = compiled.search, next(iter(compiled.exact))
-    as_asked = search.candidate(first)
-    cheap = replace(as_asked, policy=replace(as_asked.policy, recompute="cheap"))
-    counted = len(search.candidate(choices).timeline.plan.recomputed) if search.units else None
-    nbytes = max(peak, optimizer_step)
+    as_asked, plan = search.candidate(first), search.candidate(policy).timeline.plan
+    cheap = replace(as_asked, policy=replace(first, recompute="cheap"))
     return Least(
-        nbytes=nbytes,
-        in_optimizer_step=nbytes == optimizer_step,
-        recomputed=counted,
+        nbytes=max(peak, optimizer_step),
+        recomputed=len(plan.recomputed) if search.units else None,
         saved_by_units=compiled.peak(first) - compiled.peak(_all_again(compiled)),
-        saved_by_cheap=as_asked.peak - cheap.peak if search.asked.recompute == "none" else 0,
-        in_flight_bytes=choices.in_flight_bytes,
+        saved_by_cheap=as_asked.peak - cheap.peak if first.recompute == "none" else 0,
+        in_flight_bytes=plan.sizes.in_flight_bytes,
     )
 
 
-def _trade_off(compiled: _Compiled, best: Choices) -> Iterator[TradeOff]:
-    """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
+def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[Shown]:
+    """Policies from the least memory to the least cost, with the one that was chosen; exact peaks where there are
+    some."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best
     least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = {choices for target in targets if (choices := search.about(target, overhead)) is not None}
+    found = {policy for target in targets if (policy := search.about(target, overhead)) is not None}
     cost = float("inf")
-    for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
-        one = search.candidate(choices)
-        if one.cost >= cost and choices != best:
-            continue
-        cost = min(cost, one.cost)
-        yield TradeOff(
-            peak=peak_of(choices),
-            sent=one.sent,
-            flops=one.flops,
-            cost=one.cost,
-            kept=len(one.kept),
-            recomputed=len(one.timeline.plan.recomputed),
-            in_flight_bytes=choices.in_flight_bytes,
-            chosen=choices == best,
-        )
+    for policy in sorted({*found, best}, key=lambda policy: (peak_of(policy), search.cost(policy))):
+        if search.cost(policy) < cost or policy == best:
+            cost = min(cost, search.cost(policy))
+            yield peak_of(policy), search.candidate(policy), policy == best

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from thunder_zero.plan.amounts import size
+from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
 from thunder_zero.tools.printing.text import table_of
 
@@ -22,49 +23,29 @@ COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "co
 BAR = 16  # columns of the longest bar
 
 
-@dataclass(frozen=True, slots=True)
-class TradeOff:
-    """One choice of the trade-off between memory and work.
-
-    Attributes:
-        peak: bytes at the peak of a step.
-        sent: bytes that a rank sends in a step.
-        flops: estimated FLOPs of recomputed work.
-        cost: of both, in bytes on the wire.
-        kept: number of units that stay gathered, by whatever chose them.
-        recomputed: number of units that are computed again whole.
-    """
-
-    peak: int
-    sent: int
-    flops: float
-    cost: float
-    kept: int
-    recomputed: int
-    in_flight_bytes: int
-    chosen: bool = False
+Shown = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, and whether it is the answer
 
 
-def print_trade_off(rows: Sequence[TradeOff], console: Console) -> None:
+def print_trade_off(rows: Sequence[Shown], console: Console) -> None:
     """Print the choices, least memory first, with the cost of each over the least; the bars show the difference.
     Of rows with equal figures, one is printed."""
-    costs = [row.cost for row in rows]
+    costs = [one.cost for _, one, _ in rows]
     least, spread = min(costs, default=0), max(costs, default=0) - min(costs, default=0)
-    printed: dict[tuple[str, ...], TradeOff] = {}
-    for row in rows:
-        figures = _figures(row, least)
-        if row.chosen or figures not in printed:
-            printed[figures] = row
-    bars = ("█" * max(round(BAR * (row.cost - least) / (spread or 1)), 1) for row in printed.values())
-    ends = (bar + " <- chosen" * row.chosen for bar, row in zip(bars, printed.values(), strict=True))
-    console.print(table_of(COLUMNS, [(*cells, end) for cells, end in zip(printed, ends, strict=True)]))
+    printed: dict[tuple[str, ...], str] = {}
+    for peak, one, chosen in rows:
+        figures = _figures(peak, one, least)
+        if chosen or figures not in printed:
+            bar = "█" * max(round(BAR * (one.cost - least) / (spread or 1)), 1)
+            printed[figures] = bar + " <- chosen" * chosen
+    console.print(table_of(COLUMNS, [(*cells, end) for cells, end in printed.items()]))
 
 
-def _figures(row: TradeOff, least: float) -> tuple[str, ...]:
+def _figures(peak: int, one: Candidate, least: float) -> tuple[str, ...]:
     """As they are printed; the cost over the least one."""
-    flops = f"{row.flops / 1e9:.2f} GFLOP" if row.flops else ""
-    counts = str(row.kept), str(row.recomputed), size(row.in_flight_bytes)
-    return size(row.peak), size(row.sent), flops, *counts, f"{row.cost / (least or 1):.2f}"
+    plan = one.timeline.plan
+    flops = f"{one.flops / 1e9:.2f} GFLOP" if one.flops else ""
+    counts = str(len(one.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
+    return size(peak), size(one.sent), flops, *counts, f"{one.cost / (least or 1):.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +61,22 @@ class Least:
     """
 
     nbytes: int
-    in_optimizer_step: bool
     recomputed: int | None
     saved_by_units: int
     saved_by_cheap: int
     in_flight_bytes: int
 
 
-def refusal(as_asked: Memory, least: Least, memory_bytes: int, *, offloads: bool) -> str:
+def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
     """What is missing, what makes the peak, and what would help."""
-    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
+    where = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
     at = as_asked.by_kind
     kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
     sharded, batch = (sum(at.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
     helps = {
         "twice the ranks": sharded // 2,
         "half the batch": batch // 2,
-        "cpu_offload on GPUs": 0 if offloads else sharded,
+        "cpu_offload on GPUs": 0 if as_asked.plan.policy.cpu_offload else sharded,
         'recompute="cheap"': max(least.saved_by_cheap, 0),
     }
     offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,15 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     ops, border = timeline.ops, timeline.backward_start
     found = (*of_digests.ops, *ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
     return timeline.with_ops(found, of_digests.values | of_loss.values | of_optimizer.values)
+
+
+def loss_traffic(traces: Traces, loss: Loss) -> int:
+    """Bytes of memory that the loss and its gradient read and write, operator by operator, as eager torch computes
+    them."""
+    operators = Operators("loss")
+    with Watch(Holds.PARAMETER) as watch:
+        begun(traces, "gloo", None, watch, accumulating=False).step_outside(loss, (operators, nullcontext()))
+    return sum(value.nbytes for value in operators.values.values())
 
 
 class Operators(TorchDispatchMode):

@@ -130,7 +130,8 @@ def _hidden(
 ) -> int:
     """Of a convolution from ``given`` to a result of this shape, or of the gradients that are wanted, one by one."""
     stride, padding, _, is_transposed, _, groups = how
-    backend = _backend(given, weight, how)
+    read, filters = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (given, weight))  # on the CPU
+    backend = convolution_backend(read, filters, how)
     shapes = (tuple(given.shape), tuple(result))
     features, image = shapes if is_transposed else shapes[::-1]
     sizes = {
@@ -138,8 +139,10 @@ def _hidden(
         "input": given.numel() * given.itemsize,
         "weight": weight.numel() * weight.itemsize,
     }
-    if backend == COLUMNS:
-        return max((_columns(one, image, features, weight, stride, padding) for one in wanted), default=0)
+    if backend == COLUMNS:  # a result and a weight read the image unfolded, or as it is: 1x1, of all elements
+        is_whole = prod(weight.shape[2:]) == 1 and set(stride) == {1} and set(padding) == {0}
+        unfolded = prod((image[0], *weight.shape[1:], *features[2:])) * weight.itemsize
+        return 0 if is_whole or set(wanted) <= {"input"} else unfolded
     if backend not in ONEDNN:
         return 0
     if _is_channels_last(given) or _is_channels_last(weight):  # only the weight has another layout
@@ -158,27 +161,6 @@ def _hidden(
         highest = max(highest, held + steps[name]())
         held += sizes[name]
     return max(highest - held, 0)
-
-
-def _backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
-    """Torch's own choice, of tensors on the CPU that have one element each."""
-    given, weight = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (given, weight))
-    return convolution_backend(given, weight, how)
-
-
-def _columns(
-    wanted: str,
-    image: Sequence[int],
-    features: Sequence[int],
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-) -> int:
-    """The image unfolded, for a result or a weight; a 1x1 convolution of all elements reads the image as it is."""
-    is_whole = prod(weight.shape[2:]) == 1 and set(stride) == {1} and set(padding) == {0}
-    if wanted == "input" or is_whole:
-        return 0
-    return prod((image[0], *weight.shape[1:], *features[2:])) * weight.itemsize
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools.ask.explanation import Explanation
-from thunder_zero.tools.printing.line_meanings import label
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,52 +66,8 @@ class Collective:
         return 1.0 if not self.wire_seconds else max(0.0, 1 - self.exposed_seconds / self.wire_seconds)
 
 
-def collective_of(
-    timeline: Timeline,
-    at: int,
-    explained: Explanation,
-    lines: tuple[int, int],
-    launched: float,
-    waited: float,
-    rings: Sequence[Bar],
-    waits: Sequence[Bar],
-    before: str,
-) -> Collective:
-    """The collective that starts at a position.
-
-    Args:
-        explained: the first of its parameters.
-        lines: those of launch and wait.
-        launched, waited: when compute starts it, and reaches its wait.
-        rings: its bars on the wires.
-        waits: compute's, for it; without overlap they are at the launch.
-        before: what its wire carries until it starts there; "" if nothing.
-    """
-    op = timeline.ops[at]
-    wire = sum(ring.end - ring.start for ring in rings if not ring.waits)
-    held = [bar for bar in (*rings, *waits) if bar.waits]
-    exposed = sum(bar.end - bar.start for bar in held)
-    first = min((ring.start for ring in rings if not ring.waits), default=launched)
-    return Collective(
-        op=at,
-        kind=op.kind,
-        backward=op.backward,
-        unit=timeline.params_of(op)[0].unit,
-        params=op.params,
-        label=label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
-        sent_bytes=timeline.bytes_sent(op),
-        launch=lines[0],
-        wait=lines[1],
-        launched=launched,
-        waited=waited,
-        wire_seconds=wire,
-        exposed_seconds=exposed,
-        why=_why(op, explained),
-        why_exposed=_why_exposed(wire, exposed, max(waited - launched, 0.0), max(first - launched, 0.0), before),
-    )
-
-
-def _why(op: Op, explained: Explanation) -> str:
+def why_there(op: Op, explained: Explanation) -> str:
+    """Why a launch is where it is, as the explanation of one of its parameters says."""
     if op.kind is Kind.GATHER:
         place = "backward" if op.backward else "forward", op.source[0]
         return next(one.why_launch for one in explained.gathers if (one.launch.phase, one.launch.position) == place)
@@ -121,7 +75,7 @@ def _why(op: Op, explained: Explanation) -> str:
     return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
 
 
-def _why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
+def why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
     """Why compute waits for what takes ``wire`` seconds, is launched ``ahead`` of its wait, and stands in the queue of
     its wire first, behind what is there before it."""
     if not exposed:

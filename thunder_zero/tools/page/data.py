@@ -73,16 +73,16 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
     """The figures of a step, by name: seconds and bytes of ``estimate`` and ``memory``, counted bytes and launches."""
     memory, found = program.memory, program.collectives
     return {
-        "step_seconds": program.seconds,
-        "compute_seconds": program.compute_seconds,
-        "exposed_seconds": program.exposed_seconds,
+        "step_seconds": program.estimate.seconds,
+        "compute_seconds": program.estimate.compute_seconds,
+        "exposed_seconds": program.estimate.exposed_seconds,
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
         "sent_bytes": program.sent_bytes,
         "gathers": sum(one.kind == "gather" for one in found),
         "reductions": sum(one.kind == "reduce" for one in found),
-        "mfu": program.estimate.model_seconds / program.seconds if program.seconds else 0.0,
+        "mfu": program.estimate.mfu,
     }
 
 
@@ -126,12 +126,16 @@ def _room_on(program: PageProgram) -> str:
 
 def bound_of(program: PageProgram) -> str:
     """What the step's time is spent on, the most first: ``compute 66%, waiting for gathers 30%``."""
-    parts = {"compute": program.compute_seconds}
+    parts = {"compute": program.estimate.compute_seconds}
     for kind, words in (("gather", "waiting for gathers"), ("reduce", "waiting for reductions")):
         if waits := sum(one.exposed_seconds for one in program.collectives if one.kind == kind):
             parts[words] = waits
     most = sorted(parts, key=lambda name: -parts[name])
-    return ", ".join(f"{name} {_percent(parts[name] / program.seconds)}" for name in most) if program.seconds else ""
+    return (
+        ", ".join(f"{name} {_percent(parts[name] / program.estimate.seconds)}" for name in most)
+        if program.estimate.seconds
+        else ""
+    )
 
 
 def _percent(share: float) -> str:

@@ -1,7 +1,7 @@
 """When operations run by measurements: the times of ``measure_times``, or a profile of a step.
 
-In: the forecast of a step, and what was measured between the waits of its collectives. Out: spans, as a forecast has
-them. Lines between two measured moments share the time between them as they do in the forecast.
+In: the forecast of a step, and what was measured between the waits of its collectives. Out: an estimate with these
+times. Lines between two measured moments share the time between them as they do in the forecast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_zero.tools.cost.lanes import Span
 MICRO = 1e6  # a profile's unit of time is a microsecond
 
 
-def spans_by_times(forecast: Estimate, times: Times) -> tuple[Span, ...]:
+def by_times(forecast: Estimate, times: Times) -> Estimate:
     """The step with measured seconds of compute between the waits of gathers, and the measured speed of gathers. What
     has no measurement (before the first wait of a phase, after the last, reductions) is as much slower than the
     forecast, or faster, as what has one."""
@@ -38,7 +38,7 @@ def spans_by_times(forecast: Estimate, times: Times) -> tuple[Span, ...]:
     for at, cost in enumerate(costs):
         factor = factors[at]
         costs[at] = _scaled(cost, usual if factor is None else factor, slower)
-    return replace(forecast, costs=tuple(costs)).spans
+    return replace(forecast, costs=tuple(costs))
 
 
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
@@ -65,7 +65,7 @@ def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
     return replace(cost, seconds=cost.seconds * compute, wires=wires, loads=(), launch_seconds=0.0, finish_seconds=0.0)
 
 
-def spans_by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
+def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
     """The last whole step of a profile, as the host saw it: a collective is in flight from its launch to the end of its
     wait. Chrome's ``events`` with our labels count; the forecast has no loss and no optimizer."""
     ops = forecast.timeline.ops
@@ -86,7 +86,7 @@ def spans_by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) ->
             f"and {lacks}; profile forward and backward of the program whose traces you give"
         )
     step = dict(zip(marked, found[starts[0] : starts[0] + len(names)], strict=True))
-    return tuple(_placed(forecast, {at: _moments(event) for at, event in step.items()}))
+    return replace(forecast, measured=tuple(_placed(forecast, {at: _moments(event) for at, event in step.items()})))
 
 
 def _label(timeline: Timeline, op: Op) -> str:

@@ -10,7 +10,7 @@ Positions of lines on the page are numbers from 0; those of operations are posit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,9 +22,9 @@ from thunder_zero.tools.ask.explanation import Explanation
 from thunder_zero.tools.ask.print_trace import rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate
-from thunder_zero.tools.cost.lanes import Span, exposed, step_seconds, working
+from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
-from thunder_zero.tools.page.collectives import Bar, Collective, collective_of
+from thunder_zero.tools.page.collectives import Bar, Collective, why_exposed, why_there
 from thunder_zero.tools.printing.line_meanings import Row, label
 
 DIGESTS, LOSS = "digests", "loss"  # phases beside those of the traces and OPTIMIZER_STEP
@@ -64,8 +64,7 @@ class PageProgram:
 
     Attributes:
         name: such as "forecast" or "measured times".
-        estimate: the forecast of time, whose costs count.
-        spans: when each operation of ``estimate.timeline`` runs: those of the forecast, or measured ones.
+        estimate: its time: a forecast, or with what was measured.
         memory: its forecast; None if there is none, and ``no_memory`` says why.
         note: what the times mean, if they are not the forecast's.
     """
@@ -73,7 +72,6 @@ class PageProgram:
     name: str
     traces: Traces
     estimate: Estimate
-    spans: Sequence[Span]
     memory: Memory | None
     no_memory: str = ""
     note: str = ""
@@ -85,7 +83,7 @@ class PageProgram:
 
     def _lines(self) -> Iterator[PageLine]:
         spans: dict[int | str, list[Span]] = {}
-        for span in self.spans:
+        for span in self.estimate.spans:
             if span.lane is Lane.COMPUTE and span.seconds:
                 spans.setdefault(self._places[span.op], []).append(span)
         ops: dict[tuple[str, int], list[int]] = {}
@@ -139,7 +137,7 @@ class PageProgram:
     def bars(self) -> tuple[Bar, ...]:
         """Those of all lanes; what a line computes without a pause is one bar."""
         made: list[Bar] = []
-        for span in self.spans:
+        for span in self.estimate.spans:
             op, line = self.estimate.timeline.ops[span.op], self.line_of[self._places[span.op]]
             lane = str(span.lane) if span.lane is Lane.COMPUTE else f"{op.kind} {span.lane}"
             bar = Bar(lane, line, span.start, span.end, span.waits)
@@ -171,49 +169,53 @@ class PageProgram:
     @cached_property
     def explanations(self) -> dict[str, Explanation]:
         """What ``explain`` says of each parameter, with this program's times."""
-        places = ((span, self._places[span.op]) for span in self.spans)
+        places = ((span, self._places[span.op]) for span in self.estimate.spans)
         own = [Span(at, one.lane, one.start, one.end, None, one.waits) for one, at in places if isinstance(at, int)]
         return explain_all(self.traces, own, self.estimate.device.name)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Each launch, in the order in which they start."""
-        rings: dict[int, list[Bar]] = {}
+        timeline, rings, waits = self.traces.timeline, dict[int, list[Bar]](), dict[int, list[Bar]]()
         for bar in self.bars:
-            if bar.lane != Lane.COMPUTE or bar.waits:
-                rings.setdefault(bar.line, []).append(bar)
-        ending = {(bar.lane.split()[-1], bar.end): bar.line for bar in self.bars if bar.lane != Lane.COMPUTE}
-        ops = self.traces.timeline.ops
-        waits = {op.reads[0]: at for at, op in enumerate(ops) if op.kind is Kind.WAIT}
+            if bar.waits or bar.lane != Lane.COMPUTE:
+                (waits if bar.waits else rings).setdefault(bar.line, []).append(bar)
+        ending = {(bar.lane.split()[-1], bar.end): self.lines[line] for line, of in rings.items() for bar in of}
+        line_of_wait = {op.reads[0]: self.line_of[at] for at, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
         found = []
-        for at, op in enumerate(ops):
-            if op.kind in LAUNCHES:
-                lines = self.line_of[at], self.line_of[waits[op.writes[0]]]
-                launch, wait = (self.lines[line] for line in lines)
-                own = rings.get(lines[0], ())
-                before = next(
-                    (ending[key] for bar in own if (key := (bar.lane.split()[-1], bar.start)) in ending), None
+        for at, op in enumerate(timeline.ops):
+            if op.kind not in LAUNCHES:
+                continue
+            launch, wait = self.line_of[at], line_of_wait[op.writes[0]]
+            launched, waited = self.lines[launch].end, self.lines[wait].start
+            own = rings.get(launch, [])
+            held = [*waits.get(launch, ()), *waits.get(wait, ())]  # without overlap compute waits at the launch
+            before = next(
+                (ending[key].row for bar in own if (key := (bar.lane.split()[-1], bar.start)) in ending), None
+            )
+            behind = label(before.params, timeline.plan, gradients=before.gradients) if before else ""
+            wire, exposed = (sum(bar.end - bar.start for bar in bars) for bars in (own, held))
+            queued = max(min((bar.start for bar in own), default=launched) - launched, 0.0)
+            found.append(
+                Collective(
+                    op=at,
+                    kind=op.kind,
+                    backward=op.backward,
+                    unit=timeline.params_of(op)[0].unit,
+                    params=op.params,
+                    label=label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
+                    sent_bytes=timeline.bytes_sent(op),
+                    launch=launch,
+                    wait=wait,
+                    launched=launched,
+                    waited=waited,
+                    wire_seconds=wire,
+                    exposed_seconds=exposed,
+                    why=why_there(op, self.explanations[op.params[0]]),
+                    why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, behind),
                 )
-                row = None if before is None else self.lines[before].row
-                behind = "" if row is None else label(row.params, self.traces.plan, gradients=row.gradients)
-                times = launch.end, wait.start, own, rings.get(lines[1], ()), behind
-                found.append(collective_of(self.traces.timeline, at, self.explanations[op.params[0]], lines, *times))
+            )
         return tuple(found)
-
-    @property
-    def seconds(self) -> float:
-        """How long the step takes."""
-        return step_seconds(self.spans)
-
-    @property
-    def compute_seconds(self) -> float:
-        """How long the rank computes."""
-        return working(self.spans)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """How long compute waits for communication."""
-        return exposed(self.spans)
 
     @property
     def sent_bytes(self) -> int:

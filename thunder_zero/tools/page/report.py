@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from math import prod
 from os import PathLike
@@ -18,7 +18,7 @@ from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.policy import STAGES, Times
 from thunder_zero.tools.ask.save_timeline import events_of
-from thunder_zero.tools.cost.estimate import Estimate, estimate
+from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.memory import memory
@@ -27,8 +27,9 @@ from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.page.data import Data, data_of, top_of
 from thunder_zero.tools.page.differences import differences
-from thunder_zero.tools.page.measured import spans_by_profile, spans_by_times
+from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.program import PageProgram
+from thunder_zero.tools.printing.words import count
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -98,66 +99,40 @@ def page_of(
     """The page as data that JSON can hold; arguments and errors are those of :func:`report`."""
     on = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    found = [*_programs(traces, on, measured, beside, loss, optimizer)]
-    count = sum(prod(param.shape) for param in traces.plan.params)
+
+    def forecast(name: str, of: Traces) -> PageProgram:
+        time = estimate(of, on, loss=loss, optimizer=optimizer)
+        try:
+            return PageProgram(name, of, time, memory(of, loss=loss, optimizer=optimizer))
+        except NoForecast as error:
+            return PageProgram(name, of, time, None, f"There is no forecast of memory: {error}.")
+
+    found = [forecast(STAGES[traces.plan.policy.stage].name, traces)]
+    if measured is not None:
+        found.append(_measured(found[0], measured))
+    if beside is not None:
+        if not isinstance(beside, Traces):
+            raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
+        other = STAGES[beside.plan.policy.stage].name
+        found.append(forecast(f"{other}, second" if other == found[0].name else other, beside))
+    parameters = sum(prod(param.shape) for param in traces.plan.params)
     name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or name,
-        "facts": [f"{_many(count)} parameters", f"compute in {', '.join(dtypes)}", f"on {on.name}"],
+        "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {on.name}"],
         "top": top_of(found),
         "programs": [data_of(program) for program in found],
         "differences": differences(found),
     }
 
 
-def _programs(
-    traces: Traces,
-    device: Device,
-    measured: Measured | None,
-    beside: Traces | None,
-    loss: Loss | None,
-    optimizer: MakeOptimizer | None,
-) -> Iterator[PageProgram]:
-    first = _program(STAGES[traces.plan.policy.stage].name, traces, device, loss, optimizer)
-    yield first
-    if measured is not None:
-        yield _measured(first, measured)
-    if beside is not None:
-        if not isinstance(beside, Traces):
-            raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
-        name = STAGES[beside.plan.policy.stage].name
-        yield _program(f"{name}, second" if name == first.name else name, beside, device, loss, optimizer)
-
-
-def _program(
-    name: str, traces: Traces, device: Device, loss: Loss | None, optimizer: MakeOptimizer | None
-) -> PageProgram:
-    time = estimate(traces, device, loss=loss, optimizer=optimizer)
-    try:
-        held, why = memory(traces, loss=loss, optimizer=optimizer), ""
-    except NoForecast as error:
-        held, why = None, f"There is no forecast of memory: {error}."
-    return PageProgram(name, traces, time, time.spans, held, no_memory=why)
-
-
 def _measured(first: PageProgram, measured: Measured) -> PageProgram:
     """The same program, with measured times."""
     if isinstance(measured, Times):
-        spans, name, note = spans_by_times(first.estimate, measured), "measured times", BY_TIMES
-        time: Estimate = first.estimate
-    else:
-        time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
-        spans, name, note = spans_by_profile(time, events_of(Path(measured))), "profile", BY_PROFILE
-    return PageProgram(name, first.traces, time, spans, first.memory, first.no_memory, note)
-
-
-def _many(count: int) -> str:
-    """``1.32 G``."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return str(count)
+        return replace(first, name="measured times", estimate=by_times(first.estimate, measured), note=BY_TIMES)
+    time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
+    return replace(first, name="profile", estimate=by_profile(time, events_of(Path(measured))), note=BY_PROFILE)
 
 
 def html_of(data: Any) -> str:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
 
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.forecast.around import Operators
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -41,33 +33,6 @@ STATE = 3  # shards that rest: parameter and two averages
 def overhead_bytes(copies: int, storages: int) -> int:
     """Bytes that no tensor has, with so many copies of the model; each storage is rounded up by less than a block."""
     return CONTEXT + (1 if copies == 1 else 3) * COMMUNICATOR + SEGMENTS + storages * BLOCK
-
-
-def loss_traffic(
-    module: nn.Module,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    dtype: torch.dtype | None,
-    loss: Callable[[Any], Tensor],
-) -> int:
-    """Bytes of memory that the loss and its gradient read and write, operator by operator, as eager torch computes
-    them. Nothing is allocated. The module may have fewer blocks, of which the shape of its output does not depend;
-    ``dtype`` is that of compute (None: as the parameters are)."""
-
-    def without_values(tensor: Tensor) -> Tensor:
-        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty(tensor.shape, dtype=cast, device="meta")
-
-    named = dict(module.named_parameters()) | dict(module.named_buffers())
-    with torch.no_grad():
-        output = functional_call(
-            module,
-            {name: without_values(tensor) for name, tensor in named.items()},
-            *tree_map_only(Tensor, without_values, inputs),
-        )
-    given = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), output)
-    with Operators("loss") as operators:
-        loss(given).backward()
-    return sum(value.nbytes for value in operators.values.values())
 
 
 def adamw_traffic(plan: Plan) -> int:

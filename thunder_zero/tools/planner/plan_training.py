@@ -21,13 +21,7 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.models import Subject, subject_of
-from thunder_zero.tools.planner.overhead import (
-    OVERHEAD,
-    adamw_traffic,
-    loss_traffic,
-    overhead_bytes,
-    shard_and_adamw_bytes,
-)
+from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
 from thunder_zero.tools.planner.training_plan import AS_FAST, Mesh, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.printing.progress import Steps, show_steps
@@ -144,14 +138,6 @@ class _Comparison:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
         return SubjectPrograms(self.subject, self.precision, shards, self.steps.tell)
 
-    @cached_property
-    def _loss_bytes(self) -> int:
-        if self.subject.loss is None:
-            return 0
-        with self.subject.with_blocks(1) as module:
-            inputs = self.subject.args, dict(self.subject.kwargs)
-            return loss_traffic(module, inputs, self.precision.param_dtype, self.subject.loss)
-
     def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
         shards, so that each starts with what the one before computes again."""
@@ -182,7 +168,7 @@ class _Comparison:
     def _row(self, policy: Policy, mesh: Mesh, one: Evaluated) -> PlanRow:
         held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
         speed = self.device.memory_bytes_per_second
-        loss = self._loss_bytes / speed
+        loss = self._programs.loss_bytes / speed
         optimizer = adamw_traffic(self._programs.plan(policy, mesh)) / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(

@@ -17,6 +17,7 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
@@ -89,6 +90,11 @@ class SubjectPrograms:
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
         return Evaluated(held, estimate_whole(traces, device, units, copies), traced)
+
+    @cached_property
+    def loss_bytes(self) -> int:
+        """Of memory that a given loss and its gradient read and write; of what was compiled."""
+        return loss_traffic(next(iter(self.compiled.values())), self.subject.loss) if self.subject.loss else 0
 
     def returns_loss(self) -> bool:
         """Whether forward returns one number, as a loss is; of what was compiled."""
