@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, 
 from thunder_zero.checkpoint.optimizer_states import groups_of
 from thunder_zero.checkpoint.whole_files import (
     SUFFIX,
-    Create,
     ReadTensor,
     TensorToWrite,
     create_together,
@@ -45,22 +43,6 @@ class Optim:
     tensors: list[TensorToWrite]
     values: dict[str, Any]
     groups: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Consolidated:
-    """What to write. ``extra_states`` are those that modules add to a state dict (``get_extra_state``), by name;
-    ``left_out`` are the names of the ranks' own values, which no file has."""
-
-    model: list[TensorToWrite]
-    extra_states: dict[str, Any]
-    optim: Optim | None
-    left_out: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (*self.model, *(self.optim.tensors if self.optim else ())))
 
 
 def consolidate(
@@ -104,13 +86,28 @@ def consolidate(
     out = Path(out)
     most = _limit(out, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
-    contents = _find_contents(source, float_dtype("dtype", dtype), optimizer, ema)
-    _warn_of_omissions(out, contents)
-    with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
-        read = _reading_with_progress(source, done)
+    model = _read_model(source, float_dtype("dtype", dtype), ema)
+    extra_states = source.values(f"{MODEL}.")  # that modules add to a state dict (get_extra_state)
+    optim = _read_optim(source) if optimizer else None
+    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
+    _warn_of_omissions(out, extra_states, [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)])
+    total = sum(tensor.nbytes for tensor in (*model, *(optim.tensors if optim else ())))
+    with show_progress(f"write {out.name}", total) as done, create_together() as create:
+
+        def read(tensor: TensorToWrite) -> Tensor:
+            value = source.read(tensor.key, tensor.dtype)
+            done(tensor.nbytes)
+            return value
+
         if out.suffix != SUFFIX:
-            return _write_torch(create, out, contents, read)
-        written = _write_safetensors(create, out, contents, read, most)
+            with create(out) as stream:
+                torch.save(_torch_tree(model, extra_states, optim, read), stream)
+            return (out,)
+        notes = _notes(optim) if optim else {}  # refuses before anything is written
+        written = write_parts(create, out, model, read, {}, most)
+        if optim:
+            of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
+            written += write_parts(create, of_optimizer, optim.tensors, read, notes, most)
     remove_older(out, written, is_made_here)
     return tuple(written)
 
@@ -126,15 +123,11 @@ def _limit(out: Path, max_file_bytes: int | str | None) -> int | None:
     return None if max_file_bytes is None else bytes_of("max_file_bytes", max_file_bytes)
 
 
-def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Consolidated:
+def _read_model(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | None) -> list[TensorToWrite]:
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
-    if ema is not None:
-        model = _averaged(source, model, ema)
-    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
-    left_out = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
-    return Consolidated(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
+    return model if ema is None else _averaged(source, model, ema)
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
@@ -159,62 +152,36 @@ def _read_optim(source: OpenCheckpoint) -> Optim:
     return Optim(source.tensors_to_write(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
 
 
-def _warn_of_omissions(out: Path, contents: Consolidated) -> None:
-    if contents.left_out:
+def _warn_of_omissions(out: Path, extra_states: dict[str, Any], left_out: list[str]) -> None:
+    if left_out:
         warnings.warn(
-            f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(contents.left_out)}; "
+            f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(left_out)}; "
             f"tz.load restores them on the same number of ranks",
             stacklevel=3,
         )
-    if out.suffix == SUFFIX and contents.extra_states:
+    if out.suffix == SUFFIX and extra_states:
         warnings.warn(
-            f"{out.name} does not contain {', '.join(contents.extra_states)}: safetensors files cannot hold extra "
+            f"{out.name} does not contain {', '.join(extra_states)}: safetensors files cannot hold extra "
             f"states; write {out.with_suffix('.pt').name} for them",
             stacklevel=3,
         )
 
 
-def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) -> ReadTensor:
-    def read(tensor: TensorToWrite) -> Tensor:
-        value = source.read(tensor.key, tensor.dtype)
-        done(tensor.nbytes)
-        return value
-
-    return read
-
-
-def _write_torch(create: Create, out: Path, contents: Consolidated, read: ReadTensor) -> tuple[Path, ...]:
-    with create(out) as stream:
-        torch.save(_torch_tree(contents, read), stream)
-    return (out,)
-
-
-def _torch_tree(contents: Consolidated, read: ReadTensor) -> dict[str, Any]:
+def _torch_tree(
+    model: list[TensorToWrite], extra_states: dict[str, Any], optim: Optim | None, read: ReadTensor
+) -> dict[str, Any]:
     """The nested dict of a torch file, with all values."""
-    model: dict[str, Any] = {}
-    for tensor in contents.model:
-        model |= dict.fromkeys((tensor.name, *tensor.aliases), read(tensor))
-    model |= contents.extra_states
-    optim = contents.optim
+    tree: dict[str, Any] = {}
+    for tensor in model:
+        tree |= dict.fromkeys((tensor.name, *tensor.aliases), read(tensor))
+    tree |= extra_states
     if optim is None:
-        return model
+        return tree
     state: dict[str, dict[str, Any]] = {}
     for name, value in ({tensor.name: read(tensor) for tensor in optim.tensors} | optim.values).items():
         param, _, entry = name.rpartition(".")
         state.setdefault(param, {})[entry] = value
-    return {MODEL: model, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}
-
-
-def _write_safetensors(
-    create: Create, out: Path, contents: Consolidated, read: ReadTensor, max_file_bytes: int | None
-) -> list[Path]:
-    optim = contents.optim
-    if optim is None:
-        return write_parts(create, out, contents.model, read, {}, max_file_bytes)
-    notes = _notes(optim)  # refuses before anything is written
-    of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
-    written = write_parts(create, out, contents.model, read, {}, max_file_bytes)
-    return written + write_parts(create, of_optimizer, optim.tensors, read, notes, max_file_bytes)
+    return {MODEL: tree, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}
 
 
 def _notes(optim: Optim) -> dict[str, str]:
