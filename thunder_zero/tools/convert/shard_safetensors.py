@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,28 +16,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
-from thunder_zero.checkpoint.whole_files import SUFFIX, dtype_to_write
+from thunder_zero.checkpoint.whole_files import SUFFIX, TensorToWrite, dtype_to_write
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import float_dtype
 from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.printing.progress import show_progress
 
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a safetensors file, with its dtype in the checkpoint, and its other names (tied weights)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    aliases: tuple[str, ...]
-    file: Path
-
-    def read_rows(self, start: int, stop: int) -> Tensor:
-        """Read these rows; all of a tensor without dimensions."""
-        with safe_open(self.file, framework="pt") as file:
-            value: Tensor = file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
-        return value.to(self.dtype)
+Tensors = Mapping[str, TensorToWrite]  # by key
 
 
 def shard_safetensors(
@@ -76,10 +59,12 @@ def shard_safetensors(
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
     to = float_dtype("dtype", dtype)
     path = Path(checkpoint)
-    tensors = _find_tensors(Path(source), to)
+    alone = Path(source) / f"model{SUFFIX}"  # which may have the optimizer's file beside it
+    files = SafetensorsWeights(alone if alone.is_file() else Path(source)).files
+    tensors = {tensor.key: tensor for tensor in (_found(name, file, to) for name, file in files.items())}
     folder.prepare(path)
     try:
-        _write(path, tensors, ranks)
+        _write(path, tensors, files, ranks)
     except BaseException:
         folder.abandon(path)
         raise
@@ -89,39 +74,43 @@ def shard_safetensors(
 class FromFiles(WritePlanner):
     """Plans the rows of one of several ranks; reads those of an item right before they are written."""
 
-    def __init__(self, tensors: Sequence[FileTensor], ranks: int, rank: int, done: Callable[[int], None]) -> None:
-        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors}
-        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors for alias in tensor.aliases}
+    def __init__(
+        self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
+    ) -> None:
+        found = tensors.values()
+        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in found}
+        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in found for alias in tensor.aliases}
         super().__init__(keys)
-        self._tensors = {key_of((MODEL, tensor.name)): tensor for tensor in tensors}
-        self._ranks, self._rank, self._done = ranks, rank, done
+        self._tensors, self._files, self._ranks, self._rank, self._done = tensors, files, ranks, rank, done
 
     def create_local_plan(self) -> SavePlan:
         """The rows that this rank writes."""
-        found = self._tensors.items()
-        items = [item for key, tensor in found for item in _items(key, tensor, self._ranks, self._rank)]
+        items = [item for tensor in self._tensors.values() for item in _items(tensor, self._ranks, self._rank)]
         return SavePlan(items, planner_data=self.mappings)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The rows of an item."""
+        """The rows of an item; all of a tensor without dimensions."""
         assert write_item.tensor_data is not None, "safetensors files have tensors only"
-        chunk = write_item.tensor_data.chunk
-        start = chunk.offsets[0] if chunk.offsets else 0
-        rows = self._tensors[write_item.index.fqn].read_rows(start, start + (chunk.sizes[0] if chunk.sizes else 1))
+        chunk, tensor = write_item.tensor_data.chunk, self._tensors[write_item.index.fqn]
+        with safe_open(self._files[tensor.name], framework="pt") as file:
+            if tensor.shape:
+                value = file.get_slice(tensor.name)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
+            else:
+                value = file.get_tensor(tensor.name)
+        rows: Tensor = value.to(tensor.dtype)
         self._done(rows.nbytes)
         return rows
 
 
-def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
+def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) -> None:
     staging = folder.staging_of(path)
-    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    total = sum(tensor.nbytes for tensor in tensors.values())
     with show_progress(f"write {path.name}", total) as done:
-        parts = [write_planned(staging, rank, FromFiles(tensors, ranks, rank, done)) for rank in range(ranks)]
-    files = write_metadata(staging, parts)
-    folder.publish(path, ranks, files, latest=False)
+        parts = [write_planned(staging, rank, FromFiles(tensors, files, ranks, rank, done)) for rank in range(ranks)]
+    folder.publish(path, ranks, write_metadata(staging, parts), latest=False)
 
 
-def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[WriteItem]:
+def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
     """The rows of a tensor that a rank writes, if it writes any."""
     start, stop = 0, tensor.shape[0] if tensor.shape else 1
     if layout.is_sharded(tensor.shape):
@@ -135,17 +124,10 @@ def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[Writ
     data = TensorWriteData(
         ChunkStorageMetadata(offsets, torch.Size(sizes)), TensorProperties(tensor.dtype), torch.Size(tensor.shape)
     )
-    yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+    yield WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _find_tensors(path: Path, dtype: torch.dtype | None) -> list[FileTensor]:
-    """The tensors of a file, of the files that an index names, or of a folder."""
-    alone = path / f"model{SUFFIX}"  # which may have the optimizer's file beside it
-    files = SafetensorsWeights(alone if alone.is_file() else path).files
-    return [_of_file(name, file, dtype) for name, file in files.items()]
-
-
-def _of_file(name: str, path: Path, dtype: torch.dtype | None) -> FileTensor:
+def _found(name: str, path: Path, dtype: torch.dtype | None) -> TensorToWrite:
     with safe_open(path, framework="pt") as file:
         shape = tuple(file.get_slice(name).get_shape())
         found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
@@ -156,4 +138,4 @@ def _of_file(name: str, path: Path, dtype: torch.dtype | None) -> FileTensor:
         raise ValueError(
             f"{path} names its tied weights in {text!r:.80}, which is no JSON object; fetch it again"
         ) from None
-    return FileTensor(name, shape, dtype_to_write(found, dtype), also, path)
+    return TensorToWrite(name, shape, dtype_to_write(found, dtype), key_of((MODEL, name)), also)
