@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.plan.amounts import bytes_of, name_of
+from thunder_zero.plan.params import make_plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
@@ -113,7 +114,7 @@ class _Comparison:
             by_stage[stage] = self._rows(stage, least)
             least = least[least.index(by_stage[stage][-1].recompute) :]
         rows = tuple(row for stage in stages for row in by_stage[stage])
-        chosen = best_of(rows)
+        chosen, build = best_of(rows), self.subject.build
         return TrainingPlan(
             model=self.subject.name,
             parameters=sum(param.numel() for param in self.subject.module.parameters()),
@@ -126,12 +127,9 @@ class _Comparison:
             rows=rows,
             chosen=chosen,
             reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
-            code=self._code(chosen) if chosen else "",
+            code=code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), build) if chosen else "",
             assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
         )
-
-    def _code(self, chosen: PlanRow) -> str:
-        return code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), self.subject.build)
 
     @cached_property
     def _programs(self) -> SubjectPrograms:
@@ -143,33 +141,25 @@ class _Comparison:
         shards, so that each starts with what the one before computes again."""
         found: list[PlanRow] = []
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
-            if self._state_bytes(stage, mesh) > self.memory_bytes:
+            plan = make_plan(self.subject.module, self._programs.policy(stage, "none"), mesh.shards, 0, mesh.replicas)
+            resident = sum(param.full_bytes for param in plan.params if param.resident)
+            if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # which a rank holds at rest in any case
                 levels = levels[-1:]
             while True:
                 policy = self._programs.policy(stage, levels[0])
                 one = self._programs.evaluate(policy, mesh, self.device)
-                if self._needed_bytes(one, mesh) <= self.memory_bytes or len(levels) == 1:
+                needed = max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
+                if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            found.append(self._row(policy, mesh, one))
+            found.append(self._row(policy, mesh, one, needed, adamw_traffic(plan)))
             self.steps.advance()
         return found[::-1]
 
-    def _state_bytes(self, stage: int, mesh: Mesh) -> int:
-        """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
-        plan = self._programs.plan(self._programs.policy(stage, "none"), mesh)
-        return shard_and_adamw_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
-
-    @staticmethod
-    def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
-        return max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
-
-    def _row(self, policy: Policy, mesh: Mesh, one: Evaluated) -> PlanRow:
-        held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
-        speed = self.device.memory_bytes_per_second
-        loss = self._programs.loss_bytes / speed
-        optimizer = adamw_traffic(self._programs.plan(policy, mesh)) / speed
+    def _row(self, policy: Policy, mesh: Mesh, one: Evaluated, needed: int, traffic: int) -> PlanRow:
+        held, estimate, speed = one.held, one.estimate, self.device.memory_bytes_per_second
+        loss, optimizer = self._programs.loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
             stage=policy.stage,

@@ -47,7 +47,6 @@ class SubjectPrograms:
     interpreted: dict[int, Interpreted] = field(default_factory=dict)
     compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)
-    planned: dict[tuple[Policy, Mesh], Plan] = field(default_factory=dict)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -60,12 +59,6 @@ class SubjectPrograms:
         one reduction is under way while the next block's gradients are made."""
         policy = Policy(stage, recompute=recompute, mixed_precision=self.precision)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
-
-    def plan(self, policy: Policy, mesh: Mesh) -> Plan:
-        """The plan of the whole model, for the rank with the most rows."""
-        if (policy, mesh) not in self.planned:
-            self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
-        return self.planned[policy, mesh]
 
     def evaluate(self, policy: Policy, mesh: Mesh, device: Device) -> Evaluated:
         """The memory and the time of a step of the whole model. Traces few of its alike blocks, more if those do not
