@@ -37,6 +37,7 @@ BLOCKS = [block for block in blocks(REFERENCE) if "lightning" not in block]
 FABRIC = [block for document in (REFERENCE, LIGHTNING) for block in blocks(document) if "lightning.fabric" in block]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 def test_the_reference_shows_every_public_name_and_its_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     program = "\n".join(BLOCKS)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = r"""
 import contextlib, importlib.util, io, json, sys
 import thunder_zero
@@ -36,6 +38,7 @@ print(json.dumps(steps))
 """
 
 
+@pytest.mark.slow
 def test_what_is_loaded_when() -> None:
     """Help comes without Thunder; what trains comes without the tools; Thunder's import registers the plugins."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)

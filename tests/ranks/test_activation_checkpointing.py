@@ -140,6 +140,7 @@ def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
     assert sum(sent) == sum(map(timeline.bytes_sent, ops)), sum(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_training_equals_one_process(ranks_pool: RanksPool, policy: tz.Policy) -> None:
     ranks_pool.run(2, checkpointed, policy)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ def first_columns(text: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_collectives_send_and_other_calls_do_not(ranks_pool: RanksPool, tmp_path: Path) -> None:
     ranks_pool.run(2, calls_as_the_page_says, str(tmp_path))
 

@@ -182,7 +182,7 @@ def go_on(rank: int, world_size: int, file: Path, stage: int, right: Right) -> N
         check_weights(full_weights(model), right[1])
 
 
-@pytest.mark.parametrize(("stage", "world_size", "next_stage"), [(3, 1, 0), *slow((1, 2, 2), (2, 2, 3))])
+@pytest.mark.parametrize(("stage", "world_size", "next_stage"), slow((3, 1, 0), (1, 2, 2), (2, 2, 3)))
 def test_trains_saves_and_goes_on_as_one_process(
     ranks_pool: RanksPool, tmp_path: Path, right: Right, stage: int, world_size: int, next_stage: int
 ) -> None:

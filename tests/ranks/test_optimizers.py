@@ -113,6 +113,7 @@ def test_what_torch_has_no_rule_for_leads_to_whole_parameters(ranks_pool: RanksP
     ranks_pool.run(2, without_rules, [optim.Rprop, optim.Adafactor])
 
 
+@pytest.mark.slow
 def test_elementwise_classes_without_rules_lead_to_whole_parameters(ranks_pool: RanksPool) -> None:
     package = pytest.importorskip("pytorch_optimizer")
     ranks_pool.run(2, without_rules, [getattr(package, name) for name in WITHOUT_RULES])

@@ -12,12 +12,10 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from tests.harness.death_worker import CASES, TIMEOUT_SECONDS
 from tests.harness.ranks import RanksPool, everyone
-from tests.harness.tiers import slow
 from thunder_zero.comm.lost_ranks import LostRank, naming_lost_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
-FAST = ("killed in a gather", "hangs in a gather")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +31,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [*FAST, *slow(*(name for name in CASES if name not in FAST))])
+@pytest.mark.parametrize("name", CASES)
 def test_the_others_end_and_name_the_rank_or_the_timeout(folder: Path, name: str) -> None:
     said = {rank: (folder / name / f"said{rank}").read_text() for rank in (0, 2)}
     for rank, sentence in said.items():

@@ -168,6 +168,7 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_every_kind_of_parameter(ranks_pool: RanksPool) -> None:
     for results in ranks_pool.run(2, every_kind):
         assert results == [[True, []]] * 6 * len(STAGES)

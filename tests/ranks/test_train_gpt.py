@@ -66,6 +66,7 @@ def zero3(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tu
     return run_main(ranks_pool, "train_gpt", *TINY, "--save-every", 30, "--out", out), out
 
 
+@pytest.mark.slow
 def test_it_trains_and_reports(zero3: tuple[str, Path]) -> None:
     sends = 2 * (3 * MODEL - NOT_READ - GATHERED_ONCE)  # u is half the model: 2 bytes a parameter
     words = f"3u - {2 * NOT_READ:,} not read by backward - {2 * GATHERED_ONCE:,} kept"
