@@ -288,7 +288,8 @@ def refused_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> No
     model, optimizer = loads.model, loads.optimizer
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
-    loads.refused("cannot load: no_sync still holds unreduced gradients of parameter", good)
+    words = "cannot load: no_sync still holds unreduced gradients of parameter 'layers.2.bias'; run forward"
+    loads.refused(f"{words} and backward of the last micro-batch outside of no_sync, or drop them with", good)
     model.zero_grad()
     loads.refused("the number of optimizers differs between ranks", good, model, None if rank else optimizer)
     words = "the checkpoint has no extra 'scheduler': it has ['stubborn']; leave it out of extra"

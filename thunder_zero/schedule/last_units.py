@@ -29,13 +29,11 @@ def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Tim
     def peak(plan: Plan) -> int:
         return max(gathered_bytes(scheduled(replace(timeline, plan=plan))))
 
-    bound = peak(timeline.plan)
-    runs = _runs_from_last(timeline)
+    def keeping(number: int) -> Plan:
+        return timeline.plan.keeping(frozenset().union(*runs[:number]))
 
-    def fits(number: int) -> bool:
-        return peak(timeline.plan.keeping(frozenset().union(*runs[:number]))) <= bound
-
-    return replace(timeline, plan=timeline.plan.keeping(frozenset().union(*runs[: largest(fits, len(runs))])))
+    bound, runs = peak(timeline.plan), _runs_from_last(timeline)
+    return replace(timeline, plan=keeping(largest(lambda number: peak(keeping(number)) <= bound, len(runs))))
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

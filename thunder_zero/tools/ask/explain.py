@@ -351,7 +351,7 @@ def _why_wait(program: _Program, at: int) -> str:
     op, rest = timeline.ops[at], timeline.ops[at + 1 :]
     if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
         return "at the end of backward, behind all of its compute"
-    if any(program.reader(written, Kind.COMPUTE, after=at) for written in op.writes):
+    if any(program.reader(written, Kind.COMPUTE, after=at) is not None for written in op.writes):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
     if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:
