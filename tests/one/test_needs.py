@@ -5,6 +5,7 @@ A row fails on the versions that the need is known for once it is gone; on other
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.harness.errors import raised
 from tests.harness.one_rank import group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.tiers import slow
-from thunder_zero.compat import casts, imports, shortcuts, trace_repairs
+from thunder_zero.compat import casts, imports, lookasides, shortcuts, trace_repairs
 from thunder_zero.compat.repair_fusion import repair_fusion
 from thunder_zero.compat.torch_gaps import UNSCALE
 from thunder_zero.traces import executors
@@ -58,13 +59,16 @@ LOOKASIDES = {  # Thunder's own
     nn.Module.named_parameters: jit_ext._general_jit_named_parameters_lookaside,
     object.__setattr__: jit_ext._general_jit_object_setattr_lookaside,
     checkpoint: jit_ext._general_jit_torch_checkpoint_lookaside,
+    getattr: jit_ext._general_jit_getattr_lookaside,
+    hasattr: jit_ext._general_jit_hasattr_lookaside,
 }
 
 
 @pytest.fixture(autouse=True)
 def thunder_alone() -> Iterator[None]:
     """Thunder's interpreter as it is without a sharded model, but for its speed."""
-    with shortcuts.left_out(), mock.patch.dict(jit_ext._general_jit_lookaside_map, LOOKASIDES):
+    find = mock.patch.object(jit_ext, "general_jit_lookaside", lookasides._find_lookaside)
+    with shortcuts.left_out(), find, mock.patch.dict(jit_ext._general_jit_lookaside_map, LOOKASIDES):
         jit_ext._general_jit_lookaside_map.pop(casts.fields_of, None)
         shortcuts.install()
         yield
@@ -96,6 +100,17 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + 1
         return x * 2
+
+
+class Reads(nn.Module):
+    """Reads an attribute that is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.factor is None else x * self.factor
 
 
 @dataclass
@@ -147,9 +162,38 @@ def a_reentrant_checkpoint_raises_a_string() -> bool:
     return "exceptions must derive from BaseException" in raised(lambda: call(X))
 
 
-def smoothing_counts_ignored_targets() -> bool:
-    from thunder_zero.compat import lookasides
+def a_number_decides() -> bool:
+    call = thunder.jit(lambda x: x * (2 if x.sum().item() > 0 else 3))
+    return not torch.equal(call(ONES), 2 * ONES)
 
+
+def a_random_number_is_kept() -> bool:
+    call = thunder.jit(lambda x: x * random.random())
+    return torch.equal(call(ONES), call(ONES))
+
+
+def an_attribute_is_read_once() -> bool:
+    module = Reads()
+    model = thunder.jit(module)
+    before = model(ONES)
+    module.factor = 2 * ONES
+    return torch.equal(model(ONES), before)
+
+
+def an_argument_is_ignored() -> bool:
+    call = thunder.jit(lambda x, mask: x if mask is None else x * mask)
+    before = call(ONES, None)
+    return torch.equal(call(ONES, 2 * ONES), before)
+
+
+def autocast_is_kept() -> bool:
+    model = thunder.jit(nn.Linear(1, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ONES)
+    return bool(model(ONES).dtype is torch.bfloat16)
+
+
+def smoothing_counts_ignored_targets() -> bool:
     target = torch.tensor([1, -100])
     call = thunder.jit(lambda x: cross_entropy(x, target, label_smoothing=0.1))
     with mock.patch.object(thunder.torch, "_cross_entropy_loss_label_smoothing", lookasides._smoothed):
@@ -473,6 +517,11 @@ NEEDS = (
     Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("lookasides.py: list_members_in_order", names_come_in_another_order),
+    Need("lookasides.py: refuse_what_changes", a_number_decides, what="a branch"),
+    Need("lookasides.py: refuse_what_changes", a_random_number_is_kept, what="a draw"),
+    Need("lookasides.py: note_reads", an_attribute_is_read_once),
+    Need("lookasides.py: forget_autocast", autocast_is_kept),
+    Need("guards.py", an_argument_is_ignored),
     Need("lookasides.py: mend_label_smoothing", smoothing_counts_ignored_targets),
     Need("operators/activations.py", activations_are_decomposed),
     Need("operators/attention.py", attention_is_decomposed),

@@ -124,8 +124,8 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
         "parameter 'extra' was added after",
     ),
     (
-        lambda plain, model: model.add_module("extra", nn.Sequential(nn.Tanh(), nn.Linear(2, 2))),
-        "parameter 'extra.1.weight' was added after",
+        lambda plain, model: model.add_module("extra", nn.Tanh()),
+        "submodule 'extra' was added after",
     ),
     (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
@@ -329,3 +329,114 @@ def test_a_forward_inside_of_a_forward() -> None:
         model(X)
     assert isinstance(plain.first.weight, DTensor)
     assert model(X).shape == (3, 4)
+
+
+class Frozen(Net):
+    """Keeps its norm in evaluation, as many who fine-tune do."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def seen(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    module.apply(found.append)
+    return found
+
+
+WALKS: dict[str, Callable[[Any], Any]] = {
+    "modules": lambda module: list(module.modules()),
+    "named_modules": lambda module: list(module.named_modules()),
+    "named_modules of a prefix": lambda module: list(module.named_modules(prefix="net", remove_duplicate=False)),
+    "children": lambda module: list(module.children()),
+    "named_children": lambda module: list(module.named_children()),
+    "parameters": lambda module: list(map(id, module.parameters())),
+    "named_parameters": lambda module: [(name, id(param)) for name, param in module.named_parameters("net")],
+    "own parameters": lambda module: [name for name, _ in module.named_parameters(recurse=False)],
+    "buffers": lambda module: list(map(id, module.buffers())),
+    "named_buffers": lambda module: [(name, id(buffer)) for name, buffer in module.named_buffers("net")],
+    "get_submodule": lambda module: module.get_submodule("first"),
+    "get_parameter": lambda module: id(module.get_parameter("first.weight")),
+    "get_buffer": lambda module: id(module.get_buffer("norm.running_mean")),
+    "apply": seen,
+    "train": lambda module: [(each, each.training) for each in module.train().modules()],
+    "eval": lambda module: [(each, each.training) for each in module.eval().modules()],
+    "training": lambda module: module.train(False).training,
+    "weight decay": lambda module: [
+        f"{path}.{name}"
+        for path, part in module.named_modules()
+        for name, _ in part.named_parameters(recurse=False)
+        if isinstance(part, nn.BatchNorm1d)
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0)])
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_the_tree_that_is_walked_is_the_plain_modules(front_end: Callable[..., Any], stage: int) -> None:
+    plain = Frozen()
+    model = front_end(plain, stage)
+    assert list(WALKS["weight decay"](model)) == ["norm.weight", "norm.bias"]
+    for name, walk in WALKS.items():
+        assert walk(model) == walk(plain), name
+    model.train()
+    assert (plain.training, plain.norm.training) == (True, False)
+
+
+def test_a_call_under_autocast_changes_no_later_one() -> None:
+    model = thunder.jit(nn.Linear(4, 4), transforms=[tz.ZeroTransform(stage=3)])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(X).dtype == torch.bfloat16
+    assert model(X).dtype == torch.float32
+
+
+class Around(torch.optim.Optimizer):
+    """Leaves all to an optimizer inside, and calls no ``Optimizer.__init__``, as wrappers of pytorch_optimizer."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.inside, self.defaults = inside, inside.defaults
+        self.param_groups, self.state = inside.param_groups, inside.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inside.step()
+
+
+def test_an_optimizer_around_another_steps() -> None:
+    model = shard(Net())
+    before = local(model.plain.first.weight).clone()
+    optimizer = Around(torch.optim.SGD(model.parameters(), 0.1))
+    model(X).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, local(model.plain.first.weight))
+
+
+def test_a_buffer_that_is_registered_later_is_the_plain_modules() -> None:
+    model = shard(Net())
+    model.register_buffer("later", torch.ones(2))
+    assert "later" in model.state_dict()
+    assert "later" in dict(model.plain.named_buffers())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embed(x))
+        return y
+
+
+def test_tied_weights_may_differ_in_what_one_of_them_cannot_hold() -> None:
+    values = torch.linspace(-1, 1, 16).view(4, 4)
+    pairs = [(values, values.bfloat16()), (values.double(), values), (0 * values, -0.0 * values)]
+    for first, second in (*pairs, (values / 0 * 0, values / 0 * 0)):
+        weights = {"embed.weight": first, "head.weight": second}
+        thunder.jit(Tied(), transforms=[tz.ZeroTransform(stage=3, weights=weights)])
+    weights = {"embed.weight": values, "head.weight": values.bfloat16() * 2}
+    with refused(ValueError, "unlike values for 'embed.weight' and 'head.weight'"):
+        thunder.jit(Tied(), transforms=[tz.ZeroTransform(stage=3, weights=weights)])

@@ -67,10 +67,12 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/repair_fusion.py",NOT,NOT,    NOT,     rooms("plan schedule")),
     Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
+    Room("compat/guards.py",  IMPORT, NOT,     NOT,     NOTHING),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/torch_gaps")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
-    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/torch_gaps compat/casts")),
+    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/torch_gaps compat/casts "
+                                                              "compat/guards")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),

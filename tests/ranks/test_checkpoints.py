@@ -398,6 +398,29 @@ def test_a_save_that_fails_says_why_on_every_rank_and_leaves_what_was_there(
     manifest.require_no_faults(tmp_path / "good", manifest.read(tmp_path / "good").files)
 
 
+def rates_drift(rank: int, world_size: int, root: Path) -> None:
+    """A scheduler that each rank gives its own loss; and a rate that is a tensor."""
+    for stage in (0, 3):
+        model = sharded(fresh(Mlp), stage)
+        first, *others = model.parameters()
+        optimizers = [torch.optim.SGD([first], 0.5), torch.optim.AdamW([{"params": [param]} for param in others], 0.5)]
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, factor=0.5)
+        save = partial(tz.save, root / f"{stage}", model, optimizers)
+        save(extra={"schedule": scheduler})
+        for loss in (1.0, 0.5 + rank):
+            scheduler.step(loss)
+        words = "'lr' of group 0 of AdamW differs between ranks: rank 0 has 0.5, rank 1 has 0.25; set it alike on every"
+        says(save, words)
+        says(partial(save, wait=False), "give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks")
+        for number, group in enumerate(optimizers[1].param_groups):
+            group["lr"] = torch.tensor(0.5 + number * rank)
+        says(save, "'lr' of group 1 of AdamW differs between ranks: rank 0 has 0.5, rank 1 has 1.5")
+
+
+def test_options_that_differ_between_ranks_are_not_saved(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, rates_drift, tmp_path)
+
+
 # Asynchronous saves
 
 

@@ -437,13 +437,17 @@ def rows(count: int) -> list[dict[str, Tensor]]:
     return [{"x": x, "labels": x.sum().view(1)} for x in inputs]
 
 
-def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list[Any]) -> None:
-    """A step of one process on several batches of one size."""
+def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list[Any], half: bool = False) -> float:
+    """A step of one process on several batches of one size; ``half``: in bfloat16, under autocast. Returns the norm of
+    its gradients."""
     for batch in micro_batches:
-        (plain(**batch)["loss"] / len(micro_batches)).backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = plain(**batch)["loss"]
+        (loss.float() / len(micro_batches)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
+    return float(norm)
 
 
 @pytest.fixture
@@ -478,30 +482,70 @@ def test_a_plain_trainer_is_refused(own_pool: RanksPool, tmp_path: Path) -> None
     own_pool.run(2, refused_by_trainer, tmp_path)
 
 
-def accelerated(rank: int, world_size: int) -> dict[str, Tensor]:
+LOST = "mixed_precision of Accelerate is 'bf16', and Regression was called outside of autocast"
+
+
+def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    """Train as the page does, in bfloat16; what of Accelerate would be wrong is refused, on both ranks."""
     as_torchrun_does(rank, world_size)
-    accelerate, model = library("accelerate"), jit(fresh(Regression))
-    loader: Any = torch.utils.data.DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
-    found = shown("Accelerate", {**MODULES, "model": model, "loader": loader})
-    accelerator, other = found["accelerator"], accelerate.Accelerator(device_placement=False)
-    model(**next(iter(found["loader"])))["loss"].backward()
-    for one in (accelerator, other):
-        words = raised(partial(one.prepare, model))
+    weights, batch = list[dict[str, Tensor]](), rows(16)[0]
+    for stage in (0, 3):
+        model: Any = jit(fresh(Regression), stage)
+        loader: Any = torch.utils.data.DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
+        accelerator = library("accelerate").Accelerator(mixed_precision="bf16")
+        kinds: tuple[Any, ...] = (model, tz.compile(fresh(Regression), stage=stage))
+        for kind in kinds:
+            words = raised(partial(kind, **batch))
+            assert LOST in words, words
+            assert "call model = accelerator.prepare_model(model, evaluation_mode=True) first" in words, words
+        halves = jit(fresh(Regression), stage, mixed_precision=tz.MixedPrecision(torch.bfloat16))
+        assert halves(**batch)["logits"].dtype is torch.bfloat16, "it has a precision of its own"
+        found = shown("Accelerate", {**MODULES, "model": model, "loader": loader, "folder": folder / f"{stage}"})
+        accelerator, optimizer = found["accelerator"], found["optimizer"]
+        weights.append(tz.full_state_dict(model))
+        tz.load(folder / f"{stage}", model, optimizer.optimizer)
+        words = raised(partial(accelerator.prepare, jit(fresh(Regression), stage)))
         assert "DistributedDataParallel was given a Regression that thunder_zero trains" in words, words
-    accelerator.clip_grad_norm_(model.parameters(), 1e-3)
-    norm = torch.stack([full(param.grad).norm() for param in model.parameters()]).norm()
-    assert abs(float(norm) - 1e-3) < 1e-6, norm
-    return tz.full_state_dict(model)
+        of_model, of_optimizer = "the state dict of Regression on one rank", "the state of AdamW on one rank"
+        save_state, save_model = partial(accelerator.save_state, folder / "state"), accelerator.save_model
+        said = [(save_state, of_model if stage else of_optimizer)]
+        if stage:
+            said += [(partial(accelerator.get_state_dict, model), of_model)]
+            said += [(partial(save_model, model, folder / "model"), of_model)]
+        for call, what in said:
+            words = raised(call)
+            assert f"Accelerate writes {what}" in words.replace("save_state of ", ""), words
+            assert "on all ranks" in words, words
+        accelerator._models.clear()  # as without prepare_model
+        words = raised(save_state)
+        assert of_optimizer in words, words
+        dist.barrier()
+        assert not list((folder / "state").glob("*.bin"))
+        assert not (folder / "model").exists()
+        accelerator.backward(model(**batch)["loss"])
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        norm = torch.stack([full(param.grad).norm() for param in model.parameters()]).norm()
+        assert abs(float(norm) - 1e-3) < 1e-6, norm
+    shared, sharder = library("accelerate").PartialState._shared_state, library("accelerate").DistributedType.FSDP
+    with mock.patch.dict(shared, distributed_type=sharder):  # which needs a GPU
+        words = raised(partial(model, **batch))
+    assert "Accelerate is set up to shard by FSDP, and thunder_zero already shards Regression; leave" in words, words
+    return weights
 
 
-def test_accelerate_trains_with_a_model_that_it_did_not_prepare(own_pool: RanksPool) -> None:
-    plain = fresh(Regression)
-    optimizer = adamw(plain, 1e-2)
+def test_accelerate_trains_in_half_precision_and_its_files_are_refused(own_pool: RanksPool, tmp_path: Path) -> None:
+    ends = []
     data = [torch.utils.data.default_collate(rows(16)[start : start + 2]) for start in range(0, 16, 2)]
-    for first in (0, 4):
-        right_step(plain, optimizer, data[first : first + 4])  # two micro-batches on each of two ranks
-    for weights in own_pool.run(2, accelerated):
-        assert_close(weights, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    for half in (True, False):
+        plain = fresh(Regression)
+        optimizer = adamw(plain, 1e-2)
+        for first in (0, 4):
+            right_step(plain, optimizer, data[first : first + 4], half)  # two micro-batches on each of two ranks
+        ends.append(dict(plain.state_dict()))
+    for found in own_pool.run(2, accelerated, tmp_path, timeout=110):
+        for weights in found:
+            assert_close(weights, ends[0], rtol=1e-3, atol=1e-3)
+            assert any((weights[name] - ends[1][name]).abs().max() > 1e-5 for name in weights), "in float32"
 
 
 class Noting(list[Any]):
@@ -536,12 +580,17 @@ def train_adapters_by(kind: Any, folder: Path) -> None:
     assert written
 
 
-def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[list[int], dict[str, Tensor]]:
-    """Four steps; then the last two of them again, by another model, from the checkpoint. Returns the rows that this
-    rank asked for, and the weights."""
+def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, ...]:
+    """Four steps; then the last two of them again, by another model, from the checkpoint; then four in bfloat16 as on a
+    GPU, where Accelerate casts. Returns the rows that this rank asked for, norms of gradients, and both weights."""
     as_torchrun_does(rank, world_size)
     options = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "max_steps": 4, "save_steps": 2}
-    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    options |= {
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+    }
     options |= {"learning_rate": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "constant", "disable_tqdm": True}
     data, model, again = Noting(rows(32)), jit(fresh(Regression)), jit(Regression())
     given = {"model": model, "options": options, "data": data}
@@ -554,20 +603,30 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[list[i
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 2), (0.0, 2)]
     weights = tz.full_state_dict(model)
     assert same(tz.full_state_dict(again), weights) == []
+    logged = [entry["grad_norm"] for entry in found["trainer"].state.log_history if "grad_norm" in entry]
     for name in ("checkpoint-4", "last") if rank == 0 else ():
         assert same(load_file(folder / name / "model.safetensors"), weights) == [], name
-    return data.asked, weights
+    options |= {"bf16": True, "half_precision_backend": "cuda_amp", "save_steps": 4}
+    given = {"model": jit(fresh(Regression), 0), "options": options, "data": rows(32)}
+    half = shown("Trainer", {**MODULES, **given, "TrainingArguments": library("transformers").TrainingArguments})
+    return data.asked, logged, weights, tz.full_state_dict(half["model"])
 
 
 def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, tmp_path: Path) -> None:
     results = own_pool.run(2, trained_by_trainer, tmp_path, timeout=290)
-    plain, data = fresh(Regression), rows(32)
-    weights, biases = ([p for n, p in plain.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
-    groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    for step in range(4):
-        places = [slice(4 * step + at, 4 * step + at + 2) for at in (0, 2)]
-        micro = [[data[index] for index in asked[place]] for place in places for asked, _ in results]
-        right_step(plain, optimizer, [torch.utils.data.default_collate(examples) for examples in micro])
-    for _, found in results:
-        assert_close(found, dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    data = rows(32)
+    for half in (False, True):
+        plain, norms = fresh(Regression), list[float]()
+        weights, biases = ([p for n, p in plain.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
+        groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        for step in range(4):
+            places = [slice(4 * step + at, 4 * step + at + 2) for at in (0, 2)]
+            micro = [[data[index] for index in asked[place]] for place in places for asked, *_ in results]
+            collated = [torch.utils.data.default_collate(examples) for examples in micro]
+            norms.append(right_step(plain, optimizer, collated, half))
+        for _, logged, *found in results:
+            assert half or logged == pytest.approx(norms)
+            close = 1e-3 if half else 1e-6
+            assert_close(found[half], dict(plain.state_dict()), rtol=10 * close, atol=close)
+    assert any((found[0][name] - found[1][name]).abs().max() > 1e-5 for name in found[0]), "in float32"

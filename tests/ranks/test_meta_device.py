@@ -277,11 +277,16 @@ def fails_on_the_last(module: nn.Module) -> None:
     style(module)
 
 
+ONES = torch.ones(11, 7)
+TWO_VALUES = ("weights has unlike values for 'embed.weight' and 'head.weight', which this module ties",)
+
+
 def differ(rank: int, world_size: int) -> None:
     """Every rank raises; the module and the group can still be used."""
     last = rank == world_size - 1
     right = ordinary(Net).state_dict()
     short = {name: value for name, value in right.items() if name != "norm.bias" or not last}
+    unlike = {**right, "head.weight": right["head.weight"] + torch.eye(*right["head.weight"].shape)} if last else right
     module = ordinary(Net) if last else on_meta(Net)
     weight = nn.Parameter(torch.empty(5, 3, device="meta"))
     tied = nn.Sequential(Bare(weight), Bare(weight))
@@ -295,6 +300,9 @@ def differ(rank: int, world_size: int) -> None:
         # The others gather the weight for its second owner before they hear of it.
         (tied, {"init": fails_on_the_last}, ("init fails here; try another",)),
         (net(), {"weights": short}, ("weights has no 'norm.bias'", "give the state dict of a Net")),
+        (net(), {"weights": unlike, "stage": 0}, (*TWO_VALUES, "at [0, 0]", "leave one of the two names out")),
+        (net(), {"weights": unlike}, TWO_VALUES),
+        (net(), {"weights": None if last else {**right, "head.weight": ONES}, "broadcast_from": 0}, TWO_VALUES),
         (module, {}, ("'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module")),
     ]
     for number, (given, arguments, words) in enumerate(rows):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torchs
@@ -205,6 +206,32 @@ def test_sharded_state_dicts_are_copied_and_saved_as_fsdp2s(ranks_pool: RanksPoo
     """ZeRO-1's rows lie inside of the full parameter: torch copies no DTensor whose local tensor has an offset."""
     for results in ranks_pool.run(world_size, copied):
         assert results == [([], True, True)] * 8
+
+
+def from_rank_0s_file(rank: int, world_size: int) -> list[Any]:
+    """What every rank but rank 0 says of a file that rank 0 wrote of its own rows: a load into the model, and the next
+    step of an optimizer that loaded it, before and after it has stepped."""
+    results = []
+    for stage in (1, 3):
+        model, optimizer = trained(stage)
+        again, fresh_one = other(stage)
+        file = [through_torch_save([model.state_dict(), optimizer.state_dict()])]
+        dist.broadcast_object_list(file)
+        (weights, states), before = file[0], tz.full_state_dict(again)
+        fresh_one.load_state_dict(states)
+        said = [raised(call) for call in (partial(again.load_state_dict, weights), partial(stepped, again, fresh_one))]
+        said.append(raised(partial(optimizer.load_state_dict, states)))
+        results.append((said, same(tz.full_state_dict(again), before) == []))
+    return results
+
+
+def test_one_ranks_rows_are_refused_by_the_others(ranks_pool: RanksPool) -> None:
+    on_rank_0, on_rank_1 = ranks_pool.run(2, from_rank_0s_file)
+    assert {words for said, _ in on_rank_0 for words in said} == {"nothing"}
+    for said, _ in on_rank_1:
+        for words, what in zip(said, ("'layers.0.weight'", *["the state 'exp_avg' of a param"] * 2), strict=True):
+            assert what in words, words
+            assert "has the rows of the rank at (0,) of the mesh, and this rank is at (1,)" in words, words
 
 
 def loads_unknown_names(rank: int, world_size: int) -> list[Any]:

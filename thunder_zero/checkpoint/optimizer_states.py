@@ -32,11 +32,15 @@ from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.comm.agree import Fact
+from thunder_zero.optim.agreement import option_facts
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
 OPTIMIZER_CLASSES = "optimizer_classes"  # their names; other tools do not save them
 AS_SAVED = "build the optimizer as it was saved"
+SAME_OPTIONS = (
+    "set it alike on every rank; give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks"
+)
 Group = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -94,8 +98,11 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
 
 
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """What this rank writes of the optimizers, whose groups are numbered consecutively; and which states ranks share of
-    each parameter, for them to compare: one that a rank lacks is not saved."""
+    """Return what this rank writes of the optimizers, whose groups are numbered consecutively, and facts to compare.
+
+    Ranks compare the states of each parameter, because a state that one rank lacks is not saved, and the options of
+    groups, because rank 0 saves its own.
+    """
     values, facts, groups = Entries(), list[Fact](), named_groups(contents, optimizers)
     for named in chain(*groups):
         what, shown = f"the optimizer's state of parameter {named.name!r}", list[str]()
@@ -112,6 +119,8 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
             what = f"hyper-parameter {key!r} of parameter group {at}"
             values |= contents.share(what, (OPTIM, GROUPS, at, key), value, 0)
     classes = [class_name(optimizer) for optimizer in optimizers]
+    for optimizer, kind in zip(optimizers, classes, strict=True):
+        facts += option_facts(kind, optimizer.param_groups, SAME_OPTIONS)
     return values | contents.share(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
 
 

@@ -14,11 +14,12 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import CompileContext, TracingContext
@@ -50,6 +51,19 @@ def capture(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
     return captured
+
+
+@cache
+def take_as_parameters(kind: type[Tensor]) -> None:
+    """Let dynamo treat tensors of this class as plain parameters, from now on.
+
+    Otherwise it answers True where a function of torch that it traces into, such as ``F.rms_norm``, asks
+    ``has_torch_function``, and it cannot trace what that function then does. Methods that torch has in Python
+    (``w.norm()``), rows (``a, b = w``) and ``type(w)`` would not be a parameter's either.
+    """
+    home: Any = builder
+    subclass_of = home.infer_subclass_type
+    home.infer_subclass_type = lambda value: None if type(value) is kind else subclass_of(value)
 
 
 @contextmanager

@@ -130,8 +130,16 @@ def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
                 raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")
 
 
+class Untraceable(NotImplementedError):
+    """A reason why Thunder must not trace a forward, which its front end does not see."""
+
+
 def not_traced(error: Exception) -> str | None:
-    """What Thunder's front end said it cannot do; None of an error that it did not raise."""
+    """Return the reason Thunder's front end gave, or None if the error came from elsewhere."""
+    if isinstance(error, Untraceable):
+        return str(error)
+    if isinstance(error, TypeError) and str(error) == "exceptions must derive from BaseException":
+        return "it raised a string"  # also where an argument of forward is called fn
     if not isinstance(error, NotImplementedError | InterpreterError):
         return None
     *_, (frame, _) = walk_tb(error.__traceback__)

@@ -14,16 +14,18 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat import lookasides, shortcuts
+from thunder_zero.compat.guards import Lookups, Namespace
 from thunder_zero.compat.operators.choose import operators
 from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
-from thunder_zero.compat.untraceable import RefusedPart, require_traceable
+from thunder_zero.compat.untraceable import RefusedPart, Untraceable, require_traceable
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.frontends.compiled import Compiled
 from thunder_zero.plan.params import Plan
@@ -38,6 +40,7 @@ from thunder_zero.traces.work import draws_random_numbers
 from thunder import compile_data, get_default_executors
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
+from thunder.core.proxies import Proxy
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor
@@ -55,6 +58,8 @@ class ProgramTransform(Transform):
         self._compiled: Compiled | None = None
         self._forward: TraceCtx | None = None
         self._plain: torch.nn.Module  # install sets it
+        self.lookups = Lookups()
+        self.refusal: Untraceable | None = None  # of the trace that is made
 
     @property
     def compiled(self) -> Compiled:
@@ -82,6 +87,9 @@ class ProgramTransform(Transform):
         shortcuts.install()
         lookasides.list_members_in_order()
         lookasides.refuse_calls(_is_ours)
+        lookasides.watch_traces(_traced)
+        lookasides.refuse_what_changes(_is_ours, _refuse, _note)
+        lookasides.note_reads(_note)
         lookasides.take_fields_as_constants()
         lookasides.mend_label_smoothing()
         self._plain = model._model
@@ -100,8 +108,41 @@ class ProgramTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Take rows, and synchronise them at first use."""
         computation = self.synchronize(computation, module_inputs(prologue, computation))
-        take_rows(prologue, self.compiled.executor)
+        executor = self.compiled.executor
+        take_rows(prologue, executor, executor.runtime.guard(self.lookups.taken()))
         return prologue, computation, epilogue
+
+    def trace(self, front_end: Callable[[], Any]) -> Any:
+        """Call Thunder's front end, unless what it makes would be wrong in the next call.
+
+        What forward fills once, such as a cache of numbers, is not changed by a second attempt.
+
+        Raises:
+            Untraceable: forward decides by values, draws random numbers, or changes what it reads.
+        """
+        changed: dict[str, Any] = {}
+        for _ in range(2):
+            self.lookups.taken()
+            self.refusal, drawn = None, lookasides.generators()
+            try:
+                result = front_end()
+            except Exception as error:  # maybe of forward, which was refused before, and went on
+                if self.refusal is None and (why := lookasides.after_a_number(error)) is not None:
+                    self.refusal = Untraceable(why)
+                if self.refusal is None:
+                    raise
+                raise self.refusal from error
+            if (kind := lookasides.moved(drawn)) is not None:
+                self.refusal = Untraceable(lookasides.draws_by(kind))
+            if self.refusal is not None:
+                raise self.refusal
+            if not (changed := self.lookups.changed()):
+                return result
+            if any(isinstance(part, Proxy) for part in tree_iter(list(changed.values()))):
+                break  # tensors of this trace, which another one would take for its own
+        raise Untraceable(
+            f"forward changes {', '.join(map(repr, changed))}, which it reads, and only calls that compile would do so"
+        )
 
     def synchronize(self, computation: TraceCtx, names: Mapping[str, str]) -> TraceCtx:
         """Synchronise at first use, and draw random numbers once; runs before autodiff."""
@@ -141,10 +182,32 @@ class ProgramTransform(Transform):
             executor.runtime.agree_on_schedule(executor.named(phase), launches_of(trace, executor))
 
 
-def _is_ours() -> bool:
-    """Whether the model that Thunder traces now is a sharded one."""
+def _ours() -> ProgramTransform | None:
+    """Return the transform of the model that Thunder traces now, if it is a sharded one."""
     data = get_compile_data()
-    return data is not None and any(isinstance(each, ProgramTransform) for each in data.transforms)
+    transforms = () if data is None else data.transforms
+    return next((each for each in transforms if isinstance(each, ProgramTransform)), None)
+
+
+def _is_ours() -> bool:
+    return _ours() is not None
+
+
+def _traced(front_end: Callable[[], Any]) -> Any:
+    ours = _ours()
+    return front_end() if ours is None else ours.trace(front_end)
+
+
+def _refuse(why: str) -> Untraceable | None:
+    if (ours := _ours()) is None:
+        return None
+    ours.refusal = Untraceable(why)
+    return ours.refusal
+
+
+def _note(holder: Any, namespace: Namespace, name: str) -> None:
+    if (ours := _ours()) is not None:
+        ours.lookups.note(holder, namespace, name)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

@@ -123,8 +123,10 @@ class ZeroTransform(ProgramTransform):
 
     def _adopt(self, model: ThunderModule) -> None:
         """Make the jitted module a sharded one, which Thunder compiles with our executors."""
-        self.install(model, self._state.plan, Calls(self._state))
+        calls = Calls(self._state)
+        self.install(model, self._state.plan, calls)
         adopt(model, ZeroModule, self._state, self._given.progress)
+        model._calls = calls
         model._compiled = self.compiled
 
     def _checks(self, model: ThunderModule) -> list[Check]:

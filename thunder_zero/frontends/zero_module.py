@@ -23,6 +23,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.compat.guards import form_of_call
+from thunder_zero.compat.lookasides import forget_autocast
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
 from thunder_zero.compat.untraceable import not_returned, not_traced, require_traceable
 from thunder_zero.frontends.compilations import Compilations, terminal_of
@@ -30,7 +32,9 @@ from thunder_zero.frontends.compiled import Compiled, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
 from thunder_zero.frontends.refusals import EXPORT, PARTS
+from thunder_zero.sharded.accelerate import refuse_lost_options, refuse_model_file
 from thunder_zero.sharded.accumulation import guard
+from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import full_state_dict
 from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
@@ -56,6 +60,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     """
 
     _forward_fn: Callable[..., Any]
+    _calls: Calls
     _compiled: Compiled
     _slots: ParameterSlots
     _compilations: Compilations
@@ -99,12 +104,36 @@ class ZeroModule(ShardedModel, ThunderModule):
         """The plain module's, which are the shards."""
         return self._model.named_parameters(prefix, recurse, remove_duplicate)
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The plain module's."""
+        return self._model.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The plain module's; the first of them is the plain module itself."""
+        modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
+        return modules
+
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The plain module's."""
         return self._model.named_children()
 
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Register a buffer of the plain module."""
+        self._model.register_buffer(*args, **kwargs)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a submodule to the plain module; the next forward refuses it."""
+        self._model.add_module(name, module)
+
+    def train(self, mode: bool = True) -> Self:
+        """As the plain module's, which may have a ``train`` of its own."""
+        self._model.train(mode)
+        return self
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The plain module's, of shards and buffers."""
+        if self.state.specs:
+            refuse_model_file(type(self.plain).__name__)
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -134,6 +163,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_lost_options(type(self.plain).__name__, self.state.plan.policy.mixed_precision, self.state.device)
         watched = self._compilations.watched(self._programs_made, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
@@ -148,6 +178,8 @@ class ZeroModule(ShardedModel, ThunderModule):
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.guards.form = form_of_call(args, kwargs)
+        forget_autocast(self)
         try:
             output = self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out

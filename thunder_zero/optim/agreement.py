@@ -56,12 +56,16 @@ def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, A
         Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
         for number, member in enumerate(members)
     ]
-    facts += [
+    return facts + option_facts(kind, groups, remedy)
+
+
+def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
+    """List the options of an optimizer's groups, which have to be the same on all ranks."""
+    return [
         Fact(f"{key!r} of group {number} of {kind}", words, remedy)
         for number, group in enumerate(groups)
         for key, words in in_words(hyper_parameters(group)).items()
     ]
-    return facts
 
 
 def _digest(facts: Sequence[Fact]) -> int:

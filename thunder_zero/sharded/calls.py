@@ -2,7 +2,7 @@
 
 A line of a trace has tensors and paths; what is done with them is decided here::
 
-    zero_check_synced(True)                 Calls.check_synced: raises under no_sync; Thunder then takes another program
+    zero_check_call(True, 0)                Calls.check_call: raises under no_sync; Thunder then takes another program
     t5 = zero_all_gather(t_w, 'w')          Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
     t6 = zero_wait(t5)                      the handle's wait
     t9 = zero_reduce_scatter(g_w, 'w')      Calls.reduce: with what no_sync has deferred
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable
+from thunder_zero.compat.guards import Guards, Lookup
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
@@ -36,6 +37,7 @@ class Calls:
         self._state, self._plan, self._transport = state, state.plan, state.transport
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
+        self.guards = Guards(state.name)
 
     @property
     def device(self) -> torch.device:
@@ -47,10 +49,16 @@ class Calls:
         """Whether the gradients of a forward that runs now are reduced."""
         return self._accumulation.synced
 
-    def check_synced(self, synced: bool) -> None:
+    def guard(self, lookups: tuple[Lookup, ...]) -> int:
+        """Keep the guard of the program that is compiled for the call that runs; return its number."""
+        return self.guards.add(lookups)
+
+    def check_call(self, synced: bool, guard: int) -> None:
         """Part of each prologue: Thunder takes another program, or compiles one, where this raises."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
+        if not self.guards.holds(guard):
+            raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
 
     def enter(self, phase: str, schedule: str) -> None:
         """The first of our lines in each phase; peers whose launches there have another digest are refused."""

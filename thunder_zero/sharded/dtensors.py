@@ -118,6 +118,18 @@ def has_hooks(shard: Tensor) -> bool:
     return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)
 
 
+def require_own(value: Any, param: Any, what: str) -> None:
+    """Refuse the rows of another rank: those in a file that one rank wrote, and every rank has loaded."""
+    if isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is not param.device_mesh:
+        place, other = param.device_mesh.get_coordinate(), value.device_mesh.get_coordinate()
+        if value.device_mesh == param.device_mesh and place != other:
+            raise ValueError(
+                f"{what} has the rows of the rank at {other} of the mesh, and this rank is at {place}: one rank wrote "
+                f"its own rows, and others loaded them; save with tz.save on all ranks, or full values "
+                f"(tz.full_state_dict)"
+            )
+
+
 def part_of(full: Tensor, param: Tensor) -> Tensor:
     """A copy of this rank's part of a full tensor of a parameter's shape; the tensor, if the parameter has no parts, or
     if it is a DTensor itself. Only the part is on the parameter's device; not a collective."""
@@ -134,6 +146,7 @@ def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of full tensors as this rank's of the same model has them; names that ``own`` does not have stay."""
     parts = dict(full)
     for name, value in full.items():
+        require_own(value, own.get(name), repr(name))
         if not isinstance(like := own.get(name), Tensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue  # a part, an extra state, or what torch refuses
         if value.shape != like.shape:

@@ -1,9 +1,9 @@
 """What all optimizers share: parameters, exact loads, whole steps; hooks around every step.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet, or that hold averages. After it: raise the versions of the rows, by which autograd
-refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's buffers as stale: the step of
-a DTensor does neither. If torch fails in it, name ``tz.whole``.
+gradients are not reduced yet, that hold averages, or whose states are another rank's. After it: raise the versions of
+the rows, by which autograd refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's
+buffers as stale: the step of a DTensor does neither. If torch fails in it, name ``tz.whole``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from traceback import walk_tb
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -20,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thunder_zero.compat.torch_gaps import on_failed_steps
 from thunder_zero.sharded import sharded_model
+from thunder_zero.sharded.accelerate import refuse_optimizer_file
+from thunder_zero.sharded.dtensors import require_own
 from thunder_zero.sharded.state import State
 
 
@@ -89,6 +92,7 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 MIXED = "mixed torch.Tensor and DTensor"  # in an error of torch
 
 _hooked = False
+_checked: WeakSet[Optimizer] = WeakSet()  # those of shards that have stepped
 
 
 def watch(state: State, module: nn.Module) -> None:
@@ -97,7 +101,7 @@ def watch(state: State, module: nn.Module) -> None:
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:
-        for hook in (_refuse_replaced, _refuse_early):
+        for hook in (_refuse_replaced, _refuse_early, _check_first_step):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
         on_failed_steps(_explain)
@@ -120,6 +124,23 @@ def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         state.require_reduced(f"step {kind}", stepped)
         if not state.averaged.isdisjoint(map(id, stepped)):
             state.require_own_values(f"step {kind}")
+
+
+def _check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer's states if they are another rank's: before its first step of shards, and whenever it loads
+    some. Refuse to give its own to one rank's file."""
+    if optimizer not in _checked and any(sharded_model.owners_of(parameters_of(optimizer))):
+        _checked.add(optimizer)
+        _require_own_states(optimizer)
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
+            optimizer.register_load_state_dict_post_hook(_require_own_states)
+            optimizer.register_state_dict_pre_hook(lambda it: refuse_optimizer_file(type(it).__name__))
+
+
+def _require_own_states(optimizer: Optimizer) -> None:
+    for param in parameters_of(optimizer):
+        for name, value in optimizer.state.get(param, {}).items():
+            require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from thunder_zero.plan.params import Plan
 
@@ -30,11 +30,12 @@ _LOOKS = """
     size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__
     is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size
     is_set_to is_tensor is_storage is_distributed
+"""
+_MAKES = """
     empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
     new_empty_strided result_type can_cast
 """
-LOOKS = frozenset(_LOOKS.split())
-NAN = float("nan")
+LOOKS, MAKES = frozenset(_LOOKS.split()), frozenset(_MAKES.split())
 
 
 class ValuesNeeded(RuntimeError):
@@ -61,9 +62,11 @@ class Placeholder(nn.Parameter):
         kwargs = kwargs or {}
         name, attribute = _name(func)
         with torch.DisableTorchFunctionSubclass():
-            # Dynamo traces this as code; in its graph, the parameter is an input.
+            # Dynamo itself reads more while it captures, such as _is_view, but no values.
             if torch.compiler.is_compiling() or (name in LOOKS and attribute in (None, "__get__")):
                 return func(*args, **kwargs)
+            if name in MAKES:
+                return func(*tree_map_only(Placeholder, _look_alike, args), **kwargs)
             if attribute == "__get__" and name == "data":
                 return args[0]
             held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
@@ -80,14 +83,30 @@ class Placeholder(nn.Parameter):
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
+class _WithoutMemory(nn.Parameter):
+    """What torch makes a tensor without memory of. A placeholder has another class: dynamo takes no tensor whose class
+    has ``__torch_dispatch__``. Operators that pass by ``__torch_function__`` find no kernel for either."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError("no operator has one")
+
+
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """The placeholder of a parameter: of the same shape and with its attributes, with the memory of one element.
-    Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
-    # Kernels that pass by __torch_function__ find NaN.
-    value = NAN if dtype.is_floating_point or dtype.is_complex else 0
-    made = Placeholder(torch.full((), value, dtype=dtype, device=device).expand(param.shape), param.requires_grad)
+    """The placeholder of a parameter: of the same shape and with its attributes, contiguous, without memory. Front ends
+    trace shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
+    strides = torch.empty(param.shape, device="meta").stride()
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _WithoutMemory, param.shape, strides, dtype=dtype, device=device, requires_grad=param.requires_grad
+    )
+    made.__class__ = Placeholder
     vars(made).update(vars(param), path=path)
-    return made
+    return made  # type: ignore[no-any-return]
+
+
+def _look_alike(of: Placeholder) -> Tensor:
+    """A plain tensor of the same shape, with the memory of one element."""
+    return torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape)
 
 
 class ParameterSlots:

@@ -16,8 +16,9 @@ of the full shape::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 
-and ``zero_check_synced``, by which Thunder chooses a program (``no_sync``). It takes out Thunder's checks of those
-DTensors, which ``frontends/placement.py`` checks before each forward.
+and at its start ``zero_check_call``, by which Thunder chooses a program: by ``no_sync``, and by the guard of the call
+(``compat/guards.py``). It takes out Thunder's checks of those DTensors, which ``frontends/placement.py`` checks before
+each forward.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor
     return new
 
 
-def take_rows(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Take the rows that the computation gets, and check whether gradients are reduced. Works in place, as Thunder's
-    own transforms do."""
+def take_rows(prologue: TraceCtx, executor: ZeroExecutor, guard: int) -> None:
+    """Take the rows that the computation gets, and check that the program serves the call: its ``guard``, and whether
+    gradients are reduced. Works in place, as Thunder's own transforms do."""
     plan = executor.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for bsym in prologue.bound_symbols:
@@ -98,8 +99,8 @@ def take_rows(prologue: TraceCtx, executor: ZeroExecutor) -> None:
         if bsym.sym is not prims.check_tensor_shape_and_metadata or bsym.args[0].name not in unpacked
     ]
     with tracectx(prologue):
-        synced = executor.check_synced.bind(executor.program.synced, output=None)
-    prologue.bound_symbols.insert(-1, synced)
+        serves = executor.check_call.bind(executor.program.synced, guard, output=None)
+    prologue.bound_symbols.insert(0, serves)
     _return_rows(prologue, unpacked, executor)
 
 

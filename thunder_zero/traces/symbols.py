@@ -80,8 +80,11 @@ class Runtime(Protocol):
     def synced(self) -> bool:
         """Whether a program that is compiled now reduces gradients; if not, it defers them (``no_sync``)."""
 
-    def check_synced(self, synced: bool) -> None:
-        """Raise if a program that was compiled with this ``synced`` must not run now."""
+    def guard(self, lookups: tuple[Any, ...]) -> int:
+        """Return the number of the guard of a program that is compiled now, and that read these."""
+
+    def check_call(self, synced: bool, guard: int) -> None:
+        """Raise if a program that was compiled with this ``synced`` and this guard must not run now."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
         """The rows that a program reads, padded, of what the optimizer steps."""
@@ -110,13 +113,17 @@ class DryRuntime:
     def __init__(self, synced: bool) -> None:
         self.synced = synced
 
+    def guard(self, lookups: tuple[Any, ...]) -> int:
+        """Return 0: these programs never run."""
+        return 0
+
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError(
             "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = _refuse
+    enter = all_gather = reduce = check_call = take_rows = defer = reduce_deferred = _refuse
     check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
@@ -131,7 +138,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
-        check_synced, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
+        check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
     """
 
@@ -157,7 +164,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         self.defer = register("zero_defer_reduction", _no_meta)
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
-        self.check_synced = register("zero_check_synced", _no_meta, tags)
+        self.check_call = register("zero_check_call", _no_meta, tags)
         self.rows = register("zero_rows", self._rows_meta)
         self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
         self.check_finite = register("zero_check_finite", _no_meta, tags)
@@ -257,7 +264,7 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_wait_coalesced": lambda handle: handle.wait(),
         "zero_defer_reduction": runtime.defer,
         "zero_enter": runtime.enter,
-        "zero_check_synced": runtime.check_synced,
+        "zero_check_call": runtime.check_call,
         "zero_rows": runtime.take_rows,
         "zero_reduce_deferred": runtime.reduce_deferred,
         "zero_check_finite": runtime.check_finite,

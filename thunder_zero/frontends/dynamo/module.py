@@ -50,7 +50,7 @@ from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs, compili
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
-from thunder_zero.sharded.placeholders import ValuesNeeded
+from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
 
 import thunder
 from thunder import compile_data
@@ -139,6 +139,7 @@ class DynamoModule(ZeroModule):
             return lambda *inputs: _alive(model)._call(number, inputs)
 
         dynamo.note_questions()
+        dynamo.take_as_parameters(Placeholder)
         captured = dynamo.capture(self.plain, backend)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 

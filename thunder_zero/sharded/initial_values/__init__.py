@@ -104,16 +104,35 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 
 
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
-    """A copy on the CPU; without values after a failure, since the other ranks may wait to receive it."""
+    """Read a tensor to the CPU; without values after a failure, since the other ranks may wait to receive it."""
     room = torch.empty_like(tensor, device=CPU, requires_grad=False)
     with failures.remembered():
-        name = next(name for name in names if name in weights)
-        room.copy_(fitted(weights[name], tensor, f"weights has {name!r}"))
+        first, *others = (name for name in names if name in weights)
+        room.copy_(fitted(weights[first], tensor, f"weights has {first!r}"))
+        for name in others:
+            fitted(weights[name], tensor, f"weights has {name!r}")
+            _require_equal(weights[name].to(CPU), weights[first].to(CPU), name, first)
     return room
 
 
+def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
+    """Refuse two values for one tied tensor, unless they are equal in the dtype that tells fewer values apart."""
+    narrow = max(
+        value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
+    )
+    one, other = (of.to(narrow).double() if narrow.is_floating_point else of.to(narrow) for of in (value, expected))
+    unlike = ((one != other) & ~(one.isnan() & other.isnan())).nonzero()
+    if len(unlike):
+        place = tuple(unlike[0])
+        raise ValueError(
+            f"weights has unlike values for {first!r} and {name!r}, which this module ties: {expected[place].item()} "
+            f"and {value[place].item()} at {[int(index) for index in place]}; leave one of the two names out, or build "
+            f"the module untied"
+        )
+
+
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """A tensor on a real device; of a planned parameter its data."""
+    """Return a tensor that has values, without its gradient if it is a planned parameter."""
     return tensor if model.param_of(tensor) is None else tensor.detach()
 
 

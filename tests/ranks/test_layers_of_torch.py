@@ -1,0 +1,197 @@
+"""Every class of ``torch.nn`` that has parameters trains under ``tz.compile`` as in eager mode, or is refused.
+
+A class that a new torch brings, and that has no row here, fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import has_torch_function
+from torch.utils._pytree import tree_leaves
+
+import thunder_zero as tz
+from tests.harness.as_one_process import assert_near, assert_same_parameters, same_state
+from tests.harness.errors import refused
+from tests.harness.models import fresh
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+
+Make = Callable[[], nn.Module]
+Shape = tuple[int, ...]
+WORDS = 3
+
+
+class Words(tuple[int, ...]):
+    """The shape of an input of integers below WORDS."""
+
+
+class Asks(nn.Module):
+    """Gives a parameter to what asks ``has_torch_function``, and asks itself what a parameter is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_plain = type(self.w) is nn.Parameter and self.w.grad is None and not has_torch_function((self.w,))
+        first, second = self.w
+        scale = F.pad(self.w, (1, 2)).mean() + F.threshold(self.w, 0.1, 0.5).mean() + self.w.norm()
+        return F.rms_norm(x, (4,), first) * scale + self.w.unflatten(1, (2, 2)).sum() * second * (2 if is_plain else 3)
+
+
+ROWS = (2, 3, 4)
+BLOCK: dict[str, Any] = {"dim_feedforward": 5, "dropout": 0.0, "batch_first": True}
+FAST: tuple[tuple[Make, *tuple[Shape, ...]], ...] = (  # how to make a layer, and the shapes of its inputs
+    (Asks, ROWS),
+    (partial(nn.BatchNorm1d, 3), (4, 3)),
+    (partial(nn.Bilinear, 3, 4, 5), (2, 3), (2, 4)),
+    (partial(nn.Conv2d, 2, 3, 2), (2, 2, 5, 4)),
+    (partial(nn.ConvTranspose2d, 2, 3, 2), (2, 2, 4, 3)),
+    (partial(nn.Embedding, WORDS, 4, padding_idx=1), Words((2, 5))),
+    (partial(nn.EmbeddingBag, WORDS, 4), Words((2, 5))),
+    (partial(nn.GroupNorm, 2, 4), (2, 4, 3)),
+    (partial(nn.LayerNorm, (3, 4)), ROWS),
+    (partial(nn.LazyLinear, 7), (2, 5)),
+    (partial(nn.Linear, 5, 7), (2, 5)),
+    (partial(nn.PReLU, 3), ROWS),
+    (partial(nn.RMSNorm, 4), ROWS),
+)
+SLOW: tuple[tuple[Make, *tuple[Shape, ...]], ...] = (
+    (partial(nn.AdaptiveLogSoftmaxWithLoss, 4, 6, cutoffs=[2]), (7, 4), Words((7,))),
+    (partial(nn.BatchNorm2d, 3), (4, 3, 2, 2)),
+    (partial(nn.BatchNorm3d, 3), (4, 3, 2, 2, 2)),
+    (partial(nn.Conv1d, 2, 3, 2), (2, 2, 5)),
+    (partial(nn.Conv3d, 2, 3, 2), (2, 2, 3, 3, 3)),
+    (partial(nn.ConvTranspose1d, 2, 3, 2), (2, 2, 5)),
+    (partial(nn.ConvTranspose3d, 2, 3, 2), (2, 2, 3, 3, 3)),
+    (partial(nn.GRUCell, 4, 3), (2, 4)),
+    (partial(nn.InstanceNorm1d, 3, affine=True), ROWS),
+    (partial(nn.InstanceNorm2d, 3, affine=True), (2, 3, 4, 2)),
+    (partial(nn.InstanceNorm3d, 3, affine=True), (2, 3, 2, 2, 2)),
+    (nn.LazyBatchNorm1d, (4, 3)),
+    (nn.LazyBatchNorm2d, (4, 3, 2, 2)),
+    (nn.LazyBatchNorm3d, (4, 3, 2, 2, 2)),
+    (partial(nn.LazyConv1d, 3, 2), (2, 2, 5)),
+    (partial(nn.LazyConv2d, 3, 2), (2, 2, 4, 3)),
+    (partial(nn.LazyConv3d, 3, 2), (2, 2, 3, 3, 3)),
+    (partial(nn.LazyConvTranspose1d, 3, 2), (2, 2, 5)),
+    (partial(nn.LazyConvTranspose2d, 3, 2), (2, 2, 4, 3)),
+    (partial(nn.LazyConvTranspose3d, 3, 2), (2, 2, 3, 3, 3)),
+    (partial(nn.LazyInstanceNorm1d, affine=True, track_running_stats=False), ROWS),
+    (partial(nn.LazyInstanceNorm2d, affine=True, track_running_stats=False), (2, 3, 4, 2)),
+    (partial(nn.LazyInstanceNorm3d, affine=True, track_running_stats=False), (2, 3, 2, 2, 2)),
+    (partial(nn.LinearCrossEntropyLoss, 5, WORDS), (4, 5), Words((4,))),
+    (partial(nn.MultiheadAttention, 4, 2), ROWS, ROWS, ROWS),
+    (partial(nn.RNNCell, 4, 3), (2, 4)),
+    (partial(nn.Transformer, 4, 2, 1, 1, **BLOCK), ROWS, ROWS),
+    (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, **BLOCK), 1), ROWS, ROWS),
+    (partial(nn.TransformerDecoderLayer, 4, 2, **BLOCK), ROWS, ROWS),
+    (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, **BLOCK), 1), ROWS),
+    (partial(nn.TransformerEncoderLayer, 4, 2, **BLOCK), ROWS),
+)
+REFUSED: tuple[tuple[Make, Shape, str], ...] = (  # and what the error says
+    (partial(nn.GRU, 4, 3), ROWS, "(GRU) is a recurrent layer"),
+    (partial(nn.LSTM, 4, 3), ROWS, "(LSTM) is a recurrent layer"),
+    (partial(nn.LSTMCell, 4, 3), (2, 4), "LSTMCell gives torch.lstm_cell a list of tensors"),
+    (partial(nn.RNN, 4, 3), ROWS, "(RNN) is a recurrent layer"),
+    (partial(nn.SyncBatchNorm, 3), (4, 3), "(SyncBatchNorm) is a SyncBatchNorm"),
+)
+WITHOUT_PARAMETERS = {"FractionalMaxPool2d", "FractionalMaxPool3d", "Unflatten"}  # and arguments that are not 2
+
+
+def names_of(rows: Iterable[tuple[Any, ...]]) -> list[str]:
+    return [type(make()).__name__ for make, *_ in rows]
+
+
+LAYERS = dict(zip(names_of(FAST + SLOW), FAST + SLOW, strict=True))
+
+
+def may_have_parameters(kind: type[nn.Module]) -> bool:
+    """Whether a class that is no mere container has parameters, or cannot be made of twos alone."""
+    if kind.forward is nn.Module.forward:
+        return False
+    args = [p for p in inspect.signature(kind).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    try:
+        return any(True for _ in kind(*[2 for p in args if p.default is p.empty]).parameters())
+    except (TypeError, ValueError):
+        return True
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated classes
+def test_every_layer_of_torch_has_a_row() -> None:
+    kinds = {name: kind for name, kind in vars(nn).items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    layers = {name for name, kind in kinds.items() if may_have_parameters(kind)}
+    missing = layers - {*LAYERS, *names_of(REFUSED), *WITHOUT_PARAMETERS}
+    assert not missing, f"torch.nn has {sorted(missing)}; give each a row in FAST, SLOW or REFUSED"
+
+
+def inputs_of(shapes: Sequence[Shape], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, WORDS, shape, generator=generator)
+        if isinstance(shape, Words)
+        else torch.randn(shape, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def gradients(model: Any, inputs: Sequence[Tensor]) -> None:
+    """Run forward and backward; sines, since the squares of what a norm returns add up to a constant."""
+    outputs = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    torch.stack([leaf.sin().mean() for leaf in outputs]).sum().backward()
+
+
+def train(rank: int, world_size: int, name: str, stage: int) -> None:
+    """Each rank has all replicas in eager mode, too, of which it averages the gradients."""
+    torch._dynamo.reset()  # all models whose class is torch's count as programs of one function of dynamo
+    make, *shapes = LAYERS[name]
+    plain = fresh(make)
+    if any(map(is_lazy, plain.parameters())):
+        plain(*inputs_of(shapes, 99))
+    model: Any = tz.compile(deepcopy(plain), stage=stage)
+    replicas = [deepcopy(plain) for _ in range(world_size)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (model, *replicas)]
+    for step in range(2):
+        inputs = [inputs_of(shapes, 10 * step + other) for other in range(world_size)]
+        mine = deepcopy(inputs[rank])
+        gradients(model, mine)
+        for replica, given in zip(replicas, inputs, strict=True):
+            gradients(replica, given)
+        for number, (found, right) in enumerate(zip(mine, inputs[rank], strict=True)):
+            if found.grad is not None and right.grad is not None:
+                assert_near(found.grad, right.grad, f"gradient of input {number} of step {step}")
+        for params in zip(*(replica.parameters() for replica in replicas), strict=True):
+            mean = torch.stack([param.grad for param in params if param.grad is not None]).mean(0)
+            for param in params:
+                param.grad = mean.clone()
+        assert_same_parameters(model, replicas[rank], f" in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_state(model, replicas[rank])
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0)])
+@pytest.mark.parametrize("name", [*names_of(FAST), *slow(*names_of(SLOW))])
+def test_a_layer_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage: int) -> None:
+    ranks_pool.run(2, train, name, stage)
+
+
+def are_refused(rank: int, world_size: int) -> None:
+    for make, shape, words in REFUSED:
+        with refused(RuntimeError, words):
+            tz.compile(fresh(make), stage=3)(*inputs_of([shape], 0))
+
+
+def test_other_layers_are_refused_with_a_sentence(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, are_refused)
