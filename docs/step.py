@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
 from thunder_zero.schedule import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Work
 
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "how-a-step-works.md", DOCS / "step-data.js"
@@ -106,7 +107,11 @@ class _State:
 
     def _compute(self, op: Op) -> None:
         phase = "backward" if op.backward else "forward"
-        used = {_block_of(self.full[value]) for value in op.reads if value in self.full}
+        read = [self.full[value] for value in op.reads if value in self.full]
+        if op.work is Work.VIEW:  # of a full weight, which backward may read in its place
+            self.full.update((value, path) for value in op.writes for path in read)
+            return
+        used = set(map(_block_of, read))
         before = {(step["phase"], step["block"]) for step in self.shown[-1:]}
         for block in used:
             if (phase, block) not in before:

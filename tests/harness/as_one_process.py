@@ -35,7 +35,7 @@ from thunder_zero.plan.rows import own_rows, real_rows
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model
 
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.complex64: 1e-5}
 CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."  # torch's, in paths of parameters but not of state dicts
 ZERO = 1e-7  # the norm of a gradient that is zero in exact arithmetic
 Steps = Iterator[Tensor]
@@ -98,9 +98,11 @@ def assert_near(
 ) -> None:
     """By the norm of the difference, relative to that of the whole tensor; what is zero in exact arithmetic by ZERO."""
     assert (found.shape, found.dtype) == (right.shape, right.dtype), (where, found.shape, found.dtype, right.dtype)
-    distance = float((found.double() - right.double()).norm())
-    norm = float((right if whole is None else whole).double().norm())
     limit = TOLERANCE.get(right.dtype, 0.0) if tolerance is None else tolerance
+    whole = right if whole is None else whole
+    if right.is_complex():
+        found, right, whole = (torch.view_as_real(each.resolve_conj()) for each in (found, right, whole))
+    distance, norm = float((found.double() - right.double()).norm()), float(whole.double().norm())
     assert distance <= (limit * norm if norm > ZERO else ZERO), f"{where}: {distance / max(norm, ZERO)} off"
 
 

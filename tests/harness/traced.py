@@ -24,13 +24,21 @@ def traced(
     synced: bool = True,
     fused: bool = False,
     dtype: torch.dtype = torch.float32,
+    frontend: str = "dynamo",
 ) -> tz.tools.Traces:
     """Of a model on the meta device, for one input; ``fused``: by torch_compile_ex."""
     with torch.device("meta"):
         module, x = make(), torch.empty(shape, dtype=dtype)
     executors = [torch_compile_ex] if fused else None
     return tz.trace(
-        module, x, policy=policy, world_size=world_size, replicas=replicas, synced=synced, executors=executors
+        module,
+        x,
+        policy=policy,
+        world_size=world_size,
+        replicas=replicas,
+        synced=synced,
+        executors=executors,
+        frontend=frontend,
     )
 
 

@@ -81,8 +81,8 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
     assert [one.launch.phase for one in shown.gathers] == ["forward", "backward"]
     for one in shown.gathers:
         assert op_at(one.launch, of).params == op_at(one.wait, of).params == one.bucket == (weight(2),)
-        assert one.first_read == one.last_read
-        assert op_at(one.first_read, of).flops == 2 * ROWS * WIDTH**2
+        assert "aten.t.default" in one.first_read.code  # a view, which the product reads
+        assert op_at(one.last_read, of).flops == 2 * ROWS * WIDTH**2
         assert one.free.code.startswith("del ")
         assert one.free.phase == one.launch.phase
         assert (one.nbytes, one.sent_bytes, one.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
@@ -406,7 +406,7 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
     lines = MODEL.splitlines()
     for function, line, words in (
         ("broken", 'return int("three")', "ValueError: invalid literal for int"),
-        ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: Attempting to reshape"),
+        ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: shape '[7]' is invalid for input"),
     ):
         code, _, error = run(capsys, *command, f"{model_file}:{function}")
         number = next(at for at, text in enumerate(lines, 1) if text.strip() == line)
@@ -417,7 +417,7 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
         assert "Traceback" not in error
     _, _, error = run(capsys, *command, f"{model_file}:wrong_shape")
     assert "linear.py:" in error
-    assert "RuntimeError: Expected" in error
+    assert "RuntimeError: a and b must have same reduction dim" in error
     (model_file.parent / "syntax.py").write_text("def build(:\n")
     assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
 

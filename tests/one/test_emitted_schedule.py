@@ -68,7 +68,7 @@ def require_refused(
         return [hook(self, each, **kwargs) for each in traces][-1]
 
     with torch.set_grad_enabled(training), mock.patch.object(ZeroTransform, hook.__name__, hooked):
-        tz.trace(fresh(model), X, policy=policy, world_size=2)
+        tz.trace(fresh(model), X, policy=policy, world_size=2, frontend="thunder")
     assert len(traces) == 1 + training
 
 
@@ -145,7 +145,7 @@ def tied() -> nn.Module:
 
 def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> None:
     """torch would add them up."""
-    inputs = [proxy.name for proxy in tz.trace(fresh(tied), X, world_size=2).forward.args]
+    inputs = [proxy.name for proxy in tz.trace(fresh(tied), X, world_size=2, frontend="thunder").forward.args]
     one, two = (inputs.index(f"t_{number}_weight") for number in (0, 2))
 
     def fault(lines: Lines) -> Lines:
@@ -193,7 +193,8 @@ def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
 @pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.DDP, tz.ZERO2)])
 def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy) -> None:
     """Nothing is reduced, but there is a backward, which may read parameters that are kept unsharded."""
-    result = tz.trace(fresh(Mlp).requires_grad_(False), X.clone().requires_grad_(), policy=policy, world_size=2)
+    x = X.clone().requires_grad_()
+    result = tz.trace(fresh(Mlp).requires_grad_(False), x, policy=policy, world_size=2, frontend="thunder")
     assert result.backward is not None
     assert result.timeline.gradients == ()
     assert not any(op.kind is Kind.REDUCE for op in result.timeline.ops)

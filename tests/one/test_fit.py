@@ -17,7 +17,7 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
-from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.fitting.search import Search, chosen
@@ -170,7 +170,7 @@ def test_prices_decide() -> None:
 def test_one_interpretation_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     executors = [torch_compile_ex] if fused else None
-    interpreted = Interpreted(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
+    interpreted = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         found, expected = interpreted.under(policy), traced(net, SHORT, policy, fused=fused)

@@ -40,7 +40,7 @@ TOKENS = torch.zeros(2, 7, dtype=torch.int64)
 
 @pytest.fixture(scope="module")
 def traces() -> tz.tools.Traces:
-    return tz.trace(Mixed(), TOKENS, policy=tz.ZERO3, world_size=2)
+    return tz.trace(Mixed(), TOKENS, policy=tz.ZERO3, world_size=2, frontend="thunder")
 
 
 def calls(traces: tz.tools.Traces, name: str, *, backward: bool = False) -> list[Op]:
@@ -95,7 +95,7 @@ def test_a_line_does_the_work_of_its_heaviest_part_unless_the_table_has_it() -> 
 
 def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
     module, fuser = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), [torch_compile_ex]
-    traces = tz.trace(module, torch.zeros(2, 8), world_size=2, executors=fuser)
+    traces = tz.trace(module, torch.zeros(2, 8), world_size=2, executors=fuser, frontend="thunder")
     regions = [op for op in traces.forward_timeline.ops if traces.forward.bound_symbols[op.source[0]].sym.is_fusion]
     assert [op.work for op in regions] == [Work.MATMUL]
 
@@ -116,6 +116,7 @@ def test_a_value_names_the_value_whose_memory_it_views(traces: tz.tools.Traces) 
 
 
 def test_what_may_be_a_copy_is_not_called_a_view() -> None:
-    traces = tz.trace(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4))), torch.zeros(3, 8), world_size=2)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)))
+    traces = tz.trace(module, torch.zeros(3, 8), world_size=2, frontend="thunder")
     (op,) = (op for op in traces.forward_timeline.ops if op.work is Work.VIEW)
     assert {traces.timeline.values[name].base for name in op.writes} == {""}

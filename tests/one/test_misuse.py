@@ -245,14 +245,15 @@ RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
 def test_forward_that_returns_a_parameter() -> None:
     for give in RETURNS:
         with refused(ValueError, "forward returns the parameter 'b.weight' itself", "full_state_dict"):
-            tz.trace(Net(give), X, policy=tz.ZERO1)
+            tz.trace(Net(give), X, policy=tz.ZERO1, frontend="thunder")
     with refused(ValueError, "forward returns the parameter 'a.weight' itself", "full_state_dict"):
         shard(Net(RETURNS[0], tied=True))(X)
 
 
 def test_forward_may_return_what_it_computes_from_a_parameter() -> None:
     makes = (torch.clone, torch.t, torch.detach, Tensor.contiguous, Tensor.half)
-    traces = tz.trace(Net(lambda y, w: (y, *(make(w) for make in makes))), X, world_size=4)
+    module = Net(lambda y, w: (y, *(make(w) for make in makes)))
+    traces = tz.trace(module, X, world_size=4, frontend="thunder")
     shapes = [tuple(output.shape) for output in traces.forward.output[0]["flat_output"]]
     assert shapes == [(3, 4), *[(4, 4)] * len(makes)]
 

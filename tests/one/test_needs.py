@@ -287,19 +287,6 @@ def the_default_recipe_lists_none() -> bool:
         return None in BaseRecipe().setup_executors()
 
 
-def an_operator_is_unknown() -> bool:
-    return "is not yet supported" in raised(lambda: thunder.jit(torch.alias_copy)(X))
-
-
-def attention_without_weights_fails() -> bool:
-    def attends(x: Tensor) -> Tensor:
-        last = ONES.expand(4, 4), None
-        weights = ONES.expand(12, 4), None, None, None, False, 0.0, *last
-        return F.multi_head_attention_forward(x, x, x, 4, 2, *weights, need_weights=False)[0]
-
-    return raised(lambda: thunder.jit(attends)(X.view(3, 1, 4).requires_grad_())) != "nothing"
-
-
 # Traces
 
 
@@ -347,7 +334,7 @@ class Scales(nn.Module):
 def a_fuser_reads_what_forward_gathered() -> bool:
     policy = tz.Policy(stage=3, recompute="none", reshard_after_forward=True)
     with mock.patch.object(executors, "repair_fusion", wraps=repair_fusion) as repair:
-        tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex])
+        tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex], frontend="thunder")
         (given,) = (call.args[0] for call in repair.call_args_list)
     return repair_fusion(given) is not given
 
@@ -471,6 +458,11 @@ def nobody_says_that_fully_shard_was_applied() -> bool:
     return not [name for name in names if "registry" in name.lower() and not name.startswith("_")]
 
 
+def no_public_name_gives_the_joint_graph() -> bool:
+    homes = (torch.compiler, torch.export, torch.fx, torch.func)
+    return not [name for home in homes for name in dir(home) if "joint" in name.lower() and not name.startswith("_")]
+
+
 def torch_has_no_public_names() -> bool:
     homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
     words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
@@ -504,12 +496,11 @@ class Need:
 TORCH = "torch"
 NEEDS = (
     Need("trace_repairs.py: sort_aliases", aliases_are_unsorted),
-    Need("graphs.py: attention_in_python", attention_without_weights_fails),
-    Need("graphs.py: symbol_of", an_operator_is_unknown),
     Need("trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
     Need("casts.py", hooks_take_longer),
     Need("lookasides.py: take_fields_as_constants", a_dataclass_cannot_be_cast),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
+    Need("aot.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
@@ -527,7 +518,6 @@ NEEDS = (
     Need("operators/attention.py", attention_is_decomposed),
     Need("operators/choose.py", the_default_recipe_lists_none),
     Need("operators/convolution.py", convolutions_are_padded),
-    Need("graphs.py: replacement", written_values_are_saved),
     Need("torch_gaps.py: one_launch", a_failed_launch_stays_queued, TORCH),
     Need("trace_repairs.py: draw_once", a_checkpoint_draws_again, what="a checkpoint"),
     Need("lookasides.py: refuse_calls", an_attribute_stays_as_it_was, what="an attribute"),

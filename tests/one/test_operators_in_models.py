@@ -85,8 +85,8 @@ def test_a_checkpointed_part_computes_its_attention_again(fused: bool, group: Pr
 
 @pytest.mark.slow
 def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
-    """It gets the parts of activations and norms."""
-    traces = traced(Attends, tuple(X.shape), fused=True)
+    """Thunder's gets the parts of activations and norms."""
+    traces = traced(Attends, tuple(X.shape), fused=True, frontend="thunder")
     assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
     assert names_of_lines(traces.forward) == [FLASH]
     assert names_of_lines(traces.backward) == [OF_INPUT, OF_WEIGHT, FLASH_BACKWARD, OF_WEIGHT]
@@ -96,19 +96,21 @@ def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
 def test_in_bfloat16_and_without_flash_attention() -> None:
     half = tz.MixedPrecision(torch.bfloat16)
     policy = replace(tz.ZERO3, mixed_precision=half, reshard_after_forward=True)
-    traces = traced(Attends, tuple(X.shape), policy)
+    for frontend, backwards in (("dynamo", 2), ("thunder", 3)):  # aten's operator makes both gradients
+        traces = traced(Attends, tuple(X.shape), policy, frontend=frontend)
+        assert not squares(traces.forward) | squares(traces.backward)
+        lines = [line for trace in (traces.forward, traces.backward) if trace for line in trace.bound_symbols]
+        works = [work_of(line) for line in lines]
+        assert (works.count(Work.ATTENTION), works.count(Work.CONVOLUTION)) == (2, 2 + backwards)
+        with sdpa_kernel(SDPBackend.MATH):
+            decomposed = tz.trace(Attends(), X, world_size=2, frontend=frontend).forward
+        assert Work.ATTENTION not in map(work_of, decomposed.bound_symbols)
+        assert squares(decomposed) & saved(decomposed)
     assert names_of_lines(traces.forward) == FORWARD
-    assert not squares(traces.forward) | squares(traces.backward)
-    lines = [line for trace in (traces.forward, traces.backward) if trace for line in trace.bound_symbols]
-    works = [work_of(line) for line in lines]
-    assert (works.count(Work.ATTENTION), works.count(Work.CONVOLUTION)) == (2, 2 + 3)
     again = {path for op in traces.timeline.ops if op.kind is Kind.GATHER and op.backward for path in op.params}
     assert "last.weight" in again
     assert "first.weight" not in again  # its gradient reads its shape alone
-    with sdpa_kernel(SDPBackend.MATH):
-        decomposed = tz.trace(Attends(), X, world_size=2).forward
     assert FLASH not in names_of_lines(decomposed)
-    assert squares(decomposed) & saved(decomposed)
 
 
 @pytest.mark.slow

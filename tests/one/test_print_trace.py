@@ -125,7 +125,7 @@ def test_both_programs_of_a_model_are_shown_with_bytes_and_memory(stage: int, gr
 def test_every_line_of_the_trace_is_there_and_is_python() -> None:
     shown = traces(3)
     for phase, trace in (("forward", shown.forward), ("backward", shown.backward)):
-        text = "\n".join(printed(shown, phase))
+        text = "\n".join(printed(shown, phase, every_line=True))
         assert trace is not None
         calls = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in ("unpack_trivial", "python_return")]
         for name in {proxy.name for bsym in calls for proxy in bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1}:
@@ -135,6 +135,7 @@ def test_every_line_of_the_trace_is_there_and_is_python() -> None:
     assert "# embedding" not in text
     forward, backward, both = (printed(shown, phase) for phase in ("forward", "backward", "both"))
     assert both == printed(shown)
+    assert len(both) < len(printed(shown, every_line=True))
     assert both[:-1] == forward[:-1] + backward[:-1]
     of_forward, of_backward, of_both = (numbers(lines[-1])[:4] for lines in (forward, backward, both))
     assert of_both == [sum(parts) for parts in zip(of_forward, of_backward, strict=True)]
@@ -174,7 +175,7 @@ def test_one_unit(stage: int) -> None:
 def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
     whole, folded = printed(traces(3), "forward"), printed(traces(3), "forward", fold=True)
     assert folded[-1] == whole[-1]
-    assert len(folded) < len(whole) * 3 / 4
+    assert len(folded) <= len(whole) * 3 / 4
     named = re.compile(r"^.{40} (gather|wait|free|reduce) ")
     assert [line for line in folded if named.match(line)] == [line for line in whole if named.match(line)]
     text = "\n".join(printed(traces(3, tied)))
@@ -202,8 +203,9 @@ def test_a_forecast_that_is_given_is_shown() -> None:
     assert len(given) == len(alone) + 1
     assert given[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(adam.optimizer_step or 0)}"
     assert given[-1] == alone[-1]
-    totals = [size(line.total) for line in adam.lines if line.phase == "forward" and "linear" in line.code]
-    assert [line[-8:].strip() for line in given if line.startswith("t") and "linear(" in line] == totals
+    totals = [size(line.total) for line in adam.lines if re.search(r"aten\.(add)?mm\.default\(", line.code)]
+    assert len(totals) == 5 + 2 * 5, "two products of each block, one of the head; each has two gradients"
+    assert [line[-8:].strip() for line in given if re.search(r" = aten\.(add)?mm\(", line)] == totals
     assert marks(given) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
     assert marks(alone) == [f"# the peak of the step: {size(tz.tools.memory(shown).peak)} alive in the line above"]
     assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0

@@ -34,11 +34,12 @@ def small_gpt() -> GPT:
 
 
 @cache
-def traces_of_gpt(mode: str, *, fused: bool = False) -> tz.tools.Traces:
+def traces_of_gpt(mode: str, *, fused: bool = False, frontend: str = "dynamo") -> tz.tools.Traces:
     with torch.device("meta"):
         module = small_gpt()
     policy = replace(TEXTBOOK, recompute=mode)
-    return tz.trace(module, TOKENS, policy=policy, world_size=2, executors=FUSER if fused else None)
+    executors = FUSER if fused else None
+    return tz.trace(module, TOKENS, policy=policy, world_size=2, executors=executors, frontend=frontend)
 
 
 def saved(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
@@ -101,12 +102,13 @@ def test_the_numbers_stay_the_same_bit_for_bit(name: str, stage: int, modes: tup
 
 
 @pytest.mark.slow
-def test_a_gpt_saves_less_and_less() -> None:
-    none, cheap, units = (Counter(saved(traces_of_gpt(mode))) for mode in RECOMPUTE)
-    x, wide = (2, 6, 8), (2, 6, 32)
+@pytest.mark.parametrize("frontend", ["dynamo", "thunder"])
+def test_a_gpt_saves_less_and_less(frontend: str) -> None:
+    none, cheap, units = (Counter(saved(traces_of_gpt(mode, frontend=frontend))) for mode in RECOMPUTE)
+    x, wide = (2, 6, 8), ((2, 6, 32), (12, 32))  # Thunder multiplies the first, aten a view of it as a matrix
     assert cheap.total() < none.total()
-    assert none[wide] == 4, "each perceptron saves what enters its GELU, and what leaves it"
-    assert cheap[wide] == 2, "only what enters it"
+    assert sum(none[shape] for shape in wide) == 4, "each perceptron saves what enters its GELU, and what leaves it"
+    assert sum(cheap[shape] for shape in wide) == 2, "only what enters it"
     assert set(units) - {(6,)} == {x, (2, 6, 1)}, "and the mean and deviation of the last norm"
     assert units[x] == 4, "what enters each block and the last norm; what that returns, since it has a bias"
 
@@ -165,10 +167,13 @@ class Slices(nn.Module):
 @pytest.mark.slow
 def test_thunders_rematerialisation_is_on_only_where_it_saves_fewer_bytes() -> None:
     for mode in ("none", "cheap"):
-        traces = tz.trace(Slices(), torch.zeros(16, 8), policy=tz.Policy(recompute=mode), world_size=2, executors=FUSER)
+        policy = tz.Policy(recompute=mode)
+        x = torch.zeros(16, 8)
+        traces = tz.trace(Slices(), x, policy=policy, world_size=2, executors=FUSER, frontend="thunder")
         assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
         assert (16, 64) not in saved(traces)
-    assert Counter(saved(traces_of_gpt(TEXTBOOK.recompute, fused=True)))[2, 6, 32] == 2
+    gpt = traces_of_gpt(TEXTBOOK.recompute, fused=True, frontend="thunder")
+    assert Counter(saved(gpt))[2, 6, 32] == 2
 
 
 # Lines
@@ -209,7 +214,7 @@ def test_what_is_overwritten() -> None:
     (line,) = lines_of(lambda x, y: ltorch.copy_(x, y), X, X)
     assert "x" in [proxy.name for proxy in updated_by(line)]
     norm = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
-    timeline = tz.trace(norm, torch.zeros(2, 3, 4, 4), policy=tz.DDP, world_size=2).timeline
+    timeline = tz.trace(norm, torch.zeros(2, 3, 4, 4), policy=tz.DDP, world_size=2, frontend="thunder").timeline
     running = {name for name in timeline.inputs if "running" in name}
     assert running
     assert running <= {name for op in timeline.ops for name in op.updates}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import thunder_zero as tz
 from tests.harness.errors import refused, says
@@ -168,13 +170,32 @@ def test_checkpoints_take_keyword_arguments(way: Callable[[nn.Module], Any]) -> 
     assert len(saved(tz.traces_of(model).forward)) < 6, "backward computes the block again"
 
 
+def nothing() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_checkpoint_would_lose_is_refused(way: Callable[[nn.Module], Any]) -> None:
-    def contexts() -> tuple[Any, Any]:
-        return nullcontext(), nullcontext()
-
     with refused(RuntimeError, "context_fn", "Policy.recompute"):
-        way(Checkpointed(context_fn=contexts))(X)
+        way(Checkpointed(context_fn=nothing))(X)
+
+
+def saves_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_tanh = operator is torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_SAVE if is_tanh else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.tanh.default], saves_tanh], ids=["list", "function"])
+def test_selective_checkpoints(policy: Any) -> None:
+    """What the policy saves is not computed again; all else is."""
+    plain = fresh(lambda: Checkpointed(context_fn=partial(create_selective_checkpoint_contexts, policy)))
+    model, x = compiled(deepcopy(plain)), torch.arange(12.0).reshape(3, 4)
+    for each in (model, plain):
+        each(x).sum().backward()
+    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
+    again = Counter(line.sym.name for line in tz.traces_of(model).backward.bound_symbols)
+    assert (again["exp"], again["tanh"], again["addmm"]) == (1, 0, 0), again
 
 
 def test_traces_fit_a_screen() -> None:

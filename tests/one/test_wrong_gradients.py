@@ -115,7 +115,7 @@ WRONG: dict[Then, str] = {
 @pytest.mark.parametrize("then", [divided, *slow(*(then for then in WRONG if then is not divided))])
 def test_a_wrong_gradient_is_refused(then: Then) -> None:
     with refused(RuntimeError, "forward of Net", WRONG[then]):
-        tz.trace(Net(then), torch.ones(2, 4))
+        tz.trace(Net(then), torch.ones(2, 4), frontend="thunder")
 
 
 @pytest.mark.slow
@@ -144,10 +144,10 @@ class Given(Net):
 def test_writing_to_an_input_or_to_a_parameter_is_refused() -> None:
     doubled = Given(lambda x: x.mul_(2))
     with refused(RuntimeError, "forward of Given", "writes in place to an input that requires a gradient"):
-        tz.trace(doubled, torch.ones(2, 4, requires_grad=True))
-    tz.trace(doubled, torch.ones(2, 4))
+        tz.trace(doubled, torch.ones(2, 4, requires_grad=True), frontend="thunder")
+    tz.trace(doubled, torch.ones(2, 4), frontend="thunder")
     with refused(RuntimeError, "forward of Turned", "weight.transpose(0, 1).clone() (", "test_wrong_gradients.py"):
-        tz.trace(Turned(4, 4), torch.ones(4))
+        tz.trace(Turned(4, 4), torch.ones(4), frontend="thunder")
 
 
 def assigned(x: Tensor) -> Tensor:

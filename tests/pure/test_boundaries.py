@@ -91,9 +91,9 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
-    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule frontends tools/printing tools/devices "
-                                                              "tools/cost tools/forecast")),
-    Room("tools/from_file.py",IMPORT, NOT,     NOT,     NOTHING),
+    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces frontends tools/printing "
+                                                              "tools/devices tools/cost tools/forecast")),
+    Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/planner/",    IMPORT, NOT,     NOT,     rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/cost tools/dry_run tools/forecast "
                                                               "tools/from_file")),

@@ -53,7 +53,11 @@ def with_line(timeline: Timeline, at: int, writes: str, reads: str) -> Timeline:
 
 
 def test_regather_gathers_again_before_the_first_reader_in_backward() -> None:
-    after = regather(model(ALONE, Use("a.w", ("view",))))
+    before = model(ALONE, Use("a.w", ("view",)))
+    views = {name: replace(before.values[name], base="a.w") for name in ("c0.0", "gx0")}
+    after = regather(before.with_ops(before.ops, views))
+    bases = {name: after.values[name].base for name in ("c0.0", "c0.0_again", "gx0")}
+    assert bases == {"c0.0": "a.w", "c0.0_again": "a.w_again", "gx0": "a.w_again"}
     assert lines(after, backward=True) == split("""
         g <- gy; gw0 <- g x
         gather a.w; wait a.w; c0.0_again <- a.w_again

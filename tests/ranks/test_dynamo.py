@@ -152,15 +152,13 @@ def test_a_read_outside_of_every_graph_is_refused(ranks_pool: RanksPool) -> None
 
 
 def compiled_again(rank: int, world_size: int) -> None:
-    """torch.compile around the model leaves to us what we capture; what Thunder gets wrong stays refused."""
+    """torch.compile around the model leaves to us what we capture."""
     plain, x = fresh(nn.Linear, WIDTH, WIDTH), torch.ones(2, WIDTH)
     right = plain(x).detach()
     assert_close(torch.compile(tz.compile(plain, stage=3))(x).detach(), right)
     with suppress(ImportError):
         import lightning.fabric  # noqa: F401  # it puts a function of its own in front of torch.compile
     assert_close(torch.compile(tz.compile(fresh(nn.Linear, WIDTH, WIDTH), stage=3))(x).detach(), right)
-    said = raised(lambda: tz.compile(nn.Sequential(nn.LSTM(4, 3))))
-    assert "(LSTM) is a recurrent layer" in said, said
 
 
 def test_torch_compile_around_the_model(ranks_pool: RanksPool) -> None:
@@ -186,15 +184,15 @@ def test_a_model_is_freed_with_its_last_reference(ranks_pool: RanksPool) -> None
 
 
 class Words(nn.Module):
-    """Thunder does not know two of its operators."""
+    """Tokens of any length, and a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.out = nn.Embedding(7, 4), nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor, scale: float) -> Tensor:
-        x = self.out(self.embedding(tokens)).float().softmax(-1)
-        return torch.logit(x) * scale + x.new_zeros(4)
+        y: Tensor = self.out(self.embedding(tokens)) * scale
+        return y
 
 
 def changes(rank: int, world_size: int) -> None:
@@ -224,9 +222,7 @@ def changes(rank: int, world_size: int) -> None:
                 assert not warned
                 assert "; keep what changes from call to call constant" in said, said
             assert raised(steps[0]) == "nothing", "what is compiled still runs"
-    assert tz.traces_of(model).registered == ("Tensor.new_zeros", "torch.logit"), tz.traces_of(model).registered
 
 
 def test_many_programs_are_warned_of_and_then_refused(ranks_pool: RanksPool) -> None:
-    """And operators that Thunder does not know, and no others, are registered."""
     ranks_pool.run(1, changes)

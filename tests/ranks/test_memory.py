@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from examples.llama import Llama, LlamaConfig
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.as_one_process import on_all_ranks
 from tests.harness.errors import raised
@@ -98,12 +99,16 @@ def test_the_forecast_is_what_the_allocator_counts(
 
 
 def llama() -> nn.Module:
-    """Hugging Face's, of one layer; its forward makes masks and positions on a device that it names."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=4096, num_hidden_layers=1, use_cache=False, **sizes)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+    """One layer; its forward makes positions on a device that it names."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return Llama(config)
 
 
 def peak_of_fused_llama(rank: int, world_size: int) -> int:
@@ -111,7 +116,7 @@ def peak_of_fused_llama(rank: int, world_size: int) -> int:
     model = sharded(fresh(llama), tz.ZERO3, executors=[torch_compile_ex])
 
     def step() -> None:
-        model(tokens, labels=tokens)["loss"].backward()
+        model(tokens, labels=tokens).loss.backward()
 
     step()
     model.zero_grad()
@@ -123,7 +128,7 @@ def peak_of_fused_llama(rank: int, world_size: int) -> int:
 def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: RanksPool) -> None:
     tokens = torch.arange(128).view(2, 64)
     traces = tz.trace(fresh(llama), tokens, labels=tokens, world_size=2, executors=[torch_compile_ex])
-    wanted = tz.tools.memory(traces, loss=lambda output: output["loss"]).peak
+    wanted = tz.tools.memory(traces, loss=lambda output: output.loss).peak
     measured = ranks_pool.run(2, peak_of_fused_llama, timeout=280)[0]
     assert abs(wanted / measured - 1) < 0.03, (wanted, measured)
 

@@ -77,8 +77,10 @@ def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan
         assert local(shard).shape == local(average).shape == own.shape, param.path
         assert local(shard).data_ptr() == own.data_ptr() or not own.numel(), param.path
         assert local(average).untyped_storage().nbytes() == own.nbytes, param.path
-        # Twice AdamW's state, which also counts steps; a placeholder; a digest of what stays whole.
-        total += 4 * (held + 2 * own.numel() + 1 + 1) + 8 * param.resident
+        with torch._C.DisableTorchFunctionSubclass():
+            assert model.state.placeholders[param.path].untyped_storage().nbytes() == 0
+        # Twice AdamW's state, which also counts steps; a digest of what stays whole.
+        total += 4 * (held + 2 * own.numel() + 1) + 8 * param.resident
     assert sum(nbytes for address, nbytes in storages().items() if address not in before) == total
 
 

@@ -11,23 +11,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import CompileContext, TracingContext
-from torch._ops import HigherOrderOperator
-from torch.amp.autocast_mode import _enter_autocast
 
+ANY_NUMBER = 1 << 30
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
-TooManyPrograms = FailOnRecompileLimitHit
+BackendFailed, TooManyPrograms = BackendCompilerFailed, FailOnRecompileLimitHit
 
 GRAD_MODE = frozenset(  # names in code whose graph may not be that of another grad mode
     (
@@ -36,26 +36,31 @@ GRAD_MODE = frozenset(  # names in code whose graph may not be that of another g
     )
 )
 
-# What stands in its graphs.
-AnyHigherOrder = HigherOrderOperator
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-CONTEXT_OF_CHECKPOINT = "_checkpoint_context_fn"  # in what dynamo notes of the body
-ENTER_AUTOCAST = _enter_autocast
-SET_GRAD_ENABLED = torch._C._set_grad_enabled
-LOG_USAGE = torch._C._log_api_usage_once
 
-
-def capture(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The module with its forward captured, itself without the marks that torch and Lightning put on it."""
-    captured: Callable[..., Any] = torch.compile(module, backend=backend, dynamic=False)
+def capture(module: nn.Module, backend: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+    """The module with its forward captured, itself without the marks that torch and Lightning put on it. ``whole``:
+    raise where forward is more than one graph. What other models compiled of the same code does not count."""
+    options: Any = {"dynamic": False, "fullgraph": whole, "isolate_recompiles": True}
+    captured: Callable[..., Any] = torch.compile(module, backend=backend, **options)
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
     return captured
 
 
+def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
+    """Return what an operator raised while dynamo ran it, with the lines of the user's code that called it; any other
+    error as it is."""
+    if not isinstance(error, TorchRuntimeError):
+        return error, list(extract_tb(error.__traceback__))
+    raised: BaseException = error
+    while (before := raised.__cause__ or raised.__context__) is not None:
+        raised = before
+    return raised if isinstance(raised, Exception) else error, list(error.real_stack)
+
+
 @cache
-def take_as_parameters(kind: type[Tensor]) -> None:
-    """Let dynamo treat tensors of this class as plain parameters, from now on.
+def take_as_plain(kind: type[Tensor]) -> None:
+    """Let dynamo treat tensors of this class as plain tensors, or parameters, from now on.
 
     Otherwise it answers True where a function of torch that it traces into, such as ``F.rms_norm``, asks
     ``has_torch_function``, and it cannot trace what that function then does. Methods that torch has in Python
@@ -73,8 +78,11 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
     graph that it ends, the sentence that says where and why."""
     others = len(graph_break_reasons)  # of all that this process compiled before
     with config.patch(
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
+        use_numpy_random_stream=True,  # as the plain module draws
         recompile_limit=most,
-        accumulated_recompile_limit=most * most,
+        accumulated_recompile_limit=ANY_NUMBER,  # of all models together
         fail_on_recompile_limit_hit=True,
         ignore_logging_functions=config.ignore_logging_functions | _logging(),
         reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},

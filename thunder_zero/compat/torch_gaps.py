@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY

@@ -58,6 +58,7 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         lambda module: isinstance(module, OptimizedModule),
         "is under torch.compile",
         "give thunder.jit the module without torch.compile",
+        under_dynamo=False,
     ),
     RefusedPart(
         _has_composable_checkpoint,
@@ -70,6 +71,7 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         "has backward hooks",
         "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
         "Thunder never calls them",
+        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.MultiheadAttention),
@@ -81,12 +83,14 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         lambda module: isinstance(module, nn.RNNBase),
         "is a recurrent layer",
         "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
+        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
         "has track_running_stats=True",
         "use track_running_stats=False",
         "Thunder does not update the running statistics of instance norms",
+        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
@@ -100,11 +104,13 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         "is a SyncBatchNorm",
         "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
         "Thunder cannot trace its collectives",
+        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
         "is under spectral_norm",
         "normalise the weight in forward",
+        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),

@@ -5,10 +5,11 @@ traces that ran. Its doors: ``transform.ZeroTransform``, ``dynamo.compile.compil
 ``Recipe``), ``zero_module.traces_of``::
 
     thunder.jit(module, transforms=[ZeroTransform])      tz.compile(module)
-              Thunder interprets forward                    dynamo captures graphs of forward
-                        |                                             |  dynamo/acquire.py: node by node
-                        +---------------> functional trace <----------+
-                                               |  program_transform.py: synchronise, schedule, prove
+              Thunder interprets forward,                    dynamo captures graphs of forward,
+              and differentiates it                          AOTAutograd differentiates each
+                        |  program_transform.py                       |  dynamo/convert.py
+                        +-----------------> joint trace <-------------+
+                                               |  scheduled, split, proved
     arguments.py, refusals.py  before          |
     placement.py               each call     ZeroModule, DynamoModule
 """

@@ -9,7 +9,7 @@ passes were given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,6 +46,7 @@ class Traces:
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
+        restored: makes what the model returns of what the forward trace does, as an epilogue does.
         lifted: the timeline before it was scheduled.
         fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
         registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
@@ -59,6 +60,7 @@ class Traces:
     synced: bool = True
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = None
+    restored: Callable[[Sequence[Any]], Any] | None = field(default=None, repr=False)
     lifted: Timeline | None = None
     fuses: bool = False
     registered: tuple[str, ...] = ()

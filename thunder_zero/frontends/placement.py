@@ -72,13 +72,18 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
     model._overrides_buffers.clear()
 
 
+def hooks_stay(plain: nn.Module) -> list[Check]:
+    """Hooks of submodules must stay, where Thunder interprets forward: its programs never look again."""
+    return [_hooks_stay(module, path) for path, module in plain.named_modules()]
+
+
 def intact(model: ThunderModule, state: State) -> list[Check]:
     """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward. A
     change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data =
-    ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan."""
+    ...`` would be ignored silently, or would train something other than the plan."""
     plain: nn.Module = model._model
     modules = list(plain.named_modules())
-    checks = [_hooks_stay(module, path) for path, module in modules]
+    checks: list[Check] = []
     for path, module in modules:
         checks += [_stays(module._parameters, "parameter", path), _stays(module._modules, "submodule", path)]
     kinds = {"attribute": vars(plain), "submodule": plain._modules, "buffer": plain._buffers}

@@ -112,4 +112,5 @@ class Recipe(ThunderRecipe):
                 f"thunder_zero.Recipe(interpreter='thunder.fx') takes one plugin, thunder_zero.Zero, and was given "
                 f"{given}; leave the others out, or use thunder_zero.Recipe()"
             )
-        return zeros[0].capture(model, self.setup_executors())
+        usual = default_executors()  # for Thunder's operators, which the graphs do not have
+        return zeros[0].capture(model, [executor for executor in self.setup_executors() if executor not in usual])

@@ -171,15 +171,26 @@ class ProgramTransform(Transform):
         return named
 
     def _prove(self, phases: Mapping[str, TraceCtx]) -> None:
-        executor = self.compiled.executor
-        try:
-            prove(*phases.values(), executor=executor)
-        except ScheduleError as error:  # tell the other ranks, which would wait for this one
-            for phase in phases:
-                executor.runtime.agree_on_schedule(executor.named(phase), [str(error)])
-            raise
-        for phase, trace in phases.items():
-            executor.runtime.agree_on_schedule(executor.named(phase), launches_of(trace, executor))
+        _prove_on_all_ranks(phases, self.compiled.executor)
+
+
+def finish(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> tuple[TraceCtx, TraceCtx | None]:
+    """Prove the traces that will run, and that all ranks will run the same; let each phase say what it is."""
+    phases = {"forward without backward": forward} if backward is None else {"forward": forward, "backward": backward}
+    _prove_on_all_ranks(phases, executor)
+    named = [with_enter(trace, executor.named(phase), executor) for phase, trace in phases.items()]
+    return named[0], named[1] if backward is not None else None
+
+
+def _prove_on_all_ranks(phases: Mapping[str, TraceCtx], executor: ZeroExecutor) -> None:
+    try:
+        prove(*phases.values(), executor=executor)
+    except ScheduleError as error:  # tell the other ranks, which would wait for this one
+        for phase in phases:
+            executor.runtime.agree_on_schedule(executor.named(phase), [str(error)])
+        raise
+    for phase, trace in phases.items():
+        executor.runtime.agree_on_schedule(executor.named(phase), launches_of(trace, executor))
 
 
 def _ours() -> ProgramTransform | None:

@@ -32,6 +32,7 @@ from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
     Check,
+    hooks_stay,
     intact,
     nones_stay,
     place_buffers,
@@ -130,7 +131,7 @@ class ZeroTransform(ProgramTransform):
         model._compiled = self.compiled
 
     def _checks(self, model: ThunderModule) -> list[Check]:
-        return [*intact(model, self._state), *nones_stay(model._model)]
+        return [*hooks_stay(model._model), *intact(model, self._state), *nones_stay(model._model)]
 
     def _take_over(
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues

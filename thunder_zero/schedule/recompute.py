@@ -34,7 +34,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from, regathered
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.regather import copies, reads_renamed
+from thunder_zero.schedule.regather import copies, let_views_follow, reads_renamed
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
@@ -267,6 +267,7 @@ class _Placement:
 
     def _backward(self, at: int, op: Op) -> None:
         op = reads_renamed(op, self.dropped)
+        let_views_follow(op, self.dropped, self.values)
         if self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.names.update(dict.fromkeys(self.full[path], name))
@@ -281,6 +282,7 @@ class _Placement:
         elif op.kind is Kind.COMPUTE:
             self._copy_reads(at, op)
             op = reads_renamed(op, self.names)
+        let_views_follow(op, self.names, self.values)
         self.ops.append(op)
 
     def _copy_reads(self, at: int, op: Op) -> None:

@@ -47,6 +47,7 @@ def _regathered_in_backward(timeline: Timeline) -> Timeline:
             for read in (*early.get(at, ()), *op.reads):
                 ops += copies(timeline, read, chain, names, values, backward=True)[0]
             op = reads_renamed(op, names)
+            let_views_follow(op, names, values)
         ops.append(op)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
 
@@ -83,6 +84,7 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
             continue
         gathers.update(param.unit for param in timeline.params_of(op) if op.kind is Kind.GATHER)
         renamed: dict[str, str] = {}
+        of_units: dict[str, str] = {}
         for read in op.reads:
             unit = unit_of.get(read)
             if unit is None or (others := gathers.total() - gathers[unit]) == born[read]:
@@ -92,8 +94,10 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
             names = copied[unit][1]
             ops += copies(timeline, read, chains[unit], names, values, backward=False)[0]
             renamed[read] = names[read]
+            of_units |= names
         born |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
         ops.append(reads_renamed(op, renamed))
+        let_views_follow(ops[-1], of_units, values)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
 
 
@@ -151,6 +155,14 @@ def reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
     if names.keys().isdisjoint(op.reads):  # mostly
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
+
+
+def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value]) -> None:
+    """Make what an operation writes as views of originals views of their copies, where it reads those."""
+    memories = {(values[read].base if read in values else "") or read for read in op.reads}
+    for name in op.writes:
+        if name in values and names.get(values[name].base) in memories:
+            values[name] = values[name].copied(names)
 
 
 def _unused(name: str, values: Mapping[str, Value]) -> str:

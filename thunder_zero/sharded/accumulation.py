@@ -105,20 +105,30 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
         inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
 
         def look(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a "
-                    f"Hessian needs): Thunder compiles it without a graph, so this part of the gradient would be lost; "
-                    f"leave create_graph out, or train this model without sharding it"
-                )
-            if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
-                raise RuntimeError(
-                    f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: "
-                    f"no_sync defers the gradients of all its parameters, so they would be added or lost; call it "
-                    f"outside of no_sync and before the accumulation begins"
-                )
+            _refuse(inputs, model, accumulation, was_synced)
 
         node.register_prehook(look)
+
+
+def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
+    """Raise, before the backward of a forward runs, where it would be wrong, as :func:`guard` does. ``node`` is its
+    node; ``was_synced``: whether the forward reduces gradients."""
+    _refuse(_inputs_of(node), model, accumulation, was_synced)
+
+
+def _refuse(inputs: Iterable[Node], model: str, accumulation: Accumulation, was_synced: bool) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a Hessian "
+            f"needs): it is compiled without a graph, so this part of the gradient would be lost; leave create_graph "
+            f"out, or train this model without sharding it"
+        )
+    if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
+        raise RuntimeError(
+            f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: no_sync "
+            f"defers the gradients of all its parameters, so they would be added or lost; call it outside of no_sync "
+            f"and before the accumulation begins"
+        )
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:

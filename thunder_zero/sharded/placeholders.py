@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,19 +88,36 @@ class _WithoutMemory(nn.Parameter):
     has ``__torch_dispatch__``. Operators that pass by ``__torch_function__`` find no kernel for either."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:  # never called
         raise AssertionError("no operator has one")
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
     """The placeholder of a parameter: of the same shape and with its attributes, contiguous, without memory. Front ends
     trace shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
-    strides = torch.empty(param.shape, device="meta").stride()
-    made: Any = torch.Tensor._make_wrapper_subclass(
-        _WithoutMemory, param.shape, strides, dtype=dtype, device=device, requires_grad=param.requires_grad
-    )
-    made.__class__ = Placeholder
+    made = _without_memory(Placeholder, param, dtype, device)
     vars(made).update(vars(param), path=path)
+    return made
+
+
+class Memoryless(Tensor):
+    """A contiguous tensor without memory, for what is captured and does not run; no operator has a kernel for it."""
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a parameter, without memory on the CPU that looks like another one."""
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
+    return _without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
+
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def _without_memory(kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device) -> AnyTensor:
+    strides = torch.empty(like.shape, device="meta").stride()
+    options: Any = {"dtype": dtype, "device": device, "requires_grad": like.requires_grad, "storage_size": 0}
+    made: Any = Tensor._make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
+    made.__class__ = kind
     return made  # type: ignore[no-any-return]
 
 
@@ -118,17 +135,22 @@ class ParameterSlots:
         for name, param in plan.by_name.items():
             parent, _, attribute = name.rpartition(".")
             self._slots.append((module.get_submodule(parent)._parameters, attribute, param.path))
+        self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     @contextmanager
     def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside the block the module has these, by path."""
         try:
-            for holder, key, path in self._slots:
-                holder[key] = others[path]
+            self._hold(others)
             yield
         finally:
-            for holder, key, path in self._slots:
-                holder[key] = self._shards[path]
+            self._hold(self._shards)
+
+    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+        for holder, key, path in self._slots:
+            holder[key] = tensors[path]
+        for part in self._recurrent:  # which has its parameters in a list, too
+            part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
 
     def require_at_rest(self) -> None:
         """Raise while forward runs."""

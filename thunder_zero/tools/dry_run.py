@@ -11,24 +11,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.casts import cast_inputs, casting_borders
+from thunder_zero.frontends.arguments import check_arguments
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.dynamo.compile import require_known
+from thunder_zero.frontends.dynamo.dry import export
+from thunder_zero.frontends.dynamo.programs import Mode, phases_of, scheduled_graph
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.sharded.placeholders import placeholder, set_tensor
+from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces.executors import JointPass
 from thunder_zero.traces.insert import put_inputs_at_rest
-from thunder_zero.traces.lift import is_joint
-from thunder_zero.traces.symbols import DryRuntime, Program
+from thunder_zero.traces.lift import is_joint, lift_phases
+from thunder_zero.traces.symbols import DryRuntime, Program, ZeroExecutor
 
 import thunder
 from thunder import compile_data, compile_stats
@@ -50,6 +54,7 @@ def trace(
     synced: bool = True,
     executors: Sequence[Executor] | None = None,
     device: Device | str | None = None,
+    frontend: str = "dynamo",
     **kwargs: Any,
 ) -> Traces:
     """The traces that one rank of ``world_size`` would run for these arguments.
@@ -67,7 +72,8 @@ def trace(
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
-        executors: those of ``thunder.jit``, such as ``[torch_compile_ex]`` (default: Thunder's).
+        executors: those of ``compile``, or of ``thunder.jit``, such as ``[torch_compile_ex]``.
+        frontend: "dynamo": the program of :func:`thunder_zero.compile`. "thunder": that of ``thunder.jit``.
         device: the sizes that the policy leaves open are those for this device, such as ``"h100"``; the
             lines are still those of a run on the module's device, and of one on the CPU for a module on the meta
             device (default: the module's).
@@ -78,10 +84,45 @@ def trace(
     Raises:
         TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
             which does not take it.
-        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
+        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters;
+            no such front end.
+        RuntimeError: dynamo captures forward as several graphs.
     """
-    interpreted = Interpreted(module, args, kwargs, policy, (world_size, rank, replicas), synced, executors, device)
-    return interpreted.under(policy)
+    source = programs_of(
+        module, args, kwargs, policy, (world_size, rank, replicas), synced, executors, device, frontend=frontend
+    )
+    return source.under(policy)
+
+
+class ProgramSource(Protocol):
+    """A module and its arguments, captured once."""
+
+    def under(self, policy: Policy | int) -> Traces:
+        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
+        that are kept or computed again, bytes of buckets and in flight."""
+
+
+def programs_of(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    policy: Policy | int,
+    world: tuple[int, int, int],
+    synced: bool = True,
+    executors: Sequence[Executor] | None = None,
+    device: Device | str | None = None,
+    frontend: str = "dynamo",
+) -> ProgramSource:
+    """Capture a module by a front end; most of the time that a compilation takes. The arguments are those of
+    :func:`trace`; ``world`` is the number of ranks, the rank, and replicas."""
+    if frontend not in FRONTENDS:
+        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(
+            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
+    _refuse_policy_fields(module, kwargs)
+    return FRONTENDS[frontend](module, args, kwargs, policy, world, synced, executors, device)
 
 
 CPU = torch.device("cpu")
@@ -115,9 +156,85 @@ class _DryRun(ZeroTransform):
         compile_data(model).executors_list = (executor, self.keep, *others)
 
 
-class Interpreted:
-    """A module and its arguments, which Thunder interprets once: most of the time that a compilation takes. The
-    arguments are those of :func:`thunder_zero.trace`; ``world`` is the number of ranks, the rank, and replicas."""
+class FromDynamo:
+    """A module that dynamo and AOTAutograd capture, as ``tz.compile`` does."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        policy: Policy | int,
+        world: tuple[int, int, int],
+        synced: bool,
+        executors: Sequence[Executor] | None,
+        device: Device | str | None,
+    ) -> None:
+        require_known(executors)
+        self._memory_bytes, self._fuses = _memory_bytes(module, device), bool(executors)
+        self._module, self._world = module, world
+        plan = self._plan(policy)
+        with _as_captured(module, plan):
+            args, kwargs = cast_inputs(type(module).__name__, tuple(args), dict(kwargs), plan.policy.mixed_precision)
+            args, kwargs = tree_map_only(Tensor, _as_shape, (args, kwargs))
+            self._exported = export(module, args, kwargs)
+        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), synced)
+
+    def _plan(self, policy: Policy | int) -> Plan:
+        plan = make_plan(self._module, check_arguments(policy).policy, *self._world)
+        return replace(plan, memory_bytes=self._memory_bytes)
+
+    def under(self, policy: Policy | int) -> Traces:
+        """See :class:`ProgramSource`."""
+        executor = ZeroExecutor(self._plan(policy), DryRuntime(self._mode.synced))
+        exported = self._exported
+        converted, scheduled = scheduled_graph(exported.joint, exported.paths, executor, self._mode)
+        forward, backward = phases_of(scheduled, executor, self._mode, fuses=self._fuses)
+        program = executor.program
+        names = [proxy.name for proxy in converted.trace.args]
+        return Traces(
+            forward,
+            backward,
+            lift_phases(forward, backward, executor, program),
+            program.plan,
+            synced=program.synced,
+            others={names[position]: path for position, path in exported.buffers.items()},
+            restored=exported.restored,
+            lifted=program.lifted,
+        )
+
+
+@contextmanager
+def _as_captured(module: nn.Module, plan: Plan) -> Iterator[None]:
+    """Inside the block, the module has placeholders for parameters, and what is on the meta device stands on the CPU
+    without memory; it casts its inputs and outputs."""
+    originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    originals += module.named_buffers(remove_duplicate=False)
+    made: dict[int, Tensor] = {}  # by original: a tied parameter stays one
+    with casting_borders(module, plan.policy.mixed_precision):
+        for name, original in originals:
+            if id(original) not in made:
+                param = plan.by_name.get(name)
+                device = CPU if original.is_meta else original.device
+                made[id(original)] = (
+                    placeholder(param.path, original, param.compute_dtype, device)
+                    if param is not None and isinstance(original, nn.Parameter)
+                    else _as_shape(original)
+                )
+            set_tensor(module, name, made[id(original)])
+        try:
+            yield
+        finally:
+            for name, original in originals:
+                set_tensor(module, name, original)
+
+
+def _as_shape(tensor: Tensor) -> Tensor:
+    return shape_of(tensor) if tensor.is_meta else tensor
+
+
+class FromThunder:
+    """A module that Thunder interprets, as ``thunder.jit`` does."""
 
     def __init__(
         self,
@@ -130,11 +247,6 @@ class Interpreted:
         executors: Sequence[Executor] | None = None,
         device: Device | str | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-            raise TypeError(
-                f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-            )
-        _refuse_policy_fields(module, kwargs)
         self._memory_bytes = _memory_bytes(module, device)
         self._module, self._world, self._synced, self._executors = module, world, synced, executors
         self._lowered: dict[tuple[bool, ...], tuple[_DryRun, ThunderModule]] = {}  # by what is sharded
@@ -230,6 +342,7 @@ class _Acquired:
     ad_hoc: TemporaryExecutor
 
 
+FRONTENDS: dict[str, Callable[..., ProgramSource]] = {"dynamo": FromDynamo, "thunder": FromThunder}
 Made = TypeVar("Made")
 
 

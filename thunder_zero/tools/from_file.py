@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from thunder_zero.compat.dynamo import users_error
 
 NAME = "thunder_zero_from_file"  # of the file among the modules of Python
 PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
@@ -55,12 +56,13 @@ def naming_the_users_line(place: str) -> Iterator[None]:
         raise ValueError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
     except Exception as error:
         folders = Path(place.rpartition(":")[0]).resolve().parent, TORCH
-        frames = [frame for frame in extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
+        raised, lines = users_error(error)
+        frames = [frame for frame in lines if not _is_ours(Path(frame.filename))]
         found = ([one for one in frames if Path(one.filename).resolve().is_relative_to(at)] for at in folders)
         last = next((some[-1] for some in found if some), None)
         if last is None:
             raise
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        what = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
         raise ValueError(f"{last.filename}:{last.lineno}, in {last.name}, `{last.line}`: {what}") from error
 
 

@@ -23,11 +23,10 @@ from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.symbols import Program, ZeroExecutor, dtype_name
 from thunder_zero.traces.work import (
-    VIEWS,
-    draws_random_numbers,
     flops_of,
     is_cheap,
-    symbol_names,
+    is_repeatable,
+    makes_view,
     updated_by,
     work_of,
 )
@@ -35,20 +34,19 @@ from thunder_zero.traces.work import (
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol, gather_tags
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
 MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
-NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
 
 def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
     """The timeline of a joint trace: one operation for each line, forward phase first. A line belongs to forward if
     forward's outputs need it; Thunder will split by the same rule."""
     lines = trace.bound_symbols
-    needed = _forward_lines(lines)
+    needed = forward_lines(lines)
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].args[0]
@@ -113,7 +111,7 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, executor: ZeroExecuto
 
 def _with_work(op: Op, bsym: BoundSymbol) -> Op:
     """A computation, with what its line says of its work."""
-    repeatable = _is_repeatable(bsym)
+    repeatable = is_repeatable(bsym)
     updates = () if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym)))
     cheap = repeatable and is_cheap(bsym)
     work = work_of(bsym)
@@ -185,7 +183,7 @@ def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for bsym in lines:
         base = ""
-        if bsym.sym.name in VIEWS:
+        if makes_view(bsym):
             viewed = bsym.flat_proxy_args[0].name
             base = values[viewed].base or viewed
         for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
@@ -194,7 +192,7 @@ def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
     return values
 
 
-def _forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
+def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
     """For each line, whether forward's outputs need it: Thunder's rule for the split."""
     result = lines[-1].args[0]
     if not is_joint(result):
@@ -215,13 +213,6 @@ def _forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
 def is_joint(result: Any) -> bool:
     """Whether a trace that returns this has a backward phase too."""
     return isinstance(result, dict) and "fw_flat_out" in result
-
-
-def _is_repeatable(bsym: BoundSymbol) -> bool:
-    """Whether running a line twice gives the same values and has no side effect."""
-    if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
-        return False
-    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))
 
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:

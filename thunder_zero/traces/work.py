@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from thunder_zero.schedule.timeline import Work
+from thunder_zero.traces.operators import flops_of_line, is_cheap_line, is_view, operator_of, work_of_operator
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, gather_tags
 
 # Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
 NAMES = {
@@ -70,11 +71,14 @@ NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW w
 OF_ROWS = set(
     ["amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum", "softmax"]
 )  # dims come second
+NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
 def work_of(bsym: BoundSymbol) -> Work:
     """The class of work of a line: by its own name, or else that of its heaviest subsymbol; OTHER if it has none."""
+    if (operator := operator_of(bsym)) is not None:
+        return work_of_operator(operator)
     name = bsym.sym.name
     if name in WORK:
         return WORK[name]
@@ -85,12 +89,28 @@ def work_of(bsym: BoundSymbol) -> Work:
 
 def is_cheap(bsym: BoundSymbol) -> bool:
     """Whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
+    if operator_of(bsym) is not None:
+        return is_cheap_line(bsym)
     name = bsym.sym.name
     if WORK.get(name) in (Work.POINTWISE, Work.VIEW):
         return NOT_CHEAP.isdisjoint(symbol_names(bsym))
     if bsym.subsymbols:
         return all(map(is_cheap, bsym.subsymbols))
     return name == "native_layer_norm" or (name in OF_ROWS and _reduces_last(bsym))
+
+
+def makes_view(bsym: BoundSymbol) -> bool:
+    """Whether the outputs of a line are views of its first tensor."""
+    operator = operator_of(bsym)
+    return bsym.sym.name in VIEWS if operator is None else is_view(operator)
+
+
+def is_repeatable(bsym: BoundSymbol) -> bool:
+    """Whether running a line twice gives the same values and has no side effect."""
+    if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
+        return False
+    names = () if operator_of(bsym) is not None else symbol_names(bsym)
+    return not any(name == "copy_" or draws_random_numbers(name) for name in names)
 
 
 def _reduces_last(bsym: BoundSymbol) -> bool:
@@ -136,6 +156,8 @@ Count = Callable[[list[Shape], BoundSymbol], int]  # of the shapes of the tensor
 
 def flops_of(bsym: BoundSymbol) -> int:
     """FLOPs of a line: by its own name, or else the sum of its subsymbols'. 0 for a name that nobody knows."""
+    if operator_of(bsym) is not None:
+        return flops_of_line(bsym)
     count = COUNTS.get(bsym.sym.name)
     return sum(map(flops_of, bsym.subsymbols)) if count is None else count(_shapes(bsym), bsym)
 

@@ -1,7 +1,10 @@
-"""The other front end: dynamo captures graphs of a module, and Thunder compiles each of them.
+"""``tz.compile``: dynamo captures graphs of a module, and PyTorch's joint graph of each is trained.
 
 In: a sharded module, and graphs of dynamo. Out: programs, one for each graph, choice of parameters and mode. Its door
-is ``compile``::
+is ``compile.py``::
 
-    dynamo's graph -> captured.py: parameters by path -> acquire.py: Thunder's trace -> programs.py: Mode -> program
+    module.py     captured graphs, their numbers, their programs        compat/dynamo.py, compat/aot.py
+    checkpoints   the joint graph computes again what checkpoints tag
+    convert       joint graph -> joint trace: rows, gathers, reductions
+    programs      scheduled, split, proved, run
 """

@@ -17,6 +17,7 @@ from thunder_zero.plan.policy import Policy
 
 import thunder
 from thunder.core.module import ThunderModule
+from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import Executor
 
 
@@ -34,6 +35,15 @@ class DynamoTransform(ZeroTransform):
         return intact(model, self._state)
 
 
+def require_known(executors: Sequence[Executor] | None) -> None:
+    """Refuse executors that know no lines of torch's operators."""
+    if others := [executor.name for executor in executors or () if executor is not torch_compile_ex]:
+        raise ValueError(
+            f"executors has {', '.join(map(str, others))}, and the lines of compile are torch's operators, which only "
+            f"torch_compile_ex fuses; pass [torch_compile_ex], or give other executors to thunder.jit"
+        )
+
+
 def compile(
     module: nn.Module,
     policy: Policy | int | None = None,
@@ -41,7 +51,8 @@ def compile(
     executors: Sequence[Executor] | None = None,
     **arguments: Unpack[Arguments],
 ) -> DynamoModule:
-    """Shard a module, capture its forward with dynamo (``torch.compile``), and let Thunder compile it.
+    """Shard a module, and train PyTorch's own joint graph of it: the forward that dynamo (``torch.compile``) captures,
+    with the backward that AOTAutograd traces.
 
     >>> model = tz.compile(AutoModelForCausalLM.from_config(config), stage=3)
 
@@ -52,7 +63,8 @@ def compile(
     Args:
         module: a plain module.
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        executors: those of ``thunder.jit``, such as ``[torch_compile_ex]`` (default: Thunder's).
+        executors: ``[torch_compile_ex]`` of Thunder: inductor compiles what lies between two lines of the schedule.
+            Default: torch computes each line.
         arguments: as for :class:`~thunder_zero.ZeroTransform`.
 
     Raises:
@@ -61,5 +73,6 @@ def compile(
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
+    require_known(executors)
     model: DynamoModule = thunder.jit(module, transforms=[DynamoTransform(policy, **arguments)], executors=executors)
     return model

@@ -16,11 +16,10 @@ for each choice of paths. A parameter that is read between graphs raises, as not
 from __future__ import annotations
 
 import gc
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -28,35 +27,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from thunder_zero.compat import dynamo
-from thunder_zero.compat.graphs import register
+from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.untraceable import require_traceable
 from thunder_zero.frontends.compilations import too_many
 from thunder_zero.frontends.compiled import Compiled
-from thunder_zero.frontends.dynamo.acquire import NoSymbol, acquire, interpreted
-from thunder_zero.frontends.dynamo.captured import (
-    Flat,
-    Looks,
-    Paths,
-    detached,
-    looks,
-    paths_of,
-    require_own_memory,
-    shapes_of_inputs,
-    with_parameters,
-    written,
-)
-from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs, compiling
-from thunder_zero.frontends.program_transform import ProgramTransform
+from thunder_zero.frontends.dynamo.captured import Looks, Paths, looks, paths_of, shapes_of_inputs, shared_memory
+from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
+from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
 from thunder_zero.frontends.refusals import DYNAMO_PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
+from thunder_zero.traces.symbols import ZeroExecutor
 
-import thunder
 from thunder import compile_data
+from thunder.executors.torch_compile import torch_compile_ex
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,21 +69,19 @@ class Captured:
     """A graph as dynamo captured it.
 
     Attributes:
-        graph: its parameters are inputs.
+        joint: the graph with its backward; its parameters are inputs.
         name: of the function that it is of.
         looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
-        positions: of the inputs that it writes to.
+        shared: inputs that overlapped in memory when it was captured.
         shapes: of its inputs; dynamo drops their names once it has compiled the graph.
-        detached: for each output, whether it has no gradient.
-        made: what Thunder compiles of it, by the parameters that dynamo calls it with.
+        made: what is compiled of it, by the parameters that dynamo calls it with.
     """
 
-    graph: fx.GraphModule
+    joint: aot.Joint
     name: str
     looks: Looks | None
-    positions: Sequence[int]
+    shared: tuple[Any, ...]
     shapes: Mapping[str, torch.Size]
-    detached: Sequence[bool]
     made: dict[Paths, Programs] = field(default_factory=dict)
 
 
@@ -139,7 +123,7 @@ class DynamoModule(ZeroModule):
             return lambda *inputs: _alive(model)._call(number, inputs)
 
         dynamo.note_questions()
-        dynamo.take_as_parameters(Placeholder)
+        dynamo.take_as_plain(Placeholder)
         captured = dynamo.capture(self.plain, backend)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
@@ -158,6 +142,10 @@ class DynamoModule(ZeroModule):
                 return self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
+        except dynamo.BackendFailed as error:
+            if not isinstance(error.inner_exception, aot.Untraced):
+                raise
+            raise RuntimeError(f"cannot trace {type(self.plain).__name__}: {error.inner_exception}") from error
         except dynamo.TooManyPrograms as error:
             names = Counter(each.name for each in self._graphs.captured)
             shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
@@ -190,47 +178,33 @@ class DynamoModule(ZeroModule):
         for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
         if GradMode.now() == GradMode() or not for_all:
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
-        register(graph)
-        name = self._name()
-        new = Captured(graph, name, looks(graph), written(graph), shapes_of_inputs(graph), detached(graph))
-        same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
-        if (old := next(same, None)) is not None:
-            new = replace(new, made=old.made)
-        self._graphs.captured.append(new)
+        name, of = self._name(), looks(graph)
+        alike = of, name, shared_memory(inputs)
+        same = (old for old in self._graphs.captured if of is not None and (old.looks, old.name, old.shared) == alike)
+        old = next((old for old in same if old.joint.differentiates or not torch.is_grad_enabled()), None)
+        if old is None:
+            joint = aot.export(graph, inputs)
+            recompute_checkpoints(joint)
+            old = Captured(joint, name, of, alike[-1], shapes_of_inputs(graph))
+        self._graphs.captured.append(old)
         return len(self._graphs.captured) - 1
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
         with (self._graphs.user or GradMode.now()).entered():
-            return self._run_graph(number, inputs)
-
-    def _run_graph(self, number: int, inputs: Sequence[Any]) -> Any:
-        """Run a graph as Thunder compiled it for these parameters."""
-        of, paths, kind = self._graphs.captured[number], paths_of(inputs), type(self.plain).__name__
-        given = [value for value, path in zip(inputs, paths, strict=True) if path is None]
-        if paths not in of.made:
-            require_traceable(self.plain, DYNAMO_PARTS)
-            of.made[paths] = self._programs(with_parameters(of.graph, inputs, kind), of.name, given)
-        require_own_memory(inputs, of.positions, kind)
-        self._graphs.ran.append(of.made[paths])
-        output = of.made[paths].run(given)
-        self.guard(output)
-        output = _write(output, [inputs[position] for position in of.positions])
-        return tuple(value.detach() if alone else value for value, alone in zip(output, of.detached, strict=True))
-
-    def _programs(self, flat: Flat, name: str, inputs: Sequence[Any]) -> Programs:
-        """The programs of a graph, of which none is compiled."""
-        transform, executors = ProgramTransform(), compile_data(self).executors_list
-        jitted = thunder.jit(flat.module(empty=True), transforms=[transform], executors=executors)
-        transform.install(jitted, self.state.plan, self._calls, name)
-        with torch.set_grad_enabled(not flat.enables), compiling(jitted, inputs):
-            try:
-                acquired = acquire(flat, inputs)
-            except NoSymbol as error:
-                kind = type(self.plain).__name__
-                LOG.info("Thunder interprets %s of %s, as it has no symbol for %s", name, kind, error)
-                acquired = interpreted(jitted, flat, inputs)
-        return Programs(jitted, acquired, transform, self.state, self._calls)
+            of, paths = self._graphs.captured[number], paths_of(inputs)
+            if of.joint.mutated and shared_memory(inputs) != of.shared:
+                raise RuntimeError(
+                    f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
+                    f"call that dynamo captured; give it copies, by clone()"
+                )
+            if paths not in of.made:
+                require_traceable(self.plain, DYNAMO_PARTS)
+                compiled = Compiled(ZeroExecutor(self.state.plan, self._calls, of.name))
+                name, fuses = type(self.plain).__name__, torch_compile_ex in compile_data(self).executors_list
+                of.made[paths] = Programs(of.joint, paths, name, compiled, fuses, self.state, self._calls)
+            self._graphs.ran.append(of.made[paths])
+            return of.made[paths].run(inputs)
 
     def _name(self) -> str:
         """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
@@ -258,14 +232,6 @@ def _alive(model: ref[DynamoModule]) -> DynamoModule:
 def _is_inference(value: Any) -> bool:
     """Whether autograd can never record what is computed with a value, whatever the mode."""
     return isinstance(value, Tensor) and value.is_inference()
-
-
-def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Write a graph's last outputs to these of its inputs, as it would have; return the others."""
-    rest = len(output) - len(inputs)
-    for tensor, value in zip(inputs, output[rest:], strict=True):
-        tensor.copy_(value)
-    return output[:rest]
 
 
 def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:

@@ -1,224 +1,229 @@
-"""Compiles the programs of a graph, which is acquired, differentiated and lowered once for all.
+"""Compiles the programs of a graph, whose joint graph PyTorch traces once.
 
-A program reduces gradients or defers them (``no_sync``), or has none. Reducing and deferring ones part late, when the
-lowered joint trace is scheduled. The order of Thunder's passes is that of ``thunder.jit``, without those that change
-nothing here.
+::
+
+    joint graph        compat/aot.py             forward and backward of torch's operators
+      convert          convert.py                a joint trace: parameters are rows, gathered and reduced
+      schedule         traces/executors.py       the passes, and their proof
+      split, finish    program_transform.py      two traces, proved and compared between ranks
+      compiled         compat/aot.py             one function, with PyTorch's own autograd, writes and aliases
+
+A program reduces gradients or defers them (``no_sync``), or has no backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from thunder_zero.compat import aot
 from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
 from thunder_zero.frontends.compiled import Compiled
-from thunder_zero.frontends.dynamo.acquire import Acquired
-from thunder_zero.frontends.program_transform import ProgramTransform
+from thunder_zero.frontends.dynamo.convert import Converted, convert
+from thunder_zero.frontends.program_transform import finish
+from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
-from thunder_zero.traces.symbols import Program
+from thunder_zero.traces.executors import ScheduleJointTrace
+from thunder_zero.traces.fuse import fused
+from thunder_zero.traces.lift import proxies_in
+from thunder_zero.traces.missing_tangents import without_tangents
+from thunder_zero.traces.symbols import Program, ZeroExecutor
 
-from thunder import _cache_info_ctx, compile_data, compile_stats
-from thunder.common import transform_to_torch_types
-from thunder.core import prims
+from thunder.common import CompileData, transform_to_torch_types
 from thunder.core.compile_data import compile_data_and_stats
-from thunder.core.langctxs import langctx
-from thunder.core.module import ThunderModule
-from thunder.core.proxies import Proxy
-from thunder.core.trace import TraceCtx, from_trace
-from thunder.core.transform_common import (
-    _inplace_copy_sanity_check,
-    dce,
-    remove_context_manager_prims_from_trace,
-    unwrap_return_value,
-    wrap_return_value_together_with_arguments,
-)
-from thunder.core.update_aliases import insert_alias_updates
-from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
-from thunder.executors.torch_autograd import connect_to_autograd
-from thunder.extend import Executor, FusionExecutor, get_always_executors
-from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import unwrap_return_value
+from thunder.executors.passes import del_last_used
+from thunder.transforms.autodiff import split_into_forward_and_backward
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What chooses a program of a graph: whether gradients are on and something needs one, whether they are reduced,
-    and which inputs share memory, in groups by position, where the graph writes to any."""
+    """What chooses a program of a graph: whether it has a backward, and whether gradients are reduced."""
 
     differentiates: bool
     synced: bool
-    aliases: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program, with the traces that Thunder's cache would keep of it: as acquired, and as they run.
-    ``computation_fn`` returns a tuple of tensors; with a backward, with what to save for it."""
+    """A compiled program: its forward trace, as converted and as it runs; ``run`` takes a list of inputs and rows."""
 
     computation_traces: Sequence[TraceCtx]
-    backward_traces: Sequence[TraceCtx]
-    computation_fn: Callable[..., Any]
-    backward_fn: Callable[..., Any] | None
+    phases: TracedPhases
+    run: Callable[[list[Any]], Sequence[Any]]
     epilogue_traces: Sequence[TraceCtx] = ()  # none: dynamo makes what the model returns
 
-    def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What it returns, connected to autograd."""
-        result = self.computation_fn(*inputs)
-        if self.backward_fn is None:
-            return tuple(result)
-        data, (tensors, others) = result
-        connect_to_autograd(
-            backward_fn=self.backward_fn,
-            flat_args=data["flat_args"],
-            flat_output=data["flat_output"],
-            saved_tensors=tensors,
-            saved_other=others,
-            return_none_instead_of_grads=False,
-            disable_split_autograd=False,
-            is_differentiable_outputs=None,
-        )
-        return tuple(data["output"])
+    @property
+    def computation_fn(self) -> Callable[..., Any]:
+        """The code of forward."""
+        forward: Callable[..., Any] = self.phases.computation_fn
+        return forward
+
+    @property
+    def backward_traces(self) -> Sequence[TraceCtx]:
+        """The backward that ran last, or that of all tangents; none of forward alone."""
+        return self.phases.traces
 
 
 @dataclass(eq=False)
 class Programs:
-    """The programs of one graph with one choice of parameters; the one that ran last is the last entry. ``jitted``,
-    never called, is what Thunder knows of the graph: its options and executors."""
+    """The programs of one graph with one choice of parameters: ``paths``, by the positions of the graph's inputs. The
+    program that ran last is the last entry."""
 
-    jitted: ThunderModule
-    acquired: Acquired
-    transform: ProgramTransform
+    joint: aot.Joint
+    paths: Sequence[str | None]
+    name: str  # of the model's class
+    compiled: Compiled
+    fuses: bool
     state: State
     runtime: GraphCalls
     entries: dict[Mode, Entry] = field(default_factory=dict)
-    _lowered: dict[Any, TraceCtx] = field(default_factory=dict)  # by what of a mode decides it
 
     def __post_init__(self) -> None:
-        acquired = self.acquired
-        self._paths = list(acquired.paths.values())
-        self._differentiable = any(arg.requires_grad for arg in acquired.trace.args)
-        self._outputs = [proxy.name for proxy in acquired.trace.bound_symbols[-1].args[0]]
+        self._named = [path for path in self.paths if path is not None]
 
     def made(self) -> list[tuple[Compiled, Entry]]:
         """The compiled programs, the one that ran last at the end."""
-        return [(self.transform.compiled, entry) for entry in self.entries.values()]
+        return [(self.compiled, entry) for entry in self.entries.values()]
 
-    def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns for inputs, by the program that this call needs."""
-        acquired = self.acquired
-        given = [inputs[position] for position in acquired.positions.values()]
-        records = torch.is_grad_enabled() or (acquired.enables and not torch.is_inference_mode_enabled())
-        differentiates = self._differentiable and records
-        aliases = _aliases(given) if acquired.writes else ()
-        entry = self.program(Mode(differentiates, self.runtime.synced, aliases), inputs)
-        rows = self.runtime.take_rows([self.state.shards[path] for path in self._paths], self._paths)
-        values = dict(zip([*acquired.positions, *acquired.paths], [*given, *rows], strict=True), **acquired.constants)
-        with torch.set_grad_enabled(differentiates):
-            returned = entry.run([values[arg.name] for arg in acquired.trace.args])
-        outputs = dict(zip(self._outputs, returned, strict=True))
-        return tuple(outputs[each.name] if isinstance(each, Proxy) else each for each in acquired.returns)
-
-    def program(self, mode: Mode, inputs: Sequence[Any]) -> Entry:
-        """The program for a mode, compiled if it has not been."""
-        entry = self.entries.pop(mode, None)
-        if entry is None:
-            with torch.set_grad_enabled(mode.differentiates), compiling(self.jitted, inputs):
-                entry = self._compile(mode)
+        records = torch.is_grad_enabled() or self.joint.turns_on
+        mode = Mode(self.joint.differentiates and records, self.runtime.synced)
+        entry = self.entries.pop(mode, None) or self._compile(mode)
         self.entries[mode] = entry
-        return entry
+        shards = [self.state.shards[path] for path in self._named]
+        with torch.set_grad_enabled(records):
+            rows = iter(self.runtime.take_rows(shards, self._named) if shards else ())
+            pairs = zip(inputs, self.paths, strict=True)
+            outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
+        return outputs if mode.differentiates else [_without_history(output, inputs) for output in outputs]
 
     def _compile(self, mode: Mode) -> Entry:
-        executor, executors = self.transform.compiled.executor, compile_data(self.jitted).executors_list
-        trace = self._lowered_for(mode, executors)
-        executor.program = Program(executor.plan, self.acquired.paths, synced=mode.synced)
-        for fuser in (each for each in executors if isinstance(each, FusionExecutor)):
-            trace = fuser.fusion_pass(trace)
-        trace = _claimed(trace)
-        backward = None
-        if mode.differentiates:
-            trace, backward = split_into_forward_and_backward(trace)
-        trace = del_last_used(trace)
-        _inplace_copy_sanity_check(trace)
-        trace = self.transform.transform_trace_post_optimization(trace)
-        if backward is None:
-            forward = transform_to_torch_types(unwrap_return_value(trace))
-            return Entry((self.acquired.trace, trace, forward), (), forward.python_callable(), None)
-        backward = del_last_used(backward, clear_mutable_collections=True)
-        backward = self.transform.transform_trace_post_optimization(backward)
-        forward = transform_to_torch_types(trace)
-        callables = forward.python_callable(), backward.python_callable()
-        return Entry((self.acquired.trace, trace, forward), (backward,), *callables)
+        executor = self.compiled.executor
+        converted, scheduled = scheduled_graph(self.joint, self.paths, executor, mode)
+        program = executor.program
+        forward, backward = phases_of(scheduled, executor, mode, fuses=self.fuses)
+        self.compiled.programs[forward] = program
 
-    def _lowered_for(self, mode: Mode, executors: Sequence[Executor]) -> TraceCtx:
-        """The joint trace, or that of forward alone, with every line a call; made once, with reductions."""
-        key = mode.differentiates, mode.aliases
-        if key not in self._lowered:
-            trace = wrap_return_value_together_with_arguments(_copied(self.acquired.trace))
-            trace = insert_alias_updates(remove_context_manager_prims_from_trace(trace), mode.aliases)
-            trace = dce(self.transform.synchronize(trace, self.acquired.paths))
-            if mode.differentiates:
-                trace = grad_transform_on_trace(trace)
-            self._lowered[key] = dce(_transform_for_operator_executor_execution(trace, executors))
-        return _copied(self._lowered[key])
+        def without(missing: Collection[str]) -> TraceCtx | None:
+            with as_thunder_compiles():
+                executor.program = program
+                pruned = without_tangents(scheduled, missing, executor)
+            return phases_of(pruned, executor, mode, fuses=self.fuses)[1]
+
+        phases = TracedPhases(converted, forward, backward, without)
+        return Entry((converted.trace, forward), phases, aot.compiled(self.joint, phases, self._look(mode)))
+
+    def _look(self, mode: Mode) -> Callable[[Node], None]:
+        """Return what looks at each backward of a program."""
+        accumulation = self.state.accumulation
+        return lambda node: refuse_wrong_backward(node, self.name, accumulation, was_synced=mode.synced)
 
 
-def _aliases(tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """The positions of tensors that share memory, a group for each memory."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel():
-            groups.setdefault(_memory(tensor), []).append(position)
-    shared = [group for group in groups.values() if len(group) > 1]
-    unlike = [group for group in shared if not all(tensors[position].is_contiguous() for position in group)]
-    unlike += [[groups[one][0], groups[other][0]] for one, other in pairwise(sorted(groups)) if other[0] < one[1]]
-    if unlike:
-        shapes = " and ".join(str(tuple(tensors[position].shape)) for position in unlike[0])
-        raise RuntimeError(
-            f"forward writes in place, and two of its inputs or buffers, of shapes {shapes}, are views of the same "
-            f"memory, so that Thunder would compute with other values; pass a clone()"
-        )
-    return tuple(map(tuple, shared))
+def scheduled_graph(
+    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode
+) -> tuple[Converted, TraceCtx]:
+    """Return a graph as a joint trace, and the trace as the passes schedule it; ``executor.program`` has its facts."""
+    with as_thunder_compiles():
+        converted = convert(joint, paths, executor, backward=mode.differentiates)
+        executor.program = Program(executor.plan, converted.paths, synced=mode.synced)
+        return converted, ScheduleJointTrace(executor).fusion_pass(converted.trace)
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def phases_of(
+    scheduled: TraceCtx, executor: ZeroExecutor, mode: Mode, *, fuses: bool
+) -> tuple[TraceCtx, TraceCtx | None]:
+    """Return the two traces of a program, proved and compared between ranks; forward alone has no second."""
+    with as_thunder_compiles():
+        trace = fused(scheduled) if fuses else scheduled
+        if not mode.differentiates:
+            return finish(del_last_used(unwrap_return_value(trace)), None, executor)
+        forward, backward = split_into_forward_and_backward(trace)
+        return finish(del_last_used(forward), del_last_used(backward, clear_mutable_collections=True), executor)
 
 
-def _copied(trace: TraceCtx) -> TraceCtx:
-    """A trace of the same lines with names of its own, which Thunder shares among the traces made of one."""
-    new = from_trace(trace)
-    new.names, new.bound_symbols = trace.names.copy(), list(trace.bound_symbols)
-    return new
+def as_thunder_compiles() -> Any:
+    """Thunder's context of a compilation, with its default options."""
+    return compile_data_and_stats(CompileData(fn=_nothing, disable_preprocessing=True), None)
 
 
-def _claimed(trace: TraceCtx) -> TraceCtx:
-    """The trace with the lines that no executor has taken given to those that take everything."""
-    taken = (line.sym.executor or line.sym.python_impl or line.sym == prims.get_grad for line in trace.bound_symbols)
-    if all(taken):
-        return trace
-    return _transform_for_operator_executor_execution(trace, get_always_executors())
+def _nothing() -> None:
+    """What Thunder takes for the function that is compiled."""
 
 
-@contextmanager
-def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """Thunder's context of a compilation, as ``thunder.jit`` enters it, with torch's settings."""
-    data, stats = compile_data(jitted), compile_stats(jitted)
-    info: dict[str, Any] = {}
-    token = _cache_info_ctx.set(info)
-    try:
-        data.populate_cache_info(info, *inputs)
-        with langctx(data.langctx), compile_data_and_stats(data, stats):
-            yield
-    finally:
-        _cache_info_ctx.reset(token)
+class TracedPhases:
+    """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
+
+    ``without`` makes the backward for missing tangents, by their names, when one is needed first. ``traces`` has the
+    backward that ran last.
+    """
+
+    def __init__(
+        self,
+        converted: Converted,
+        forward: TraceCtx,
+        backward: TraceCtx | None,
+        without: Callable[[Collection[str]], TraceCtx | None],
+    ) -> None:
+        result = forward.bound_symbols[-1].args
+        self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
+        self.saved: Sequence[Any] = [converted.values[proxy.name] for proxy in (*self._saved[0], *self._saved[1])]
+        self._tangents, self._constants = converted.tangents, list(converted.constants.values())
+        self._tokens = converted.tokens
+        self._outputs = len(result[0]["output"]) if backward is not None else 0
+        self.computation_fn = transform_to_torch_types(forward).python_callable()
+        self._without = without
+        self.traces: tuple[TraceCtx, ...] = () if backward is None else (backward,)
+        self._backward = {} if backward is None else {frozenset[int](): (backward, *self._callable(backward))}
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Compute the outputs, and what backward reads."""
+        given = (*args, *self._constants)
+        args.clear()
+        result = self.computation_fn(*given)
+        if not self._backward:
+            return list(result)
+        data, (tensors, numbers) = result
+        return [*data["output"], *tensors, *numbers]
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Compute the gradients of the inputs."""
+        count, saved = len(self._saved[1]), len(self.saved)
+        numbers, tensors, tangents = args[:count], args[count:saved], args[saved:]
+        args.clear()
+        missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
+        if missing not in self._backward:
+            trace = self._without([self._tangents[each][1] for each in missing])
+            self._backward[missing] = (trace, *self._callable(trace))
+        trace, run, kept = self._backward[missing]
+        self.traces = (trace,)
+        cotangents: list[Any] = [None] * self._outputs
+        for position, _ in reversed(self._tangents):
+            cotangents[position] = tangents.pop()  # held nowhere else: backward frees it after its last use
+        given = [[tensors[position] for position in kept[0]], [numbers[position] for position in kept[1]]]
+        tensors.clear()
+        gradients = run(given, cotangents)
+        return list(gradients[self._tokens : len(gradients) - len(self._constants)])
+
+    def _callable(self, backward: TraceCtx) -> tuple[Callable[..., Any], Sequence[Sequence[int]]]:
+        """Return a backward as a function, and the positions of the saved tensors and numbers that it takes."""
+        positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
+        taken = [proxy.name for proxy in proxies_in(backward.args[0])]
+        return backward.python_callable(), [[at[name] for name in taken if name in at] for at in positions]
+
+
+def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
+    """Return an output of forward alone as no_grad makes it: AOTAutograd runs with gradients on, whatever the mode."""
+    has_one = isinstance(output, Tensor) and output.requires_grad and not any(output is value for value in inputs)
+    return output.detach() if has_one else output
 
 
 class GraphCalls(Calls):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,7 @@ from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.timeline import Op
+from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_of
@@ -41,6 +43,7 @@ def print_trace(
     *,
     unit: str | None = None,
     fold: bool = False,
+    every_line: bool = False,
     memory: Memory | None = None,
     rank: int = 0,
 ) -> None:
@@ -62,6 +65,8 @@ def print_trace(
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter, and the number of the others.
+        every_line: print views as lines of their own, and operators by their full names; by default a view that one
+            operator reads stands inside of it, as in ``aten.mm(x, aten.t(w))``.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
         rank: of the default process group, the one that prints; a process without a group is rank 0.
 
@@ -85,25 +90,39 @@ def print_trace(
     printed: list[Row | Gap] = []
     console.print(HOW_TO_READ, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
-        printed += _print_phase(name, traces, forecast, console, unit=unit, fold=fold)
+        printed += _print_phase(name, traces, forecast, console, unit=unit, fold=fold, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():
         console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
     print_total(printed, console)
 
 
-def rows_of(traces: Traces, phase: str, forecast: Memory | None) -> tuple[Row, ...]:
-    """The rows of one phase, "forward" or "backward"; none if there is no backward."""
+def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
+    """The rows of one phase, "forward" or "backward"; none if there is no backward. Without ``every_line``, views stand
+    inside of the lines that read them."""
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
-    return rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
+    all_rows = rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
+    if every_line:
+        return all_rows
+    with tracectx(trace):
+        codes = dict(shown(trace))
+    kept = [(row, codes.get(row.line.position)) for row in all_rows]
+    return tuple(replace(row, line=replace(row.line, code=code)) for row, code in kept if code is not None)
 
 
 def _print_phase(
-    phase: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
+    phase: str,
+    traces: Traces,
+    forecast: Memory | None,
+    console: Console,
+    *,
+    unit: str | None,
+    fold: bool,
+    every_line: bool,
 ) -> Sequence[Row | Gap]:
     """Print it, and return its rows."""
-    whole = rows_of(traces, phase, forecast)
+    whole = rows_of(traces, phase, forecast, every_line=every_line)
     if not whole:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()

@@ -56,8 +56,8 @@ def estimate(
         optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
             out. Both are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
         fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
-            torch.compile does it. None, as in a plan: on a calibrated device if the model's executors fuse, otherwise
-            yes.
+            torch.compile does it. None: as the model's executors do there. Thunder's default ones fuse on a GPU; the
+            lines of ``compile`` run one by one, unless it is given ``torch_compile_ex``.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each

@@ -20,7 +20,7 @@ from thunder_zero.comm.group import ranks_of_default_group
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Search
@@ -115,7 +115,7 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("interprets the module")
-            interpreted = Interpreted(module, args, kwargs, asked, world, executors=executors)
+            interpreted = programs_of(module, args, kwargs, asked, world, executors=executors)
             compiled, best = _chosen(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

@@ -131,7 +131,8 @@ class Replay:
             return
         cotangents = self._loss(result, loss)
         names = [name for name, _ in self.traces.backward.siginfo().args]
-        values.update(zip(names, (saved, cotangents), strict=True))
+        values.update(zip(names, (self._taken(saved), cotangents), strict=True))
+        saved.clear()
         self._run("backward", self.traces.backward, values)
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
@@ -191,15 +192,29 @@ class Replay:
             self._becomes(tensor, Holds.TEMPORARY, Holds.SAVED)
         return [result["output"], result["flat_output"]], [list(tensors), list(others)]
 
-    def _loss(self, result: list[Any], loss: Loss | None) -> list[Tensor]:
+    def _taken(self, saved: list[list[Any]]) -> list[list[Any]]:
+        """What backward takes of the two lists that forward has saved, in its order."""
+        assert self.traces.backward is not None
+        lists = self.traces.forward.bound_symbols[-1].args[1]
+        by_name = {
+            proxy.name: value
+            for of, kept in zip(lists, saved, strict=True)
+            for proxy, value in zip(of, kept, strict=True)
+        }
+        return [[by_name[proxy.name] for proxy in taken] for taken in self.traces.backward.args[0]]
+
+    def _loss(self, result: list[Any], loss: Loss | None) -> list[Tensor | None]:
         """The gradients of forward's outputs: of the loss outside of the model, or of nobody knows what. Empties
         ``result`` as soon as the training code would have dropped it."""
         self.watch.next_line()
         self.watch.kind = Holds.LOSS
         output, flat = result
         result.clear()
+        assert self.traces.backward is not None
+        proxies = self.traces.backward.args[1]  # None: an output without a gradient
         given = self._given(flat)
-        trained = [tensor for tensor in given.values() if tensor.requires_grad]
+        # No name for the zip: it would keep its last output alive.
+        trained = [given[id(tensor)] for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None]
         shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
         gradients: Sequence[Tensor | None]
         if loss is None:
@@ -213,12 +228,15 @@ class Replay:
             del output
             gradients = torch.autograd.grad(value, edges, allow_unused=True)
             del value
-        pairs = zip(shapes, gradients, strict=True)
         # autograd gives zeros to an output that the loss does not use
-        cotangents = [
-            torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
-            for (shape, dtype), gradient in pairs
-        ]
+        made = iter(
+            [
+                torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
+                for (shape, dtype), gradient in zip(shapes, gradients, strict=True)
+            ]
+        )
+        del gradients
+        cotangents = [None if proxy is None else next(made) for proxy in proxies]
         self._note("loss", -1, "the loss and its gradient" if loss else "the gradients of the outputs")
         return cotangents
 
@@ -236,6 +254,8 @@ class Replay:
     def _returned(self, output: Sequence[Any]) -> Any:
         """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
         epilogue = self.traces.epilogue
+        if self.traces.restored is not None:
+            return self.traces.restored(output)
         if epilogue is None:
             return output
         names = [proxy.name for proxy in epilogue.args]

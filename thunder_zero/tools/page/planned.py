@@ -10,7 +10,7 @@ from thunder_zero.plan.amounts import float_dtype
 from thunder_zero.plan.policy import Policy
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.page.data import Data
 from thunder_zero.tools.page.report import page_of
 from thunder_zero.tools.planner.models import KNOWN, subject_of
@@ -38,7 +38,7 @@ def report_of(
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
     first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        interpreted = Interpreted(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
+        interpreted = programs_of(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
         traces, second = interpreted.under(first), [interpreted.under(other) for other in others]
     cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(

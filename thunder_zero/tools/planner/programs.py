@@ -16,7 +16,7 @@ from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.dry_run import ProgramSource, programs_of
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.planner.models import Subject
@@ -44,7 +44,7 @@ class SubjectPrograms:
     precision: MixedPrecision
     shards: int
     tell: Callable[[str], None]
-    interpreted: dict[int, Interpreted] = field(default_factory=dict)
+    interpreted: dict[int, ProgramSource] = field(default_factory=dict)
     compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)
 
@@ -108,13 +108,13 @@ class SubjectPrograms:
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
         return _on_mesh(traces, plan)
 
-    def _interpreted(self, traced: int) -> Interpreted:
+    def _interpreted(self, traced: int) -> ProgramSource:
         """The module with few blocks, interpreted once for all policies and meshes."""
         if traced not in self.interpreted:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
             one = self.subject
-            self.interpreted[traced] = Interpreted(one.module, one.args, one.kwargs, policy, (self.shards, 0, 1))
+            self.interpreted[traced] = programs_of(one.module, one.args, one.kwargs, policy, (self.shards, 0, 1))
         return self.interpreted[traced]
 
 

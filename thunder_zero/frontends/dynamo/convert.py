@@ -1,0 +1,334 @@
+"""Converts PyTorch's joint graph into a joint trace with our gathers and reductions.
+
+::
+
+    primals_2 (a parameter, full)    t_h_0_w (its rows);  p0 = zero_all_gather(t_h_0_w, 'h.0.w');  w = zero_wait(p0)
+    mm = aten.mm(x, primals_2)   ->  mm = torch.ops.aten.mm.default(x, w)
+    tangents_1                       tangents_1 = get_grad(loss)
+    return (loss, mm_9)              p9 = zero_reduce_scatter(mm_9, 'h.0.w');  g = zero_wait(p9);  return
+
+A parameter is gathered before the first line that reads it; its gradient is reduced right after the line that makes it.
+The trace is what Thunder would have after autodiff and lowering, so all that follows is the same for both front ends.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import getfile
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_zero.compat.aot import Joint, input_of, is_backward, users_name
+from thunder_zero.traces.operators import draws_random_numbers, line
+from thunder_zero.traces.symbols import ZeroExecutor
+
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, get_tracectx, tracectx
+
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
+NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[2]))
+TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A joint trace, or that of forward alone.
+
+    Attributes:
+        trace: lowered; its inputs that are parameters are rows.
+        paths: of those inputs, by their names.
+        values: what each value of the trace looks like, by name.
+        tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
+        constants: inputs that are tensors of the graph's own, by name.
+        tokens: inputs before the graph's, without gradients.
+    """
+
+    trace: TraceCtx
+    paths: Mapping[str, str]
+    values: Mapping[str, Any]
+    tangents: Sequence[tuple[int, str]]
+    constants: Mapping[str, Tensor]
+    tokens: int
+
+
+def convert(joint: Joint, paths: Sequence[str | None], executor: ZeroExecutor, *, backward: bool) -> Converted:
+    """Return the joint graph as a trace. ``paths`` are those of the inputs of dynamo's graph that are parameters;
+    without ``backward``, forward alone.
+
+    Raises:
+        RuntimeError: forward writes to a parameter, or returns one.
+    """
+    return _Conversion(joint, paths, executor, backward).run()
+
+
+@dataclass
+class _Conversion:
+    joint: Joint
+    path_of: Sequence[str | None]
+    executor: ZeroExecutor
+    backward: bool
+    made: dict[fx.Node, Any] = field(default_factory=dict)  # values of the trace, by the nodes that they stand for
+    rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # of parameters
+    full: dict[str, TensorProxy] = field(default_factory=dict)  # gathered parameters, by path
+    paths: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)  # values that a reduction reads
+
+    def __post_init__(self) -> None:
+        nodes = [node for node in self.joint.graph.graph.nodes if node.op == "call_function"]
+        last = {users_name(node): node for node in nodes if node.target not in (*SAME, operator.getitem)}
+        self.names = {node: name for name, node in last.items() if name is not None}  # as dynamo has them
+
+    def run(self) -> Converted:
+        joint = self.joint
+        self._refuse_writes()
+        nodes, tangents = list(joint.graph.graph.nodes), joint.tangents()
+        outputs = joint.results[: joint.outputs]
+        computed = [node for node in nodes if node.op in ("call_function", "get_attr") and self._is_part(node)]
+        trace = TraceCtx()
+        with tracectx(trace):
+            args = [self._input(node) for node in nodes if node.op == "placeholder" and node not in tangents]
+            args += [self._constant(node) for node in computed if node.op == "get_attr" and self._is_tensor(node)]
+            for arg in args:
+                prims.unpack_trivial(arg, name=arg.name)
+            reduced: dict[int, TensorProxy] = {}  # gradients by their positions
+            ready = self._ready()
+            late = self._late(computed, outputs)
+            for node in computed:
+                if node in late:
+                    continue
+                for tangent in (read for read in node.all_input_nodes if read in tangents and read not in self.made):
+                    self._tangent(tangent, outputs[tangents[tangent]])
+                self._line(node)
+                for position in ready.get(node, ()):
+                    reduced[position] = self._reduced(node, position)
+            trace.set_current_source_location(None, None)
+            for tangent in tangents if self.backward else ():
+                if tangent not in self.made:  # it is a gradient itself, or nothing reads it
+                    self._tangent(tangent, outputs[tangents[tangent]])
+                for position in ready.get(tangent, ()):
+                    reduced[position] = self._reduced(tangent, position)
+            flat = tuple(self._result(node) for node in outputs)
+            result: dict[str, Any] = {"flat_args": args, "output": flat}
+            if self.backward:
+                gradients: list[Any] = [None] * joint.tokens
+                gradients += [self._gradient(node, position, reduced) for position, (node, _) in self._numbered()]
+                gradients += [None] * (len(args) - len(gradients))
+                result |= {"output": tuple(gradients), "fw_flat_out": flat}
+            prims.python_return(result)
+        trace._siginfo = SigInfo("computation")
+        trace._siginfo.args = [(arg.name, None) for arg in args]
+        trace.args = args
+        named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
+        return Converted(trace, self.paths, self.values, named, self.constants, joint.tokens)
+
+    def _refuse_writes(self) -> None:
+        for position in self.joint.mutated:
+            if position < len(self.path_of) and (path := self.path_of[position]) is not None:
+                raise RuntimeError(
+                    f"forward writes to parameter {path!r}, of which each rank holds its own rows; write to a buffer, "
+                    f"or put the parameter's module into Policy.ignored"
+                )
+
+    def _is_part(self, node: fx.Node) -> bool:
+        return self.backward or not is_backward(node)
+
+    # Inputs
+
+    def _input(self, node: fx.Node) -> Any:
+        """Return the proxy of an input: of the rows, if it is a parameter."""
+        position = input_of(node)
+        path = None if position is None else self.path_of[position]
+        name = node.name if position is None else self.joint.names[position]
+        proxy = self._proxy(name if path is None else f"t_{path.replace('.', '_')}", node.meta["val"])
+        if path is None:
+            self.made[node] = proxy
+            return proxy
+        param, plan = self.executor.plan.by_name[path], self.executor.plan
+        get_tracectx().names.discard(proxy.name)
+        rows = TensorProxy(
+            proxy.name,
+            shape=plan.shard_shape(param),
+            device=self.executor.device_at_rest(param) or proxy.device,
+            dtype=to_dtype(param.dtype),
+            requires_grad=param.requires_grad,
+        )
+        self.paths[rows.name], self.rows[node] = path, rows
+        return rows
+
+    def _is_tensor(self, node: fx.Node) -> bool:
+        return isinstance(getattr(self.joint.graph, str(node.target)), Tensor)
+
+    def _constant(self, node: fx.Node) -> TensorProxy:
+        value = getattr(self.joint.graph, str(node.target))
+        self.made[node] = proxy = self._proxy(node.name, value)
+        self.constants[proxy.name] = value
+        return proxy
+
+    def _proxy(self, name: str, value: Any) -> Any:
+        """Return a proxy that looks like a tensor; any other value stays as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        proxy = TensorProxy(
+            _free(name),
+            shape=tuple(value.shape),
+            device=to_device(value.device),
+            dtype=to_dtype(value.dtype),
+            requires_grad=False,
+        )
+        self.values[proxy.name] = value
+        return proxy
+
+    def _tangent(self, node: fx.Node, of: fx.Node) -> None:
+        self.made[node] = self._proxy(node.name, node.meta["val"])
+        _append(prims.get_grad.bind(self._result(of), output=self.made[node]))
+
+    # Lines
+
+    def _late(self, computed: Sequence[fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
+        """Return the lines of forward that backward alone reads: each comes before its first reader, since there it
+        may read what backward computes again. Random lines stay, as they draw in order."""
+        needed = set()
+        todo = [node for node in outputs if isinstance(node, fx.Node)]
+        while todo:
+            if (node := todo.pop()) not in needed:
+                needed.add(node)
+                todo += node.all_input_nodes
+        late = (node for node in computed if node not in needed and not is_backward(node) and node.users)
+        return {node for node in late if not draws_random_numbers(node.target, node.args, node.kwargs)}
+
+    def _line(self, node: fx.Node) -> None:
+        for read in node.all_input_nodes:
+            if read not in self.made:
+                if read in self.rows:
+                    self.made[read] = self._gathered(read)
+                else:
+                    self._line(read)
+        get_tracectx().set_current_source_location(*source_of(node))
+        if node.op == "get_attr":
+            self.made.setdefault(node, getattr(self.joint.graph, str(node.target)))
+            return
+        if node.target in SAME and not self.is_output(node):
+            self.made[node] = self.made[node.all_input_nodes[0]]
+            return
+        args, kwargs = _filled(node.args, self.made), _filled(node.kwargs, self.made)
+        if isinstance(args, tuple) and node.target is operator.getitem and isinstance(args[0], tuple | list):
+            self.made[node] = args[0][args[1]]
+            return
+        name = self.names.get(node, node.name)
+        self.made[node] = output = self._proxies(node, name, node.meta.get("val"))
+        _append(line(node.target, args, kwargs, output))
+
+    def is_output(self, node: fx.Node) -> bool:
+        """Return whether the graph returns a node: autograd wants tensors of their own."""
+        return any(user.op == "output" for user in node.users)
+
+    def _proxies(self, node: fx.Node | None, name: str, value: Any) -> Any:
+        """Return proxies for what a node makes, with the names of the nodes that take one of several."""
+        if not isinstance(value, tuple | list):
+            return self._proxy(name, value)
+        takers = {user.args[1]: user for user in (node.users if node else ()) if user.target is operator.getitem}
+        named = {position: (taker, taker.name) for position, taker in takers.items()}
+        items = [(*named.get(position, (None, f"{name}_{position}")), each) for position, each in enumerate(value)]
+        return tuple(self._proxies(*item) for item in items)
+
+    def _gathered(self, node: fx.Node) -> TensorProxy:
+        """Return the full parameter; inputs that are one parameter share it."""
+        path = self.paths[self.rows[node].name]
+        if path not in self.full:
+            self.full[path] = self.executor.lower_synchronize(self.rows[node], path)
+            self.values[self.full[path].name] = node.meta["val"]
+        return self.full[path]
+
+    # Results
+
+    def _numbered(self) -> list[tuple[int, tuple[Any, int | None]]]:
+        return list(enumerate(self.joint.gradients()))
+
+    def _ready(self) -> dict[fx.Node, list[int]]:
+        """Return the positions of parameters' gradients by the nodes that make them."""
+        ready: dict[fx.Node, list[int]] = {}
+        for position, (node, of) in self._numbered() if self.backward else ():
+            if isinstance(node, fx.Node) and of is not None and self.path_of[of] is not None:
+                ready.setdefault(node, []).append(position)
+        return ready
+
+    def _reduced(self, node: fx.Node, position: int) -> TensorProxy:
+        """Return a parameter's reduced gradient. Each reads a value of its own: two may be one value, or an input."""
+        (_, of), grad = self.joint.gradients()[position], self.made[node]
+        path = self.path_of[of] if of is not None else None
+        assert path is not None, "only parameters' gradients are reduced"
+        if node.meta["val"].layout is not torch.strided:
+            raise RuntimeError(
+                f"backward makes a sparse gradient of parameter {path!r}, as an embedding with sparse=True does, and "
+                f"gradients are reduced as dense tensors; use sparse=False"
+            )
+        if grad.name in self.sent:
+            grad = self._proxy(f"{node.name}_{position}", node.meta["val"])
+            _append(line(torch.ops.aten.clone.default, (self.made[node],), {}, grad))
+        self.sent.add(grad.name)
+        param = self.executor.plan.by_name[path]
+        reduced: TensorProxy = self.executor.wait(self.executor.reduction(param)(grad, param.path))
+        return reduced
+
+    def _gradient(self, node: Any, position: int, reduced: Mapping[int, TensorProxy]) -> Any:
+        return reduced.get(position, self.made.get(node) if isinstance(node, fx.Node) else None)
+
+    def _result(self, node: Any) -> Any:
+        """Return an output of forward."""
+        if node in self.rows:
+            raise RuntimeError(
+                f"forward returns the parameter {self.paths[self.rows[node].name]!r} itself, which is sharded; return "
+                f"a value computed from it, or read it with thunder_zero.full_state_dict"
+            )
+        return self.made[node] if isinstance(node, fx.Node) else node
+
+
+def _append(bsym: BoundSymbol) -> None:
+    get_tracectx().bound_symbols.append(bsym)
+
+
+def _free(name: str) -> str | None:
+    """The name, if no other value of the trace has it; None: Thunder finds one."""
+    is_taken = name in TAKEN or iskeyword(name) or name.startswith("zero_") or get_tracectx().has_name(name)
+    return name if name.isidentifier() and not is_taken else None
+
+
+def _filled(tree: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """The arguments of a node with values in place of nodes, in Python's own collections: Thunder prints no others."""
+    match tree:
+        case fx.Node():
+            return env[tree]
+        case slice():
+            return slice(*(_filled(each, env) for each in (tree.start, tree.stop, tree.step)))
+        case dict():
+            return {key: _filled(each, env) for key, each in tree.items()}
+        case list():
+            return [_filled(each, env) for each in tree]
+        case tuple() if type(tree) is not torch.Size:
+            return tuple(_filled(each, env) for each in tree)
+    return tree
+
+
+def source_of(node: fx.Node) -> tuple[str | None, dis.Positions | None]:
+    """The user's file and line that a node comes from: the innermost frame that is neither torch's nor ours."""
+    frames = [found for found in FRAME.findall(node.stack_trace or "") if not found[0].startswith(NOT_USERS)]
+    if not frames:
+        return None, None
+    filename, line_number = frames[-1]
+    return filename, dis.Positions(int(line_number), int(line_number))

@@ -1,0 +1,112 @@
+"""Captures the graph of a module that will not run, from tensors without memory.
+
+In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exported`, the joint graph that
+``tz.compile`` would train, and what makes forward's outputs of the graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.types import py_sym_types
+from torch.utils._pytree import tree_map_only
+
+from thunder_zero.compat import aot, dynamo
+from thunder_zero.frontends.dynamo.captured import paths_of
+from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
+from thunder_zero.frontends.dynamo.convert import source_of
+from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
+
+
+class _Stop(Exception):
+    """Ends a forward that is captured alone, before its graph runs."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A module's graph, captured once.
+
+    Attributes:
+        joint: the graph, with its backward.
+        paths: of its inputs that are parameters.
+        buffers: paths of its inputs that are buffers or parameters without a plan, by their positions.
+        returned: what forward returns, with a marker for each output of the graph.
+    """
+
+    joint: aot.Joint
+    paths: Sequence[str | None]
+    buffers: Mapping[int, str]
+    markers: Sequence[Any]
+    returned: Any
+
+    def restored(self, outputs: Sequence[Any]) -> Any:
+        """Return what forward returns, where the phase forward returns these."""
+        places = self.joint.plain_outputs()
+        made = {id(marker): outputs[place] for marker, place in zip(self.markers, places, strict=True)}
+        return _replaced(self.returned, made)
+
+
+def _replaced(tree: Any, made: Mapping[int, Any]) -> Any:
+    """Return a structure with values in the place of markers, by the markers' ids."""
+    if isinstance(tree, Memoryless):
+        return made[id(tree)]
+    if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        names = [field.name for field in fields(tree)]
+        return replace(tree, **{name: _replaced(getattr(tree, name), made) for name in names})
+    return tree_map_only(Memoryless, lambda marker: made[id(marker)], tree)
+
+
+def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+    """Capture a module's forward for these arguments.
+
+    Raises:
+        RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
+    """
+    graphs: list[tuple[aot.Joint, Sequence[Any]]] = []
+    markers: list[Any] = []  # what the graph returns, once it is known
+    numbers: list[fx.Node] = []  # read from tensors: here dynamo captures them, in training it ends the graph
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        numbers.extend(node for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), py_sym_types))
+        if not numbers:
+            graphs.append((aot.export(graph, inputs), inputs))
+        return run
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        if not markers:
+            raise _Stop
+        return tuple(markers)
+
+    for kind in (Placeholder, Memoryless):
+        dynamo.take_as_plain(kind)
+    captured = dynamo.capture(module, backend, whole=True)
+    with dynamo.whole(most=8, breaks=[]):
+        with suppress(_Stop):
+            captured(*args, **kwargs)
+        name = type(module).__name__
+        if numbers:
+            file, positions = source_of(numbers[0])
+            where = f" at {file}:{positions.lineno}" if positions else ""
+            raise RuntimeError(
+                f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows "
+                f"one graph; keep it a tensor, or train a step of tz.compile and read tz.traces_of(model, graph=0)"
+            )
+        if not graphs:
+            raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
+        joint, inputs = graphs[-1]
+        markers += [_marker(joint.results[place]) for place in joint.plain_outputs()]
+        returned = captured(*args, **kwargs)
+    recompute_checkpoints(joint)
+    paths = paths_of(inputs)
+    names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    buffers = {at: names[id(value)] for at, value in enumerate(inputs) if not paths[at] and id(value) in names}
+    return Exported(joint, paths, buffers, markers, returned)
+
+
+def _marker(node: Any) -> Any:
+    value = node.meta["val"] if isinstance(node, fx.Node) else node
+    return shape_of(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,220 @@
+"""Takes out of a joint trace what backward would compute of tangents that nobody made.
+
+A loss need not use all outputs of a model. Eager mode then never visits what leads to the others, and parameters that
+only they reach keep ``grad is None``. Backward is linear in its tangents, so what reads missing ones alone is zero::
+
+    t5 = get_grad(logits)                          # missing
+    t6 = torch.ops.aten.mm.default(t5, w)          # taken out
+    t8 = torch.ops.aten.add.Tensor(t6, t7)   ->    t7 takes the place of t8
+    p9 = zero_reduce_scatter(t6, 'head.w')         # taken out; the gradient is None
+
+The other lines keep their order, so what forward saves suffices. A line that reads zeros and other values, and is no
+sum, gets real zeros. The backward of a user's autograd function may make anything of a missing tangent; where a line
+reads the result and other values, that is computed of a real zero.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.traces.lift import emit, lift, read_by
+from thunder_zero.traces.operators import is_view, line, operator_of
+from thunder_zero.traces.symbols import ZeroExecutor
+
+from thunder.core import prims
+from thunder.core.devices import to_torch_device
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+_KEEP_ZEROS = """
+    mul neg sum mean mm bmm t clone _to_copy detach index_select gather repeat flip roll embedding_dense_backward
+    view_as_real view_as_complex
+"""
+KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
+
+
+def without_tangents(trace: TraceCtx, missing: Collection[str], executor: ZeroExecutor) -> TraceCtx:
+    """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names. Notes the
+    parameters that still get a gradient in ``executor.program``."""
+    pruned = _Pruned(trace, executor, set(missing))
+    ops = _read_ones(list(pruned.ops()))
+    new = from_trace(trace)
+    new.bound_symbols = pruned.lines
+    timeline = lift(trace, executor)
+    result = emit(new, timeline.with_ops(ops), executor)
+    lost = frozenset(pruned.lost)
+    executor.program = replace(executor.program, trained=executor.program.trained - lost)
+    return result
+
+
+@dataclass
+class _Pruned:
+    """The lines of a trace, with those that pruning adds; what is known of their values so far."""
+
+    trace: TraceCtx
+    executor: ZeroExecutor
+    zero: set[str]
+    depends: set[str] = field(default_factory=set)  # on tangents that are there
+    swap: dict[str, str] = field(default_factory=dict)  # what takes the place of a value
+    kept: dict[str, list[bool]] = field(default_factory=dict)  # of a handle: which of its tensors are not zero
+    lost: list[str] = field(default_factory=list)  # parameters without a gradient
+    left_out: dict[str, Op] = field(default_factory=dict)  # what would compute a value that is not surely zero
+
+    def __post_init__(self) -> None:
+        self.lines: list[BoundSymbol] = list(self.trace.bound_symbols)
+
+    def ops(self) -> Iterator[Op]:
+        """Yield the operations that are left."""
+        for op in lift(self.trace, self.executor).ops:
+            bsym = self.lines[op.source[0]]
+            op = replace(op, reads=tuple(self.swap.get(name, name) for name in op.reads))
+            if bsym.sym is prims.get_grad:
+                if op.writes[0] not in self.zero:
+                    self.depends.update(op.writes)
+                    yield op
+            elif bsym.sym is prims.python_return:
+                yield from self._last(op)
+                yield self._returned(op, bsym)
+            elif op.kind is Kind.WAIT or op.kind is Kind.REDUCE or op.kind is Kind.DEFER:
+                yield from self._ours(op)
+            elif bsym.sym == self.executor.reduce_deferred:
+                yield self._with_line(op, bsym.from_bsym(args=((*bsym.args[0], *self.lost),)))
+            elif bsym.sym in (self.executor.check_finite, self.executor.wait_offloaded):
+                yield from self._at_end(op, bsym)
+            else:
+                yield from self._computed(op, bsym)
+
+    def _computed(self, op: Op, bsym: BoundSymbol) -> Iterator[Op]:
+        zeros = [name for name in op.reads if name in self.zero]
+        if not zeros or not self.depends.isdisjoint(op.reads):
+            if not self.depends.isdisjoint(op.reads):
+                self.depends.update(op.writes)
+        else:
+            self.zero.update(op.writes)
+            if not _keeps_zeros(bsym) or not self.left_out.keys().isdisjoint(zeros):
+                self.left_out |= dict.fromkeys(op.writes, op)
+            return
+        if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _other_of_sum(bsym, zeros)) is not None:
+            self.swap[op.writes[0]] = self.swap.get(kept, kept)
+            return
+        yield from self._made(op, bsym, zeros)
+        yield op
+
+    def _made(self, op: Op, bsym: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
+        """Make what a line reads of missing tangents."""
+        for name in names:
+            if name not in self.zero:
+                continue
+            if name not in self.left_out:
+                yield self._made_zero(op, bsym, name)
+                continue
+            maker = self.left_out[name]
+            yield from self._made(maker, self.lines[maker.source[0]], maker.reads)
+            self.zero.difference_update(maker.writes)
+            self.depends.update(maker.writes)
+            yield maker
+
+    def _made_zero(self, op: Op, bsym: BoundSymbol, name: str) -> Op:
+        """Make a zero real, once: from here on it depends on tangents that are there."""
+        proxy = next(each for each in bsym.flat_proxy_args if self.swap.get(each.name, each.name) == name)
+        args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
+        made = line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
+        made.tags.add(BoundSymbolTag.BACKWARD)
+        self.zero.discard(name)
+        self.depends.add(name)
+        self.lines.append(made)
+        return Op(Kind.COMPUTE, (), (name,), backward=True, source=(len(self.lines) - 1,), repeatable=True)
+
+    def _ours(self, op: Op) -> Iterator[Op]:
+        """A reduction, its wait, or a deferred gradient, for what is not zero; the wait of a gather stays."""
+        if op.kind is Kind.WAIT:
+            mask = self.kept.get(op.reads[0], [True] * len(op.writes))
+            self.zero.update(name for name, keeps in zip(op.writes, mask, strict=True) if not keeps)
+            reads, writes = op.reads, _where(mask, op.writes)
+        else:
+            mask = [name not in self.zero for name in op.reads]
+            self.lost += _where([not keeps for keeps in mask], op.params)
+            self.kept[op.writes[0]] = mask
+            reads, writes = _where(mask, op.reads), op.writes
+            if op.kind is Kind.DEFER and not any(mask):
+                self.zero.update(op.writes)
+        if any(mask):
+            yield replace(op, reads=reads, writes=writes, params=_where(mask, op.params))
+
+    def _at_end(self, op: Op, bsym: BoundSymbol) -> Iterator[Op]:
+        """A line that reads all reduced gradients."""
+        mask = [proxy.name not in self.zero for proxy in bsym.args[0]]
+        if any(mask):
+            yield self._with_line(op, bsym.from_bsym(args=tuple(_where(mask, arg) for arg in bsym.args)))
+
+    def _last(self, op: Op) -> Iterator[Op]:
+        """What no_sync has deferred of parameters without a gradient, where no line reduces such gradients yet."""
+        reduces = any(bsym.sym == self.executor.reduce_deferred for bsym in self.lines)
+        if self.lost and self.executor.program.synced and not reduces:
+            with tracectx(self.trace):
+                yield self._with_line(op, self.executor.reduce_deferred.bind(tuple(self.lost), output=None))
+
+    def _returned(self, op: Op, bsym: BoundSymbol) -> Op:
+        """The return, with None for gradients that are zero."""
+        result = dict(bsym.args[0])
+        is_zero = [isinstance(grad, Proxy) and grad.name in self.zero for grad in result["output"]]
+        grads = [None if zero else grad for grad, zero in zip(result["output"], is_zero, strict=True)]
+        with tracectx(self.trace):
+            new = prims.python_return.bind({**result, "output": tuple(grads)}, output=None)
+        return self._with_line(op, new)
+
+    def _with_line(self, op: Op, bsym: BoundSymbol) -> Op:
+        self.lines.append(bsym)
+        return replace(
+            op, reads=tuple(self.swap.get(name, name) for name in read_by(bsym)), source=(len(self.lines) - 1,)
+        )
+
+
+def _keeps_zeros(bsym: BoundSymbol) -> bool:
+    """Return whether what an operator makes of zeros, and of any other values, is zero; False if unknown."""
+    target = operator_of(bsym)
+    name = bsym.sym.name
+    return target is operator.getitem or is_view(target) or name.endswith("_backward") or name in KEEP_ZEROS
+
+
+def _where(mask: Sequence[bool], items: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(item for item, keeps in zip(items, mask, strict=True) if keeps)
+
+
+def _other_of_sum(bsym: BoundSymbol, zeros: Collection[str]) -> str | None:
+    """Return the operand of a sum that is not zero, if the sum is equal to it."""
+    if operator_of(bsym) is not torch.ops.aten.add.Tensor or bsym.kwargs or len(bsym.flat_proxy_args) != 2:
+        return None
+    kept = next((proxy for proxy in bsym.flat_proxy_args if proxy.name not in zeros), None)
+    same = kept is not None and (kept.shape, kept.dtype) == (bsym.output.shape, bsym.output.dtype)
+    return kept.name if kept is not None and same else None
+
+
+def _read_ones(ops: Sequence[Op]) -> list[Op]:
+    """The operations without those of backward that nothing reads any more."""
+    needed: set[str] = set()
+    masks: dict[str, list[bool]] = {}  # of a gather's handle: which parameters are read
+    reductions = {op.writes[0] for op in ops if op.kind is Kind.REDUCE}
+    left = []
+    for op in reversed(ops):
+        if op.backward and op.writes and needed.isdisjoint(op.writes):
+            is_gathers = op.kind is Kind.GATHER or (op.kind is Kind.WAIT and op.reads[0] not in reductions)
+            if is_gathers or (op.kind is Kind.COMPUTE and op.repeatable):
+                continue
+        if op.backward and op.kind is Kind.WAIT and op.reads[0] not in reductions:
+            mask = masks[op.reads[0]] = [name in needed for name in op.writes]
+            op = replace(op, writes=_where(mask, op.writes), params=_where(mask, op.params))
+        elif op.kind is Kind.GATHER and op.writes[0] in masks:
+            mask = masks[op.writes[0]]
+            op = replace(op, reads=_where(mask, op.reads), params=_where(mask, op.params))
+        needed.update(op.reads)
+        left.append(op)
+    return left[::-1]

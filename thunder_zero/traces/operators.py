@@ -1,0 +1,193 @@
+"""Torch's operators as lines of a trace: a symbol for each overload, printed as it is called.
+
+::
+
+    mm = torch.ops.aten.mm.default(x, w)
+
+What a line does (its class of work, whether it is a view, draws random numbers, counts FLOPs) is what torch says of the
+operator: its tags, its schema, its registry of FLOPs. A short table has what torch tags nothing for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_map_only
+
+from thunder_zero.compat.operators import NeverFuses
+from thunder_zero.compat.torch_gaps import HigherOrderOperator, OpOverload
+from thunder_zero.schedule.timeline import Work
+
+from thunder.core import codeutils, prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor
+
+
+class OperatorsOfTorch(NeverFuses, OperatorExecutor):
+    """Owns the symbols of torch's operators: their lines are computed by torch."""
+
+
+EXECUTOR = OperatorsOfTorch("torch_operators")
+
+_UNTAGGED = {  # what torch has no tag for, by the names of operators
+    Work.REDUCTION: """
+        _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm
+        native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
+        native_batch_norm native_batch_norm_backward _native_batch_norm_legit_functional _batch_norm_with_update
+        _batch_norm_with_update_functional batch_norm_backward nll_loss_forward nll_loss_backward nll_loss2d_forward
+        nll_loss2d_backward cumsum cumprod logcumsumexp avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
+        _adaptive_avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward""",
+    Work.INDEX: """
+        embedding embedding_dense_backward gather scatter scatter_add index index_put index_add index_select
+        index_select_backward _unsafe_index _unsafe_index_put sort topk take""",
+    Work.POINTWISE: """
+        _to_copy copy cat stack full full_like zeros zeros_like ones ones_like new_zeros new_ones new_full arange empty
+        empty_like scalar_tensor constant_pad_nd repeat tril triu select_backward slice_backward flip roll
+        lift_fresh_copy _conj_physical split_with_sizes_copy clone""",
+}
+UNTAGGED = {name: work for work, names in _UNTAGGED.items() for name in names.split()}
+NOT_CHEAP = frozenset(("empty", "empty_like", "_to_copy_device"))
+OVER_ROWS = frozenset(("_softmax", "_log_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm"))
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@cache
+def _symbol_of(target: Any, random: bool) -> Symbol:
+    tags = [prims.OpTags.RANDOM_OP] if random else []
+    tags += [prims.OpTags.IN_PLACE] if isinstance(target, OpOverload) and target._schema.is_mutable else []
+    name = (
+        target.overloadpacket.__name__ if isinstance(target, OpOverload) else str(getattr(target, "__name__", target))
+    )
+    return Symbol(name, id=target, tags=tags, executor=EXECUTOR, python_printer=_printed, is_prim=True)
+
+
+def line(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> BoundSymbol:
+    """Return a line that calls an operator, or a function of Python, with these arguments."""
+    called = {"torch": torch} if isinstance(target, OpOverload | HigherOrderOperator) else {_plain(target): target}
+    draws = draws_random_numbers(target, args, kwargs)
+    return _symbol_of(target, draws).bind(*args, output=output, _call_ctx=called, **kwargs)
+
+
+def operator_of(bsym: BoundSymbol) -> Any:
+    """Return the operator of torch that a line calls; None for another symbol."""
+    return bsym.sym.id if bsym.sym.executor is EXECUTOR and not bsym.sym.is_fusion else None
+
+
+def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call draws random numbers. torch tags attention, which does so with dropout only."""
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given)
+    return True
+
+
+@cache
+def is_view(target: Any) -> bool:
+    """Return whether an operator's outputs are views of its first argument."""
+    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
+
+
+@cache
+def work_of_operator(target: Any) -> Work:
+    """Return the class of work of an operator."""
+    if target is operator.getitem:
+        return Work.NONE
+    if not isinstance(target, OpOverload):
+        return Work.OTHER
+    name = target.overloadpacket.__name__
+    if is_view(target):
+        return Work.VIEW
+    if "attention" in name:
+        return Work.ATTENTION
+    if "convolution" in name:
+        return Work.CONVOLUTION
+    if target.overloadpacket in flop_counter.flop_registry:
+        return Work.MATMUL
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return Work.RANDOM
+    if name in UNTAGGED:
+        return UNTAGGED[name]
+    if torch.Tag.pointwise in target.tags:
+        return Work.POINTWISE
+    return Work.REDUCTION if torch.Tag.reduction in target.tags else Work.OTHER
+
+
+def is_cheap_line(bsym: BoundSymbol) -> bool:
+    """Return whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
+    target, name = operator_of(bsym), bsym.sym.name
+    if target is operator.getitem or work_of_operator(target) in (Work.POINTWISE, Work.VIEW):
+        return name not in NOT_CHEAP and not _moves(bsym)
+    if name in OVER_ROWS:
+        return True
+    if torch.Tag.reduction not in getattr(target, "tags", ()) or len(bsym.args) < 2:
+        return False
+    rank, dims = bsym.args[0].ndim, bsym.args[1]
+    if not isinstance(dims, list | tuple | int) or not rank:
+        return False
+    over = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
+
+
+def _moves(bsym: BoundSymbol) -> bool:
+    """Return whether a copy goes to another device."""
+    given = [proxy for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
+    return bsym.sym.name == "_to_copy" and bool(given) and given[0].device != bsym.output.device
+
+
+def flops_of_line(bsym: BoundSymbol) -> int:
+    """Return the FLOPs of a line by torch's registry, and by its formulas of attention for the CPU's."""
+    target = operator_of(bsym)
+    if not isinstance(target, OpOverload):
+        return 0
+    packet = target.overloadpacket
+    if packet is CPU_ATTENTION:
+        return int(flop_counter.sdpa_flop_count(*(_shape(arg) for arg in bsym.args[:3])))
+    if packet is CPU_ATTENTION_BACKWARD:
+        return int(flop_counter.sdpa_backward_flop_count(*(_shape(arg) for arg in bsym.args[:4])))
+    if packet is torch.ops.aten.convolution_backward:  # torch counts the weights of all groups for each
+        made, x, weight = (list(_shape(arg)) for arg in bsym.args[:3])
+        one = flop_counter.conv_flop_count(x, weight, made, transposed=bsym.args[7])
+        return int(one * sum(bsym.args[-1][:2]))
+    count = flop_counter.flop_registry.get(packet)
+    if count is None:
+        return 0
+    args, kwargs, made = tree_map_only(Proxy, _on_meta, (tuple(bsym.args), dict(bsym.kwargs), bsym.output))
+    return int(count(*args, **kwargs, out_val=made))
+
+
+def _shape(proxy: TensorProxy) -> torch.Size:
+    return torch.Size(map(int, proxy.shape))
+
+
+def _on_meta(proxy: Proxy) -> Any:
+    return torch.empty(_shape(proxy), device="meta") if isinstance(proxy, TensorProxy) else proxy
+
+
+def _plain(target: Any) -> str:
+    """Return the name by which a trace calls a function of Python."""
+    return f"python_{getattr(target, '__name__', 'function')}"
+
+
+def _printed(bsym: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
+    """Return the line as text: ``t5 = torch.ops.aten.mm.default(x, w)``."""
+    target = bsym.sym.id
+    if isinstance(target, OpOverload):
+        called = f"torch.ops.{target}"
+    elif isinstance(target, HigherOrderOperator):
+        called = f"torch.ops.higher_order.{target}"
+    else:
+        called = _plain(target)
+    show = codeutils.prettyprint
+    given = ", ".join([*map(show, args), *(f"{name}={show(arg)}" for name, arg in kwargs.items())])
+    made = "" if bsym.output is None else f"{show(out, literals_as_underscores=True)} = "
+    return f"{made}{called}({given})"
