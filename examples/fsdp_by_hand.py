@@ -245,7 +245,8 @@ def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grad
 
 
 def gather_last_unit_once(textbook: tz.schedule.Timeline, module: nn.Module, x: Tensor) -> None:
-    fewer = tz.trace(module, x, policy=replace(POLICY, reshard_after_forward=None), world_size=WORLD_SIZE).timeline
+    policy = replace(POLICY, reshard_after_forward=None)
+    fewer = tz.trace(module, x, policy=policy, world_size=WORLD_SIZE, frontend="thunder").timeline
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
     diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
@@ -312,7 +313,7 @@ def one_process() -> None:
         show("9. The forward that runs", code(forward))
         show("9. The backward that runs", code(backward))
 
-    by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
+    by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE, frontend="thunder")
     compare(lift_phases(forward, backward, executor), by_itself.timeline)
     output, grads, saved = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
     show("11. It runs: the tensors that forward saves for backward", saved)

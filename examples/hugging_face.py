@@ -4,7 +4,6 @@
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py            # ZeRO-3
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --lora 4   # trains adapters of rank 4 only
     python examples/hugging_face.py --stage 1 --dtype float32                    # one process
-    thunder-zero report examples/hugging_face.py:llama --beside 2                # a picture of a step of a larger one
 
 The model is made from a config (tied embeddings, grouped-query attention) and reads bytes; nothing is downloaded. The
 loss comes from `labels=`. Each step clips the norm of all gradients. At the end the sharded checkpoint becomes one
@@ -28,9 +27,7 @@ from stdlib_text import Shape, load_text, train_batch
 from tensor_memory import bytes_held, parameters_of, part_of
 from torch import Tensor, nn
 
-import thunder_zero as tz  # before thunder
-
-import thunder
+import thunder_zero as tz
 
 DTYPES = {
     "float32": tz.MixedPrecision(),
@@ -38,7 +35,6 @@ DTYPES = {
 }
 ADAPTED = ("q_proj", "v_proj")  # the layers that get adapters
 TIED = "lm_head.weight"  # is the embedding, under whose name the file has it
-WORKING = ("4.48.", "4.49.", "4.50.", "4.51.", "4.52.")  # later ones make masks with torch.vmap
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,16 +50,13 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_transformers() -> None:
-    """End the script with one sentence if transformers is missing, or a version that Thunder cannot trace."""
+    """End the script with one sentence if transformers is missing, or older than 5."""
     try:
         found = version("transformers")
     except PackageNotFoundError:
         found = "missing"
-    if not found.startswith(WORKING):
-        raise SystemExit(
-            f"transformers is {found}; Thunder traces its Llama in versions 4.48 to 4.52: "
-            'run pip install -e ".[hugging-face]" or pip install "transformers>=4.48,<4.53"'
-        )
+    if not found.startswith("5."):
+        raise SystemExit(f'transformers is {found}; this script takes 5: run pip install -e ".[hugging-face]"')
 
 
 class LoRA(nn.Module):
@@ -107,26 +100,6 @@ def make_llama(options: argparse.Namespace) -> nn.Module:
     return model
 
 
-class WithLoss(nn.Module):
-    """A model that returns its loss alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
-
-
-def llama() -> tuple[nn.Module, Tensor]:
-    """A Llama of 8 layers and its input, without values, for ``thunder-zero report`` and ``thunder-zero plan``."""
-    check_transformers()
-    options = parse_options(["--layers", "8", "--width", "1024", "--context", "1024"])
-    with torch.device("meta"):
-        return WithLoss(make_llama(options)), torch.zeros(4, options.context, dtype=torch.long)
-
-
 class Trainer:
     """A sharded Llama, its optimizer, and the text."""
 
@@ -135,7 +108,7 @@ class Trainer:
         self.shape = Shape(ranks.rounded_up(options.batch), options.context - 1, ranks.rank, ranks.world_size)
         module = make_llama(options).to(ranks.device)
         policy = tz.Policy(options.stage, mixed_precision=DTYPES[options.dtype])
-        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
+        self.model = tz.compile(module, policy)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2 if options.lora else 3e-3, fused=True)
 
@@ -168,7 +141,7 @@ class Trainer:
 def next_loss(trainer: Trainer) -> float:
     """The sharded model's loss on the next step's text, mean over ranks.
 
-    It runs the traces of training; under no_grad Thunder would trace the model once more, which takes seconds.
+    It runs the program of training.
     """
     return trainer.ranks.mean(trainer.loss_of(trainer.options.steps).detach()).item()
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.gpt import GPT, GPTConfig
+from examples.llama import Llama, LlamaConfig
 
 from thunder.executors.torch_compile import torch_compile_ex
 
@@ -129,8 +130,6 @@ def fsdp2_checkpointed(model: nn.Module) -> nn.Module:
 
 def llama() -> nn.Module:
     """A Llama of 4 layers, with tied embeddings and grouped-query attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -138,12 +137,9 @@ def llama() -> nn.Module:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=TOKENS,
         tie_word_embeddings=True,
-        use_cache=False,
     )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model
+    return Llama(config)
 
 
 def llama_inputs() -> Mapping[str, Tensor]:
@@ -151,21 +147,44 @@ def llama_inputs() -> Mapping[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def vit() -> nn.Module:
-    """A vision transformer of 4 layers."""
-    from transformers import ViTConfig, ViTForImageClassification
+class Encoder(nn.Module):
+    """Attention over all patches and a two-layer perceptron, each with a norm before it and a connection around it."""
 
-    config = ViTConfig(
-        hidden_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        intermediate_size=768,
-        image_size=PIXELS,
-        patch_size=8,
-        num_labels=CLASSES,
-    )
-    model: nn.Module = ViTForImageClassification(config)
-    return model
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, patches, width = x.shape
+        shape, h = (batch, patches, self.heads, width // self.heads), self.norm_1(x)
+        q, k, v = (layer(h).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, patches, width)
+        x = x + self.out(mixed)
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return y
+
+
+class ViT(nn.Module):
+    """A vision transformer of 4 layers."""
+
+    def __init__(self, width: int = 192, patch: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.start = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1, (PIXELS // patch) ** 2 + 1, width) * 0.02)
+        self.layers = nn.ModuleList(Encoder(width, heads=3) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.start.expand(len(x), -1, -1), x), 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x)[:, 0])
+        return logits
 
 
 class Residual(nn.Module):
@@ -212,8 +231,8 @@ TASKS = {
     "small GPT": Task(small_gpt, tokens_of(SMALL), next_token_loss(SMALL)),
     "GPT": Task(lambda: make_model(BENCH), tokens_of(BENCH), next_token_loss(BENCH)),
     "GPT, checkpointed": Task(checkpointed_gpt, tokens_of(BENCH), next_token_loss(BENCH)),
-    "Llama": Task(llama, llama_inputs, lambda output: output["loss"]),
-    "ViT": Task(vit, images("pixel_values"), lambda output: class_loss(output["logits"])),
+    "Llama": Task(llama, llama_inputs, lambda output: output.loss),
+    "ViT": Task(ViT, images("images"), class_loss),
     "ResNet": Task(ResNet, images("images"), class_loss),
 }
 PEERS = {"FSDP2": fsdp2, "FSDP2, checkpoint_wrapper": fsdp2_checkpointed}

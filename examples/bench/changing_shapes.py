@@ -1,4 +1,4 @@
-"""Measures what a batch of a new length costs: a small Llama of the zoo, ten lengths, one rank.
+"""Measures what a batch of a new length costs: a small Llama (examples/llama.py), ten lengths, one rank.
 
     python -m examples.bench.changing_shapes
 
@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 import thunder_zero as tz  # before thunder
-from examples.bench.families import BY_NAME, text
+from examples.bench.families import WORDS, text
 from examples.bench.overhead import clocked
+from examples.llama import Llama, LlamaConfig
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 
@@ -44,16 +45,15 @@ FRONT_ENDS: dict[str, Callable[[nn.Module], Any]] = {
 
 def seconds(front_end: Callable[[nn.Module], Any]) -> tuple[float, float, float, float]:
     """Of a step: with the first length; with a new one, and what this package takes of it; with a known one."""
-    family = BY_NAME["Llama"]
     torch.manual_seed(0)
-    model = front_end(family.make())
+    model = front_end(Llama(LlamaConfig(WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1)))
 
     def step(length: int) -> tuple[float, float]:
         batch = text(length)
         spent: dict[str, float] = {}
         start = time.perf_counter()
         with clocked(spent, OURS):
-            family.loss(model, batch).backward()
+            model(**batch).loss.backward()
         return time.perf_counter() - start, sum(spent.values())
 
     first, *others = [step(length) for length in LENGTHS]

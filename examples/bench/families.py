@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 WORDS = 64  # in the vocabulary
 SEQUENCES, TOKENS = 2, 12
+IMAGE, PATCH = 32, 8  # in pixels
 TEXT: dict[str, Any] = {
     "vocab_size": WORDS,
     "hidden_size": 32,
@@ -19,18 +20,17 @@ TEXT: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-DECODER = TEXT | {"num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False}  # no cache while it trains
-IMAGES: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_labels": 5}
-WITHOUT_DROPOUT: dict[str, float] = {
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "classifier_dropout": 0.0,
+DECODER = TEXT | {"num_key_value_heads": 2, "use_cache": False}  # no cache while it trains
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+VISION = {name: TEXT[name] for name in TEXT if name.startswith(("hidden", "inter", "num"))} | {
+    "image_size": IMAGE,
+    "patch_size": PATCH,
 }
 GPT2 = {"use_cache": False, "vocab_size": WORDS, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4}
-GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 T5 = {
     "use_cache": False,
     "vocab_size": WORDS,
@@ -39,10 +39,8 @@ T5 = {
     "d_ff": 64,
     "num_layers": 1,
     "num_heads": 4,
-    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
 }
-VISION = {name: TEXT[name] for name in TEXT if name not in ("vocab_size", "max_position_embeddings")} | IMAGES
-CLIP_TEXT = TEXT | {"max_position_embeddings": 16, "eos_token_id": WORDS - 1, "bos_token_id": 1, "pad_token_id": 0}
 WHISPER: dict[str, Any] = {
     "vocab_size": WORDS,
     "d_model": 32,
@@ -59,24 +57,87 @@ WHISPER: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
-    "dropout": 0.0,
     "use_cache": False,
 }
-RESNET: dict[str, Any] = {
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
+RESNET: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+LATENT = {  # attention of DeepSeek-V3
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,  # one without experts
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4, "hidden_size": 32}
+DETR = {
+    "num_queries": 5,
+    "encoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 4,
+    "decoder_layers": 1,
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 4,
+    "d_model": 32,
+    "num_labels": 5,
+    "backbone_config": {"model_type": "resnet", **RESNET, "out_features": ["stage2"]},
+}
+SEGFORMER = {
+    "num_encoder_blocks": 2,
     "depths": [1, 1],
-    "layer_type": "basic",
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [8, 16],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 16,
     "num_labels": 5,
 }
+WAV2VEC2 = {name: TEXT[name] for name in TEXT if name != "max_position_embeddings"} | {
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 4],
+    "conv_kernel": [10, 4],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_length": 2,
+    "layerdrop": 0.0,
+    "ctc_zero_infinity": True,
+}
+GEMMA3 = DECODER | {
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+QWEN2_VL_IMAGE, QWEN2_VL_START, QWEN2_VL_END = 3, 4, 5  # tokens
+QWEN2_VL = {
+    "text_config": DECODER
+    | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+    "vision_config": {
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": PATCH,
+    },
+    "image_token_id": QWEN2_VL_IMAGE,
+    "vision_start_token_id": QWEN2_VL_START,
+    "vision_end_token_id": QWEN2_VL_END,
+}
 LITGPT = {"block_size": 64, "padded_vocab_size": WORDS, "n_layer": 1, "n_head": 4, "n_embd": 32, "n_query_groups": 2}
-
 
 Batch = dict[str, Any]
 
 
 def words(tokens: int = TOKENS) -> Tensor:
-    return torch.randint(3, WORDS - 1, (SEQUENCES, tokens))
+    return torch.randint(6, WORDS - 1, (SEQUENCES, tokens))
 
 
 def text(tokens: int = TOKENS) -> Batch:
@@ -85,24 +146,64 @@ def text(tokens: int = TOKENS) -> Batch:
     return {"input_ids": found, "labels": found}
 
 
-def masked_text() -> Batch:
-    return text() | {"attention_mask": torch.ones(SEQUENCES, TOKENS, dtype=torch.long)}
+def padded_text() -> Batch:
+    """The second sequence is shorter."""
+    mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.long)
+    mask[1, TOKENS - 4 :] = 0
+    batch = text()
+    return {"input_ids": batch["input_ids"] * mask, "labels": torch.where(mask > 0, batch["labels"], -100)} | {
+        "attention_mask": mask
+    }
 
 
 def pairs() -> Batch:
     return {"input_ids": words(), "labels": words()}
 
 
+def pixels() -> Tensor:
+    return torch.randn(SEQUENCES, 3, IMAGE, IMAGE)
+
+
 def images() -> Batch:
-    return {"pixel_values": torch.randn(SEQUENCES, 3, 32, 32), "labels": torch.randint(0, 5, (SEQUENCES,))}
+    return {"pixel_values": pixels(), "labels": torch.randint(0, 5, (SEQUENCES,))}
 
 
 def captions() -> Batch:
-    return {"input_ids": words(), "pixel_values": torch.randn(SEQUENCES, 3, 32, 32), "return_loss": True}
+    return {"input_ids": words(), "pixel_values": pixels(), "return_loss": True}
+
+
+def segments() -> Batch:
+    return {"pixel_values": pixels(), "labels": torch.randint(0, 5, (SEQUENCES, IMAGE, IMAGE))}
+
+
+def boxes() -> Batch:
+    """One object in the first image, two in the second."""
+    labels = [
+        {"class_labels": torch.randint(0, 5, (count,)), "boxes": 0.2 + 0.3 * torch.rand(count, 4)}
+        for count in range(1, SEQUENCES + 1)
+    ]
+    return {"pixel_values": pixels(), "labels": labels}
 
 
 def speech() -> Batch:
     return {"input_features": torch.randn(SEQUENCES, 8, 40), "labels": words()}
+
+
+def waves() -> Batch:
+    return {"input_values": torch.randn(SEQUENCES, 800), "labels": words(6)}
+
+
+def pictured_text() -> Batch:
+    """Each sequence begins with an image of 4 by 4 patches, of which 2 by 2 become one token."""
+    head = torch.tensor([QWEN2_VL_START, *[QWEN2_VL_IMAGE] * 4, QWEN2_VL_END]).expand(SEQUENCES, -1)
+    tokens = torch.cat((head, words()), 1)
+    return {
+        "input_ids": tokens,
+        "labels": torch.where(tokens < 6, -100, tokens),
+        "mm_token_type_ids": (tokens == QWEN2_VL_IMAGE).int(),
+        "pixel_values": torch.randn(16 * SEQUENCES, 3 * 2 * PATCH * PATCH),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * SEQUENCES),
+    }
 
 
 def own_loss(model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -123,7 +224,7 @@ class Family:
 
     Attributes:
         name: as the table has it.
-        make: a small model, in training mode.
+        make: a small model, in training mode, with the dropout that its config has by default.
         batch: of one rank, new with each call, of the same shapes.
         loss: of a model and a batch.
     """
@@ -158,18 +259,29 @@ def decoder(name: str, of: str, **arguments: Any) -> Family:
 FAMILIES = (
     decoder("Llama", "Llama"),
     decoder("Qwen2", "Qwen2"),
+    decoder("Qwen3", "Qwen3", head_dim=8),
     decoder("Mistral", "Mistral"),
-    decoder("Gemma 2", "Gemma2", head_dim=8, num_hidden_layers=2),  # every other layer has a window
+    decoder("Gemma 2", "Gemma2", head_dim=8, num_hidden_layers=2, sliding_window=4),  # every other layer has a window
+    Family("Gemma 3", hugging_face("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA3)),
     decoder("Phi-3", "Phi3"),
-    Family("GPT-2", hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT2, **GPT2_DROPOUT)),
-    Family("GPT-NeoX", hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT, **WITHOUT_DROPOUT, use_cache=False)),
-    Family("BERT", hugging_face("BertForMaskedLM", "BertConfig", **TEXT, **WITHOUT_DROPOUT), masked_text),
-    Family("ViT", hugging_face("ViTForImageClassification", "ViTConfig", **VISION, **WITHOUT_DROPOUT), images),
-    Family("T5", hugging_face("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0), pairs),
-    Family("CLIP", hugging_face("CLIPModel", "CLIPConfig", text_config=CLIP_TEXT, vision_config=VISION), captions),
+    Family("GPT-2", hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT2)),
+    Family("GPT-NeoX", hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT, use_cache=False)),
+    Family("BERT", hugging_face("BertForMaskedLM", "BertConfig", **TEXT), padded_text),
+    Family("ViT", hugging_face("ViTForImageClassification", "ViTConfig", **VISION, num_labels=5), images),
+    Family("T5", hugging_face("T5ForConditionalGeneration", "T5Config", **T5), pairs),
+    Family("CLIP", hugging_face("CLIPModel", "CLIPConfig", text_config=TEXT, vision_config=VISION), captions),
+    Family("SigLIP", hugging_face("SiglipModel", "SiglipConfig", text_config=TEXT, vision_config=VISION), captions),
     Family("Whisper", hugging_face("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), speech),
-    decoder("Mixtral", "Mixtral", num_local_experts=4),
-    Family("ResNet", hugging_face("ResNetForImageClassification", "ResNetConfig", **RESNET), images),
+    Family("wav2vec2", hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **WAV2VEC2), waves),
+    decoder("Mixtral", "Mixtral", num_local_experts=4, **EXPERTS),
+    decoder("Qwen3-MoE", "Qwen3Moe", head_dim=8, num_experts=4, moe_intermediate_size=16, **EXPERTS),
+    decoder("gpt-oss", "GptOss", head_dim=8, num_local_experts=4, num_hidden_layers=2, sliding_window=4, **EXPERTS),
+    decoder("DeepSeek-V3", "DeepseekV3", **LATENT, **EXPERTS),
+    decoder("Mamba-2", "Mamba2", **MAMBA2),
+    Family("Qwen2-VL", hugging_face("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", **QWEN2_VL), pictured_text),
+    Family("DETR", hugging_face("DetrForObjectDetection", "DetrConfig", **DETR), boxes),
+    Family("Segformer", hugging_face("SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER), segments),
+    Family("ResNet", hugging_face("ResNetForImageClassification", "ResNetConfig", **RESNET, num_labels=5), images),
     Family("LitGPT", lit_gpt, text, next_word),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

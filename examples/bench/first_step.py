@@ -6,7 +6,7 @@
 CPU seconds of all processes, of the second model of a process, on one rank: a first step (forward and backward), and
 what follows it for the first time: a step under ``no_sync``, a forward under ``no_grad``, one after ``eval()`` in
 inference mode. Each number comes from a process of its own with nothing in torch's caches. A further layer is the
-difference between two depths. Needs transformers.
+difference between two depths.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.bench.overhead import clocked
-from thunder_zero.frontends.dynamo import module, programs
-from thunder_zero.frontends.program_transform import ProgramTransform
+from examples.llama import Llama, LlamaConfig
+from thunder_zero.compat import aot
+from thunder_zero.frontends.dynamo import programs
 from thunder_zero.traces.executors import ScheduleJointTrace
 
 import thunder
@@ -41,20 +42,10 @@ Step = Callable[[Any], Tensor]  # the loss of a model
 
 
 def llama(layers: int) -> tuple[nn.Module, Step]:
-    """Of Hugging Face, of width 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=176,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+    """Of examples/llama.py, of width 64."""
     tokens = torch.arange(64).view(2, 32)
-    return LlamaForCausalLM(config), lambda model: model(input_ids=tokens, labels=tokens).loss
+    module = Llama(LlamaConfig(vocab_size=128, intermediate_size=176, num_hidden_layers=layers))
+    return module, lambda model: model(input_ids=tokens, labels=tokens).loss
 
 
 def gpt(blocks: int) -> tuple[nn.Module, Step]:
@@ -86,15 +77,12 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
     "`tz.compile(stage=3)`": lambda module: tz.compile(module, stage=3),
 }
 PASSES: dict[str, tuple[Any, str]] = {
-    "acquiring": (module, "acquire"),
-    "synchronising": (ProgramTransform, "synchronize"),
-    "differentiating": (programs, "grad_transform_on_trace"),
-    "lowering": (programs, "_transform_for_operator_executor_execution"),
-    "dead code": (programs, "dce"),
+    "exporting (AOTAutograd)": (aot, "export"),
+    "converting": (programs, "convert"),
     "scheduling": (ScheduleJointTrace, "fusion_pass"),
     "splitting": (programs, "split_into_forward_and_backward"),
     "freeing": (programs, "del_last_used"),
-    "proving": (ProgramTransform, "transform_trace_post_optimization"),
+    "proving": (programs, "finish"),
     "writing Python": (TraceCtx, "python_callable"),
 }
 

@@ -1,6 +1,6 @@
-"""Which models each front end takes: trains small ones of 15 families on two ranks, and holds them against eager.
+"""Trains small models of all families on two ranks with ``tz.compile``, and holds them against eager.
 
-    python -m examples.bench.zoo                                 all families, about 15 minutes on two idle cores
+    python -m examples.bench.zoo                                 all families, about 5 minutes on two idle cores
     python -m examples.bench.zoo --families Llama T5
     python -m examples.bench.zoo --page                          the page again, nothing trained
 
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from examples.bench.families import BY_NAME
-from examples.bench.zoo_steps import FRONT_ENDS, STAGES, thunder_alone, train
-from examples.bench.zoo_table import Failed, Found, Row, merged, read_rows, text_of, versions, write
+from examples.bench.zoo_steps import eager, fresh, train
+from examples.bench.zoo_table import STAGES, Failed, Found, Row, merged, read_rows, text_of, versions, write
 
 WORLD_SIZE = 2
 PRELOADED = ["examples.bench.zoo_steps", "transformers.modeling_utils", "litgpt"]
@@ -42,27 +42,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def on_rank(family: str, rank: int, store: str, to_parent: Connection) -> None:
-    """One rank of a family: sends ``(front end, stage, what was found, or the error's words)``."""
+    """One rank of a family: sends ``(stage, what was found, or the error's words)``; first, as stage 0, the name of the
+    model's class."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = BY_NAME[family]
-    if rank == 0:
+    members = BY_NAME[family]
+    to_parent.send((0, type(fresh(members)).__name__))
+    dist.init_process_group("gloo", init_method=f"file://{store}-eager", rank=rank, world_size=WORLD_SIZE)
+    right = eager(members, rank, WORLD_SIZE)
+    dist.destroy_process_group()
+    for stage in STAGES:  # each in a group of its own, as an error may leave messages behind
+        dist.init_process_group("gloo", init_method=f"file://{store}-{stage}", rank=rank, world_size=WORLD_SIZE)
         try:
-            thunder_alone(found)
-            to_parent.send(("", 0, {}))
+            to_parent.send((stage, train(members, stage, rank, right)))
         except Exception as error:
-            to_parent.send(("", 0, words_of(error)))
-    for front_end in FRONT_ENDS:
-        for stage in STAGES:
-            name = f"{store}-{front_end}-{stage}"  # a group of its own, as an error may leave messages behind
-            dist.init_process_group("gloo", init_method=f"file://{name}", rank=rank, world_size=WORLD_SIZE)
-            try:
-                to_parent.send((front_end, stage, train(found, front_end, stage, rank, WORLD_SIZE)))
-            except Exception as error:
-                to_parent.send((front_end, stage, words_of(error)))
-                break
-            finally:
-                dist.destroy_process_group()
+            to_parent.send((stage, words_of(error)))
+        finally:
+            dist.destroy_process_group()
+            torch.compiler.reset()  # each stage compiles anew
 
 
 def words_of(error: Exception) -> str:
@@ -91,50 +88,34 @@ def run_family(family: str, seconds: float, folder: Path) -> Row:
     return row_of(family, replies, seconds)
 
 
-def collected(pipes: list[Connection], seconds: float) -> list[dict[tuple[str, int], Any]]:
+def collected(pipes: list[Connection], seconds: float) -> list[dict[int, Any]]:
     """What each rank sent until it ended, or until the time was over."""
-    replies: list[dict[tuple[str, int], Any]] = [{} for _ in pipes]
+    replies: list[dict[int, Any]] = [{} for _ in pipes]
     open_pipes, end = list(pipes), time.monotonic() + seconds
     while open_pipes and (left := end - time.monotonic()) > 0:
         for pipe in wait(open_pipes, left):
             assert isinstance(pipe, Connection)
             try:
-                front_end, stage, found = pipe.recv()
+                stage, found = pipe.recv()
             except EOFError:
                 open_pipes.remove(pipe)
                 continue
-            replies[pipes.index(pipe)][front_end, stage] = found
+            replies[pipes.index(pipe)][stage] = found
     return replies
 
 
-def row_of(family: str, replies: Sequence[dict[tuple[str, int], Any]], seconds: float) -> Row:
+def row_of(family: str, replies: Sequence[dict[int, Any]], seconds: float) -> Row:
     """The row of what both ranks sent."""
     silent = f"no answer within {seconds:g} seconds, or the process ended"
-    alone = replies[0].get(("", 0), silent)
-    cells = {
-        name: cell_of([{at: reply.get((name, at), silent) for at in STAGES} for reply in replies])
-        for name in FRONT_ENDS
-    }
-    return Row(family, None if alone == {} else alone, cells, versions())
+    cells = {stage: cell_of([reply.get(stage, silent) for reply in replies]) for stage in STAGES}
+    return Row(family, replies[0].get(0, ""), cells, versions())
 
 
-def cell_of(ranks: Sequence[dict[int, Any]]) -> Found | Failed:
-    """What one front end did, by rank and stage: the first failure, with the words of each rank; or the largest error,
-    and everything else of stage 3."""
-    for stage in STAGES:
-        if any(isinstance(rank[stage], str) for rank in ranks):
-            words = [rank[stage] if isinstance(rank[stage], str) else "no error" for rank in ranks]
-            return Failed(stage, tuple(words))
-    replies = [rank[stage] for rank in ranks for stage in STAGES]
-    last = ranks[0][STAGES[-1]]
-    return Found(
-        error=max(reply["error"] for reply in replies),
-        graphs=max(reply["graphs"] for reply in replies),
-        scheduled=sum(reply["scheduled"] for reply in replies),
-        launched=sum(reply["launched"] for reply in replies),
-        registered=tuple(sorted({name for reply in replies for name in reply["registered"]})),
-        seconds=last["seconds"],
-    )
+def cell_of(ranks: Sequence[Any]) -> Found | Failed:
+    """What one stage did, by rank: the words of each; or the largest error, and everything else of rank 0."""
+    if any(isinstance(rank, str) for rank in ranks):
+        return Failed(tuple(rank if isinstance(rank, str) else "no error" for rank in ranks))
+    return Found(**ranks[0] | {"error": max(rank["error"] for rank in ranks)})
 
 
 def main() -> None:

@@ -1,38 +1,50 @@
-"""Trains one family of the zoo on one rank, under a front end and a stage, and compares it with eager."""
+"""Trains one family of the zoo on one rank with ``tz.compile``, and compares it with eager.
+
+Right is the mean over ranks of what eager PyTorch gives for each rank's batch, seed and buffers::
+
+    rank 0: eager(module, batch 0, seed 0) -> gradients 0 --+
+                                                            mean -> right gradients, right step
+    rank 1: eager(module, batch 1, seed 1) -> gradients 1 --+
+"""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-import thunder_zero as tz  # before thunder
+import thunder_zero as tz
 from examples.bench.families import Family
 from thunder_zero.schedule.timeline import Kind
 
-import thunder
-
-STEPS = 3
-STAGES = (1, 2, 3)
-LEARNING_RATE = 1e-3
-EPSILON = 1e-4  # gradients of the keys' biases are zero but for rounding, and AdamW would divide them by themselves
+STEPS = 2
+LEARNING_RATE = 0.1
+SMALL = 1e-3  # differences are relative to a tensor's largest value, or to this
 BUCKET_BYTES = 4096  # several gathers, in models as small as these
+BETWEEN_STEPS = 1000  # seeds
+
+
+@dataclass(frozen=True)
+class Right:
+    """One step of eager: this rank's loss and buffers, and the mean gradients of all ranks, or None."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
 
 
 def policy(stage: int) -> tz.Policy:
     return tz.Policy(stage, bucket_bytes=BUCKET_BYTES, reshard_after_forward=True)
-
-
-FRONT_ENDS: dict[str, Callable[[nn.Module, int], Any]] = {
-    "thunder.jit": lambda module, stage: thunder.jit(module, transforms=[tz.ZeroTransform(policy(stage))]),
-    "tz.compile": lambda module, stage: tz.compile(module, policy(stage)),
-}
 
 
 def fresh(family: Family) -> nn.Module:
@@ -40,31 +52,55 @@ def fresh(family: Family) -> nn.Module:
     return family.make()
 
 
-def batches(family: Family, world_size: int) -> list[list[Any]]:
-    """A batch for each rank in each step."""
-    torch.manual_seed(1)
-    return [[family.batch() for _ in range(world_size)] for _ in range(STEPS)]
+def batches(family: Family, rank: int) -> list[Any]:
+    """This rank's batch of each step."""
+    torch.manual_seed(1 + rank)
+    return [family.batch() for _ in range(STEPS)]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+def computed(family: Family, model: Any, batch: Any, rank: int, step: int) -> Tensor:
+    """Run forward and backward with a seed of this rank and step; returns the loss."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):  # some models draw in Python or numpy
+        seed(BETWEEN_STEPS * step + rank)
+    loss = family.loss(model, deepcopy(batch))
+    loss.backward()
+    return loss.detach()
 
 
-def eager(family: Family, world_size: int) -> dict[str, torch.Tensor]:
-    """The parameters after the steps, in one process that computes the mean loss of all ranks."""
-    model = fresh(family)
-    optimizer = adamw(model)
-    for batch in batches(family, world_size):
-        for mine in batch:
-            (family.loss(model, mine) / world_size).backward()
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def eager(family: Family, rank: int, world_size: int) -> list[Right]:
+    """Train in eager PyTorch, by hand on all ranks."""
+    model, found = fresh(family), []
+    optimizer = sgd(model)
+    for step, batch in enumerate(batches(family, rank)):
+        loss = computed(family, model, batch, rank, step)
+        for param in model.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= world_size
+        grads = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters()}
+        found.append(Right(loss, grads, {name: buffer.clone() for name, buffer in model.named_buffers()}))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return found
 
 
-def thunder_alone(family: Family) -> None:
-    """Forward and backward under ``thunder.jit``, without this package."""
-    family.loss(thunder.jit(fresh(family)), batches(family, 1)[0][0]).backward()
+def farthest(found: Mapping[str, Tensor | None], right: Mapping[str, Tensor | None]) -> float:
+    """The largest difference of a tensor's values, relative to the largest of its right values, or to SMALL.
+
+    Raises:
+        AssertionError: one side has a gradient, and the other does not.
+    """
+    errors = [0.0]
+    for name, value in right.items():
+        other = found[name]
+        assert (value is None) == (other is None), f"{name} has {'no' if other is None else 'a'} gradient"
+        if value is not None and other is not None and value.numel():
+            errors.append(float((other - value).abs().max()) / max(float(value.abs().max()), SMALL))
+    return max(errors)
 
 
 @contextmanager
@@ -82,34 +118,45 @@ def gathers_launched(model: Any) -> Iterator[list[int]]:
         yield launched
 
 
-def train(family: Family, front_end: str, stage: int, rank: int, world_size: int) -> dict[str, Any]:
+def full_gradients(model: Any) -> dict[str, Tensor | None]:
+    return {
+        name: None
+        if param.grad is None
+        else param.grad.full_tensor()
+        if hasattr(param.grad, "full_tensor")
+        else param.grad
+        for name, param in model.named_parameters()
+    }
+
+
+def train(family: Family, stage: int, rank: int, right: Sequence[Right]) -> dict[str, Any]:
     """Take the steps. Of the last of them: graphs, gathers in their proven schedules, and gathers launched.
 
     Returns:
-        ``error``: the largest difference of a parameter from eager; ``graphs``; ``scheduled``; ``launched``;
-        ``registered``: operators through automatic registration; ``seconds``: CPU time of the first forward, which
-        compiles both phases.
+        ``error``: the largest relative difference of a loss, a gradient or a buffer from eager; ``graphs``;
+        ``scheduled``; ``launched``; ``seconds``: CPU time of the first step, which compiles both phases.
     """
-    model = FRONT_ENDS[front_end](fresh(family), stage)
-    optimizer = adamw(model)
-    seconds = 0.0
-    for number, batch in enumerate(batches(family, world_size)):
-        mine = deepcopy(batch[rank])
+    model = tz.compile(fresh(family), policy(stage))
+    optimizer = sgd(model)
+    seconds, error = 0.0, 0.0
+    for step, batch in enumerate(batches(family, rank)):
         with gathers_launched(model) as launched:
             start = time.process_time()
-            loss = family.loss(model, mine)
-            seconds = seconds if number else time.process_time() - start
-            loss.backward()
+            loss = computed(family, model, batch, rank, step)
+            seconds = seconds if step else time.process_time() - start
+        error = max(
+            error,
+            farthest({"loss": loss}, {"loss": right[step].loss}),
+            farthest(full_gradients(model), right[step].gradients),
+            farthest(dict(model.named_buffers()), right[step].buffers),
+        )
         optimizer.step()
         optimizer.zero_grad()
     programs = [tz.traces_of(model, graph=graph) for graph in range(len(model.graphs()))]
-    full = tz.full_state_dict(model)
-    right = eager(family, world_size) if rank == 0 else {}
     return {
-        "error": max((float((full[name] - value).abs().max()) for name, value in right.items()), default=0.0),
+        "error": error,
         "graphs": len(programs),
         "scheduled": sum(op.kind is Kind.GATHER for program in programs for op in program.timeline.ops),
         "launched": len(launched),
-        "registered": sorted({name for program in programs for name in program.registered}),
         "seconds": seconds,
     }

@@ -1,10 +1,10 @@
-"""The data file of the zoo (docs/zoo.json), and the tables of docs/zoo.md."""
+"""The data file of the zoo (docs/zoo.json), and the table of docs/zoo.md."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,31 +15,31 @@ from examples.bench.page import json_of, with_section
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "zoo.json", DOCS / "zoo.md"
-HEADERS = ("family", "Thunder alone", "thunder.jit", "tz.compile", "graphs", "gathers scheduled", "registered", "CPU s")
+HEADERS = ("family", "class", "stage 2", "stage 3", "graphs", "gathers scheduled", "CPU s")
+ALIGNED = ("---", "---", *["---:"] * 5)
 SECTION = ("zoo", "examples.bench.zoo")
-FRONT_ENDS = ("thunder.jit", "tz.compile")
-MOST_ERROR = 1e-5
+STAGES = (2, 3)
+MOST_ERROR = 2e-5
 MOST_WORDS = 160  # letters of an error
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one front end did with a family, on two ranks, in stages 1 to 3.
+    """How a family trained in one stage.
 
     Attributes:
-        error: the largest difference of a parameter from eager, after three steps of AdamW.
+        error: the largest difference of a loss, a gradient or a buffer from eager, in two steps; relative to the
+            tensor's largest value, or to 1e-3.
         graphs: in the last forward.
-        scheduled: gathers in the proven schedules of these graphs; of all stages and ranks.
-        launched: gathers launched in the last forward and backward.
-        registered: operators that Thunder has from its automatic registration.
-        seconds: CPU time of the first forward in stage 3, which compiles it.
+        scheduled: gathers in the proven schedules of these graphs, on one rank.
+        launched: gathers launched in the last forward and backward, on one rank.
+        seconds: CPU time of the first step, which compiles both phases.
     """
 
     error: float
     graphs: int
     scheduled: int
     launched: int
-    registered: tuple[str, ...]
     seconds: float
 
     @property
@@ -49,9 +49,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """How one front end failed: in which stage first, and the error of each rank."""
+    """How a family failed in one stage: the error of each rank."""
 
-    stage: int
     words: tuple[str, ...]
 
 
@@ -61,14 +60,14 @@ class Row:
 
     Attributes:
         family: its name.
-        alone: the error of ``thunder.jit`` without this package; None if it compiles.
-        cells: what each front end did.
+        model: the name of its class.
+        cells: what was found, by stage.
         versions: Python, torch, Thunder, transformers, LitGPT.
     """
 
     family: str
-    alone: str | None
-    cells: dict[str, Found | Failed]
+    model: str
+    cells: Mapping[int, Found | Failed]
     versions: str
 
 
@@ -80,12 +79,9 @@ def read_rows(path: Path = DATA) -> tuple[Row, ...]:
 
 
 def _row(data: dict[str, Any]) -> Row:
-    cells: dict[str, Found | Failed] = {}
-    for name, cell in data["cells"].items():
-        if "words" in cell:
-            cells[name] = Failed(cell["stage"], tuple(cell["words"]))
-        else:
-            cells[name] = Found(**cell | {"registered": tuple(cell["registered"])})
+    cells: dict[int, Found | Failed] = {}
+    for stage, cell in data["cells"].items():
+        cells[int(stage)] = Failed(tuple(cell["words"])) if "words" in cell else Found(**cell)
     return Row(**data | {"cells": cells})
 
 
@@ -96,7 +92,7 @@ def merged(old: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def write(rows: Sequence[Row], path: Path = DATA, page: Path = PAGE) -> None:
-    """Write the file, and put its tables into the page."""
+    """Write the file, and put its table into the page."""
     path.write_text(json_of(map(_rounded, rows)))
     page.write_text(with_tables(page.read_text(), rows))
 
@@ -105,55 +101,44 @@ def _rounded(row: Row) -> dict[str, Any]:
     values = asdict(row)
     for cell in values["cells"].values():
         if "seconds" in cell:
-            cell["error"], cell["seconds"] = float(f"{cell['error']:.1e}"), round(cell["seconds"], 1)
+            cell["error"], cell["seconds"] = float(f"{cell['error']:.0e}"), round(cell["seconds"], 1)
     return values
 
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
-    """The page's text with the tables of these rows."""
+    """The page's text with the table of these rows."""
     return with_section(text, *SECTION, tables(rows))
 
 
 def tables(rows: Sequence[Row]) -> str:
     """The table, the errors and the versions, in Markdown."""
-    lines = [HEADERS, ("---",) * 4 + ("---:",) * 2 + ("---", "---:"), *map(cells, rows)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    failures = [f"- {row.family}, {name}: {words}\n" for row in rows for name, words in errors(row).items()]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in (HEADERS, ALIGNED, *map(cells, rows)))
+    failures = [f"- {row.family}, {stage}\n" for row in rows for stage in errors(row)]
     return "\n".join((table, "".join(failures), "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"))
 
 
-def errors(row: Row) -> dict[str, str]:
-    """The errors of a row, shortened; where Thunder alone fails, its own alone."""
-    found = {} if row.alone is None else {"Thunder alone": shortened(row.alone)}
-    for name, cell in row.cells.items():
-        if isinstance(cell, Failed) and not (row.alone is not None and name == "thunder.jit"):
-            found[f"{name}, stage {cell.stage}"] = "; ".join(
-                f"rank {rank}: {shortened(words)}" for rank, words in enumerate(cell.words)
-            )
-    return found
+def errors(row: Row) -> list[str]:
+    """The errors of a row, shortened."""
+    return [
+        f"stage {stage}: " + "; ".join(f"rank {rank}: {shortened(words)}" for rank, words in enumerate(cell.words))
+        for stage, cell in row.cells.items()
+        if isinstance(cell, Failed)
+    ]
 
 
 def shortened(words: str) -> str:
-    words = words.removesuffix(": ")  # of an assertion
     return f"`{words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + ' ...'}`"
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table, under HEADERS; numbers of both front ends where both compile."""
-    found = [cell for cell in map(row.cells.get, FRONT_ENDS) if isinstance(cell, Found)]
-    names = sorted({name for cell in found for name in cell.registered})
-    return (
-        row.family,
-        "yes" if row.alone is None else "no",
-        *(verdict(row.cells[name]) for name in FRONT_ENDS),
-        *(", ".join(map(str, each)) or "" for each in ([cell.graphs for cell in found], list(map(share, found)))),
-        ", ".join(f"`{name}`" for name in names),
-        ", ".join(f"{cell.seconds:.1f}" for cell in found),
-    )
+    """One line of the table, under HEADERS; the last three are of stage 3."""
+    last = row.cells[STAGES[-1]]
+    of_last = (str(last.graphs), share(last), f"{last.seconds:.1f}") if isinstance(last, Found) else ("", "", "")
+    return (row.family, f"`{row.model}`", *(verdict(row.cells[stage]) for stage in STAGES), *of_last)
 
 
 def verdict(cell: Found | Failed) -> str:
-    """Whether it compiles, and is right."""
+    """Whether it trains, and is right."""
     if isinstance(cell, Failed):
         return "no"
     return f"{cell.error:.0e}" if cell.is_right else f"**wrong: {cell.error:.0e}**"
@@ -165,8 +150,8 @@ def share(cell: Found) -> str:
 
 def text_of(row: Row) -> str:
     """For the screen."""
-    lines = ["  ".join(f"{name} {cell}" for name, cell in zip(HEADERS, cells(row), strict=True))]
-    return "\n".join((*lines, *(f"  {name}: {words}" for name, words in errors(row).items())))
+    line = "  ".join(f"{name} {cell}" for name, cell in zip(HEADERS, cells(row), strict=True))
+    return "\n".join((line, *(f"  {words}" for words in errors(row))))
 
 
 def versions() -> str:

@@ -69,6 +69,16 @@ def test_where_torch_comes_from_and_when_it_installs_again(dev: ModuleType, monk
     assert asked == [".[docs]"] * 2
 
 
+def test_litgpt_is_installed_alone_beside_transformers(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requirements exclude each other; without it, its tests are skipped."""
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(dev, "install_torch", lambda: None)
+    monkeypatch.setattr(dev, "pip_install", lambda *what: calls.append(what) or int("--no-deps" in what))
+    dev.install(dev.EXTRAS["test"])
+    assert calls == [("--editable", f".[{dev.EXTRAS['test']}]"), ("--no-deps", *dev.LITGPT)]
+    assert "litgpt" not in dev.EXTRAS["test"]
+
+
 def test_bad_input_gets_one_sentence_and_bad_checks_a_code(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter([0, 2, 1, 1])
     monkeypatch.setattr(dev, "call", lambda *command, **env: next(codes))
