@@ -85,8 +85,7 @@ class Joint:
 
     @property
     def _output(self) -> fx.Node:
-        nodes: list[fx.Node] = list(self.graph.graph.nodes)
-        return nodes[-1]
+        return self.graph.graph.output_node()
 
     def tangents(self) -> Mapping[fx.Node, int]:
         """Return the tangents, with the positions of their outputs among forward's."""
@@ -203,9 +202,8 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     state, captured = exported._aot_state, exported._aot_graph_capture
     _mark_backward(captured.graph_module)
     meta = state.fw_metadata
-    outputs = (
-        len(meta.tokens) + meta.num_forward_returns if state.needs_autograd else len(_results(captured.graph_module))
-    )
+    results: Any = captured.graph_module.graph.output_node().args[0]
+    outputs = len(meta.tokens) + meta.num_forward_returns if state.needs_autograd else len(results)
     mutated = [at for at, info in enumerate(meta.input_info) if info.mutates_data or info.mutates_metadata]
     names = [_argument(node) for node in graph.graph.nodes if node.op == "placeholder"]
     return Joint(
@@ -224,7 +222,7 @@ def _begin_without_gradients(graph: fx.GraphModule) -> bool:
     """Let a graph that turns gradients on begin without: AOTAutograd traces it with gradients on."""
     switches = graph.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     turns_on = any(node.args[0] for node in switches)
-    if turns_on and next(iter(switches)).args[0]:
+    if turns_on:
         first = next(node for node in graph.graph.nodes if node.op != "placeholder")
         with graph.graph.inserting_before(first):
             graph.graph.call_function(torch._C._set_grad_enabled, (False,))
@@ -234,7 +232,7 @@ def _begin_without_gradients(graph: fx.GraphModule) -> bool:
 
 def _copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
     """Let a graph return copies in place of views of parameters: AOTAutograd would make the views anew, of rows."""
-    output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+    output: Any = graph.graph.output_node()
     results, copied = list(output.args[0]), False
     for position, info in enumerate(infos):
         is_alias = info.output_type in ALIASES and info.base_idx is not None
@@ -257,10 +255,6 @@ def _mark_backward(graph: fx.GraphModule) -> None:
         elif node.op == "call_function" and (is_backward(node) or not made.isdisjoint(node.all_input_nodes)):
             node.meta["partitioner_tag"] = "is_backward"
             made.add(node)
-
-
-def _results(graph: fx.GraphModule) -> Any:
-    return next(node for node in reversed(graph.graph.nodes) if node.op == "output").args[0]
 
 
 @contextmanager

@@ -94,6 +94,20 @@ def trace(
     return source.under(policy)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What to capture: the arguments of :func:`programs_of`."""
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    policy: Policy | int
+    world: tuple[int, int, int]
+    synced: bool
+    executors: Sequence[Executor] | None
+    device: Device | str | None
+
+
 class ProgramSource(Protocol):
     """A module and its arguments, captured once."""
 
@@ -122,7 +136,7 @@ def programs_of(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
-    return FRONTENDS[frontend](module, args, kwargs, policy, world, synced, executors, device)
+    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device))
 
 
 CPU = torch.device("cpu")
@@ -159,26 +173,17 @@ class _DryRun(ZeroTransform):
 class FromDynamo:
     """A module that dynamo and AOTAutograd capture, as ``tz.compile`` does."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        policy: Policy | int,
-        world: tuple[int, int, int],
-        synced: bool,
-        executors: Sequence[Executor] | None,
-        device: Device | str | None,
-    ) -> None:
-        require_known(executors)
-        self._memory_bytes, self._fuses = _memory_bytes(module, device), bool(executors)
-        self._module, self._world = module, world
-        plan = self._plan(policy)
+    def __init__(self, asked: Asked) -> None:
+        require_known(asked.executors)
+        module, args, kwargs = asked.module, tuple(asked.args), dict(asked.kwargs)
+        self._memory_bytes, self._fuses = _memory_bytes(module, asked.device), bool(asked.executors)
+        self._module, self._world = module, asked.world
+        plan = self._plan(asked.policy)
         with _as_captured(module, plan):
-            args, kwargs = cast_inputs(type(module).__name__, tuple(args), dict(kwargs), plan.policy.mixed_precision)
+            args, kwargs = cast_inputs(type(module).__name__, args, kwargs, plan.policy.mixed_precision)
             args, kwargs = tree_map_only(Tensor, _as_shape, (args, kwargs))
             self._exported = export(module, args, kwargs)
-        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), synced)
+        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
     def _plan(self, policy: Policy | int) -> Plan:
         plan = make_plan(self._module, check_arguments(policy).policy, *self._world)
@@ -236,30 +241,20 @@ def _as_shape(tensor: Tensor) -> Tensor:
 class FromThunder:
     """A module that Thunder interprets, as ``thunder.jit`` does."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        policy: Policy | int,
-        world: tuple[int, int, int],
-        synced: bool = True,
-        executors: Sequence[Executor] | None = None,
-        device: Device | str | None = None,
-    ) -> None:
-        self._memory_bytes = _memory_bytes(module, device)
-        self._module, self._world, self._synced, self._executors = module, world, synced, executors
+    def __init__(self, asked: Asked) -> None:
+        module = asked.module
+        self._memory_bytes = _memory_bytes(module, asked.device)
+        self._module, self._world, self._synced, self._executors = module, asked.world, asked.synced, asked.executors
         self._lowered: dict[tuple[bool, ...], tuple[_DryRun, ThunderModule]] = {}  # by what is sharded
-        args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(args), dict(kwargs)))
-        transform, jitted = self._jitted(policy)
+        args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(asked.args), dict(asked.kwargs)))
+        transform, jitted = self._jitted(asked.policy)
         with _as_computed(module, transform.plan):
             args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
             self._acquired = _acquire(jitted, args, kwargs)
 
     def under(self, policy: Policy | int) -> Traces:
-        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
-        that are kept or computed again, bytes of buckets and in flight. Up to the schedule, policies that shard the
-        same parameters have the same joint trace: Thunder makes it once."""
+        """See :class:`ProgramSource`. Up to the schedule, policies that shard the same parameters have the same joint
+        trace: Thunder makes it once."""
         transform, jitted = self._jitted(policy)
         sharded = tuple(param.sharded for param in transform.plan.params)
         with _as_computed(self._module, transform.plan):
@@ -342,7 +337,7 @@ class _Acquired:
     ad_hoc: TemporaryExecutor
 
 
-FRONTENDS: dict[str, Callable[..., ProgramSource]] = {"dynamo": FromDynamo, "thunder": FromThunder}
+FRONTENDS: dict[str, Callable[[Asked], ProgramSource]] = {"dynamo": FromDynamo, "thunder": FromThunder}
 Made = TypeVar("Made")
 
 
