@@ -16,7 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,7 @@ from torch.nn import functional as F
 import thunder_zero as tz  # before thunder
 
 import thunder
+from thunder.executors.torch_compile import torch_compile_ex
 
 WORLD_SIZE, MiB = 8, 1 << 20
 WARM_UP, ROUNDS = 3, 20
@@ -118,10 +119,20 @@ def trains(model: nn.Module) -> Step:
     return step
 
 
-def ours(stage: int) -> Callable[[Size, str], Step]:
+def policy(stage: int) -> tz.Policy:
+    return tz.Policy(stage=stage, mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))
+
+
+def ours(stage: int, *executors: Any) -> Callable[[Size, str], Step]:
     def build(size: Size, device: str) -> Step:
-        half = tz.MixedPrecision(torch.bfloat16, torch.float32)
-        transform = tz.ZeroTransform(tz.Policy(stage=stage, mixed_precision=half), device=torch.device(device))
+        return trains(tz.compile(Stack(size), policy(stage), executors=executors or None, device=torch.device(device)))
+
+    return build
+
+
+def jitted(stage: int) -> Callable[[Size, str], Step]:
+    def build(size: Size, device: str) -> Step:
+        transform = tz.ZeroTransform(policy(stage), device=torch.device(device))
         return trains(thunder.jit(Stack(size), transforms=[transform]))
 
     return build
@@ -145,6 +156,8 @@ def fsdp2(compiled: bool) -> Callable[[Size, str], Step]:
 CONTESTANTS: dict[str, Callable[[Size, str], Step]] = {
     "zero2": ours(2),
     "zero3": ours(3),
+    "zero3, inductor": ours(3, torch_compile_ex),
+    "zero3, thunder.jit": jitted(3),
     "fsdp2": fsdp2(compiled=False),
     "fsdp2, compiled": fsdp2(compiled=True),
 }
@@ -158,7 +171,7 @@ class Measured:
         host: seconds until the step returns; the device may still compute.
         whole: seconds until the device has ended.
         allocations: blocks that the allocator gave; None on the CPU.
-        peak: most bytes allocated; None on the CPU.
+        peak: most bytes allocated, without those of others; None on the CPU.
     """
 
     host: float
@@ -167,8 +180,8 @@ class Measured:
     peak: int | None
 
 
-def measure(step: Step, tokens: Tensor) -> Measured:
-    """Take one step."""
+def measure(step: Step, tokens: Tensor, others: int) -> Measured:
+    """Take one step. ``others``: bytes on the device that are not this contestant's."""
     on_gpu = tokens.is_cuda
     if on_gpu:
         torch.cuda.synchronize()
@@ -182,43 +195,60 @@ def measure(step: Step, tokens: Tensor) -> Measured:
     torch.cuda.synchronize()
     whole = time.perf_counter() - start
     given = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    return Measured(host, whole, given, torch.cuda.max_memory_allocated())
+    return Measured(host, whole, given, torch.cuda.max_memory_allocated() - others)
 
 
-def in_turn(names: Sequence[str], size: Size, device: str, rounds: int) -> dict[str, list[Measured]]:
-    """Steps of all contestants, one after the other in each round; the peak of one includes the others' state."""
+@dataclass(slots=True)
+class Contestant:
+    """One that takes its turn.
+
+    Attributes:
+        step: takes a step.
+        rest: bytes that are its own between two steps; 0 on the CPU.
+        steps: what was measured.
+    """
+
+    step: Step
+    rest: int
+    steps: list[Measured] = field(default_factory=list)
+
+
+def built(name: str, size: Size, tokens: Tensor) -> Contestant:
+    """A contestant that has warmed up."""
+    start, before = time.perf_counter(), allocated(tokens)
+    torch.manual_seed(0)
+    step = CONTESTANTS[name](size, tokens.device.type)
+    for _ in range(WARM_UP):
+        step(tokens)
+    gc.collect()
+    print(f"{name}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return Contestant(step, allocated(tokens) - before)
+
+
+def allocated(tensor: Tensor) -> int:
+    """Bytes in use on the device of ``tensor``."""
+    return torch.cuda.memory_allocated() if tensor.is_cuda else 0
+
+
+def in_turn(names: Sequence[str], size: Size, device: str, rounds: int) -> dict[str, Contestant]:
+    """Steps of all contestants, one after the other in each round. Peaks are without what belongs to the others."""
     tokens = torch.randint(size.vocabulary, (1, size.tokens + 1), device=device)
-    steps = {}
-    for name in names:
-        torch.manual_seed(0)
-        steps[name] = CONTESTANTS[name](size, device)
-        for _ in range(WARM_UP):
-            steps[name](tokens)
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    found = {name: built(name, size, tokens) for name in names}
+    rest = sum(contestant.rest for contestant in found.values())
     for number in range(rounds):
         for name in sorted(names, reverse=number % 2 == 1):
             gc.collect()
-            found[name].append(measure(steps[name], tokens))
+            one = found[name]
+            one.steps.append(measure(one.step, tokens, rest - one.rest))
     return found
 
 
-def peaks_alone(names: Sequence[str], size: Size, device: str) -> dict[str, int | None]:
-    """The peak of each contestant, with nothing else on the device."""
-    found = {}
-    for name in names:
-        (only,) = in_turn([name], size, device, 1)[name]
-        found[name] = only.peak
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return found
-
-
-def table(found: dict[str, list[Measured]], peaks: dict[str, int | None]) -> list[str]:
+def table(found: dict[str, Contestant]) -> list[str]:
     """Medians, as lines of Markdown."""
     lines = ["| | host ms | step ms | allocations | peak MiB |", "| --- | --- | --- | --- | --- |"]
-    for name, steps in found.items():
-        allocations, peak = steps[-1].allocations, peaks[name]
+    for name, contestant in found.items():
+        steps = contestant.steps
+        allocations, peak = steps[-1].allocations, steps[-1].peak
         cells = [
             f"{median(step.host for step in steps) * 1e3:.2f}",
             f"{median(step.whole for step in steps) * 1e3:.2f}",
@@ -245,7 +275,6 @@ def report(options: argparse.Namespace) -> list[str]:
     size = TINY if options.tiny else Size()
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {platform.machine()}: a rehearsal"
     found = in_turn(options.contestants, size, options.device, options.rounds)
-    peaks = peaks_alone(options.contestants, size, options.device)
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
     return [
         "# thunder_zero on a GPU",
@@ -256,7 +285,7 @@ def report(options: argparse.Namespace) -> list[str]:
         "",
         f"bfloat16, AdamW, fake backend: nothing travels. Medians of {options.rounds} steps, in turn.",
         "",
-        *table(found, peaks),
+        *table(found),
         *(tests_section(options.tests) if options.tests is not None and options.tests.exists() else []),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,21 @@ import thunder
 
 STEPS, ROWS = 3, 4
 REHEARSAL = pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.rehearsal))
+
+
+@pytest.fixture(scope="module", params=["cuda", REHEARSAL])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def processes(ranks_pool: RanksPool, device: str) -> Iterator[RanksPool]:
+    if device == "cpu":
+        yield ranks_pool
+    else:
+        with RanksPool(fresh=True) as pool:  # CUDA does not work in a process that was forked
+            yield pool
 
 
 def train(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -35,17 +51,20 @@ def all_tokens() -> Tensor:
     return torch.arange(3 * ROWS).view(ROWS, 3) % 9
 
 
-def on_one_device(rank: int, world_size: int, device: str, stage: int, offload: bool) -> Tensor:
+def on_one_device(rank: int, world_size: int, device: str, stage: int, offload: bool, dynamo: bool) -> Tensor:
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     with late_wire():
-        policy = tz.Policy(stage=stage, cpu_offload=offload)
-        model: Any = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(policy, device=torch.device(device))])
+        on: dict[str, Any] = {"policy": tz.Policy(stage=stage, cpu_offload=offload), "device": torch.device(device)}
+        if dynamo:
+            model: Any = tz.compile(fresh(Small), **on)
+        else:
+            model = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(**on)])
         return train(model, all_tokens()[rows].to(device))
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, False), (3, True)])
-@pytest.mark.parametrize("device", ["cuda", REHEARSAL])
+@pytest.mark.parametrize("dynamo", [False, True], ids=["thunder.jit", "tz.compile"])
 @pytest.mark.filterwarnings("ignore:cpu_offload changes nothing")
-def test_two_processes_train_as_one(ranks_pool: RanksPool, device: str, stage: int, offload: bool) -> None:
-    found = torch.stack(ranks_pool.run(2, on_one_device, device, stage, offload)).mean(0)
+def test_two_processes_train_as_one(processes: RanksPool, device: str, stage: int, offload: bool, dynamo: bool) -> None:
+    found = torch.stack(processes.run(2, on_one_device, device, stage, offload, dynamo)).mean(0)
     assert error(found, train(fresh(Small), all_tokens())) < 1e-4

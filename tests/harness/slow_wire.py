@@ -38,10 +38,7 @@ class SlowWire:
         yield self
         self._calls = None
         self.launched += 1
-        self._clones = [call[0].clone() for call in calls if len(call) == 1]  # in place; until the next launch
-        copies = [(call[0], call[-1]) for call in calls if len(call) == 2] or [
-            (call[0], clone) for call, clone in zip(calls, self._clones, strict=True)
-        ]
+        copies = [(call[0], call[1] if len(call) == 2 else self._kept(call[0])) for call in calls]
         for output, given in copies:
             if output.is_floating_point() and output.data_ptr() != given.data_ptr():  # not a gather into a buffer
                 output.fill_(torch.nan)
@@ -50,6 +47,12 @@ class SlowWire:
             torch.cuda._sleep(CYCLES)
             for output, given in copies:
                 output.copy_(given)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """A copy of what a collective works on in place, which lives until the stream has read it."""
+        copy = tensor.clone()
+        copy.record_stream(self._stream)
+        return copy
 
     def wait(self) -> None:
         """As NCCL's: the current stream waits, the host does not."""
