@@ -28,9 +28,9 @@ from thunder_zero.plan import layout
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.printing.line_meanings import format_timeline
-from thunder_zero.traces.insert import insert_synchronize, module_inputs
+from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs
 from thunder_zero.traces.lift import emit, lift, lift_phases
-from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.traces.symbols import DryRuntime, Facts, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -97,9 +97,8 @@ def show_shards(plan: Plan) -> None:
 #    returns the full parameter, whose gradient is the mean over ranks.
 
 
-def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    computation = wrap_return_value_together_with_arguments(computation)  # autodiff needs both
-    return insert_synchronize(computation, module_inputs(prologue, computation), executor)
+def synchronised(computation: TraceCtx, facts: Facts) -> TraceCtx:
+    return insert_synchronize(wrap_return_value_together_with_arguments(computation), facts)  # autodiff needs both
 
 
 # 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
@@ -123,8 +122,8 @@ def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 #    small frozen dataclasses.
 
 
-def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.schedule.Timeline:
-    timeline = lift(trace, executor)
+def lifted(trace: TraceCtx, facts: Facts) -> tz.schedule.Timeline:
+    timeline = lift(trace, facts)
     show("6. Lifted: the trace as a timeline", format_timeline(timeline))
     return timeline
 
@@ -299,22 +298,23 @@ def one_process() -> None:
     prologue, computation = functional_trace(jitted, x)
     show("1. The functional trace: parameters are arguments", code(computation))
     show_shards(plan)
-    paths = list(module_inputs(prologue, computation).values())
+    facts = facts_of(module_inputs(prologue, computation), executor)  # what is known beside the lines
+    paths = list(facts.inputs.values())
     # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
-        trace = synchronised(prologue, computation, executor)
+        trace = synchronised(computation, facts)
         show("3. A synchronise at the first use of each parameter", code(trace))
         trace = joint(trace)
         show("4. Forward and backward in one trace", code(trace))
         trace = lowered(trace, executor)
         show("5. Lowered: every line is a call that Python can make", code(trace))
-        trace = emitted(trace, scheduled(lifted(trace, executor)), executor)
+        trace = emitted(trace, scheduled(lifted(trace, facts)), executor)
         forward, backward = phases(trace)
         show("9. The forward that runs", code(forward))
         show("9. The backward that runs", code(backward))
 
     by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE, frontend="thunder")
-    compare(lift_phases(forward, backward, executor), by_itself.timeline)
+    compare(lift_phases(forward, backward, facts), by_itself.timeline)
     output, grads, saved = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
     show("11. It runs: the tensors that forward saves for backward", saved)
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))

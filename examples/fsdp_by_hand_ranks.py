@@ -36,9 +36,9 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero.plan import layout
 from thunder_zero.schedule import passes
-from thunder_zero.traces.insert import module_inputs
+from thunder_zero.traces.insert import facts_of, module_inputs
 from thunder_zero.traces.lift import emit, lift
-from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.traces.symbols import DryRuntime, Facts, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -94,11 +94,11 @@ class Traces:
 def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
     jitted = thunder.jit(module, executors=[executor])
     prologue, computation = functional_trace(jitted, x)
-    paths = list(module_inputs(prologue, computation).values())
+    facts = facts_of(module_inputs(prologue, computation), executor)
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
-        trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
-        in_order = in_order_of_zero3(trace, executor)
-        return Traces(paths, trace, phases(trace), phases(in_order))
+        trace = lowered(joint(synchronised(computation, facts)), executor)
+        in_order = in_order_of_zero3(trace, facts)
+        return Traces(list(facts.inputs.values()), trace, phases(trace), phases(in_order))
 
 
 def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
@@ -206,8 +206,8 @@ def train_once(
 #     together. The numbers stay the same.
 
 
-def in_order_of_zero3(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    return emit(trace, passes.run(lift(trace, executor)), executor)
+def in_order_of_zero3(trace: TraceCtx, facts: Facts) -> TraceCtx:
+    return emit(trace, passes.run(lift(trace, facts)), facts.executor)
 
 
 # Each rank sends a report to rank 0, which prints for all: lines of two processes would mix.

@@ -22,8 +22,7 @@ import thunder_zero as tz  # before thunder
 from examples.bench.families import WORDS, text
 from examples.bench.overhead import clocked
 from examples.llama import Llama, LlamaConfig
-from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
+from thunder_zero.frontends.program_transform import JointPass, ProgramTransform
 
 import thunder
 
@@ -31,8 +30,7 @@ LENGTHS = range(12, 22)
 OURS: tuple[tuple[type, str], ...] = (  # our functions that Thunder calls for each program
     (ProgramTransform, "transform_traces_pre_prologue"),
     (ProgramTransform, "transform_trace_post_optimization"),
-    (ScheduleJointTrace, "fusion_pass"),
-    (RepairFusion, "fusion_pass"),
+    (JointPass, "fusion_pass"),
 )
 FRONT_ENDS: dict[str, Callable[[nn.Module], Any]] = {
     "`thunder.jit` alone": thunder.jit,

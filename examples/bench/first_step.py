@@ -33,7 +33,7 @@ from examples.bench.overhead import clocked
 from examples.llama import Llama, LlamaConfig
 from thunder_zero.compat import aot
 from thunder_zero.frontends.dynamo import programs
-from thunder_zero.traces.executors import ScheduleJointTrace
+from thunder_zero.traces import pipeline
 
 import thunder
 from thunder.core.trace import TraceCtx
@@ -79,10 +79,10 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
 PASSES: dict[str, tuple[Any, str]] = {
     "exporting (AOTAutograd)": (aot, "export"),
     "converting": (programs, "convert"),
-    "scheduling": (ScheduleJointTrace, "fusion_pass"),
-    "splitting": (programs, "split_into_forward_and_backward"),
-    "freeing": (programs, "del_last_used"),
-    "proving": (programs, "finish"),
+    "scheduling": (pipeline, "scheduled"),
+    "splitting": (pipeline, "split"),
+    "freeing": (pipeline, "del_last_used"),
+    "proving": (pipeline, "prove"),
     "writing Python": (TraceCtx, "python_callable"),
 }
 

@@ -36,10 +36,11 @@ from torch import nn
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
-from thunder_zero.compat import shortcuts
+from thunder_zero.compat.thunder import shortcuts
+from thunder_zero.compat.thunder.patches import replaced
+from thunder_zero.frontends.program_transform import JointPass
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.schedule import passes
-from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 
 import thunder
 
@@ -50,11 +51,10 @@ OURS: tuple[tuple[type, str], ...] = (  # all our functions that Thunder calls w
     (ZeroTransform, "transform_module"),
     (ZeroTransform, "transform_traces_pre_prologue"),
     (ZeroTransform, "transform_trace_post_optimization"),
-    (ScheduleJointTrace, "fusion_pass"),
-    (RepairFusion, "fusion_pass"),
+    (JointPass, "fusion_pass"),
 )
 VARIANTS: dict[str, Callable[[], list[Any]]] = {"plain": list, "zero3": lambda: [tz.ZeroTransform(stage=3)]}
-ALONE = "alone"  # as plain, and without this package's shortcuts in Thunder's interpreter
+ALONE = "alone"  # as plain, which has this package's shortcuts in Thunder's interpreter, without them
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
             gc.collect()
             ballast: list[list[None]] = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]
             gc.collect()
-            with clocked(spent), shortcuts.left_out() if name == ALONE else nullcontext():
+            with clocked(spent), replaced(shortcuts.PATCHES) if name == "plain" else nullcontext():
                 start = time.perf_counter(), time.process_time()
                 deeper(FRAMES * number, compile_and_step, module, transforms, size)
                 seconds[name].append(time.perf_counter() - start[0])

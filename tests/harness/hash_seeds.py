@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def show(module: nn.Module, x: Tensor, policy: tz.Policy) -> None:
-    timeline = tz.trace(module, x, policy=policy, world_size=3).timeline
+    timeline = tz.trace(module, x, policy=policy, world_size=3, frontend="thunder").timeline
     for op in timeline.ops:
         if op.params:
             print(f"{type(module).__name__}: {op.kind} {', '.join(op.params)}")

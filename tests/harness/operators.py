@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_zero.compat.operators.choose import operators
+from thunder_zero.compat.thunder.operators.choose import executors_in_front
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-OURS = operators(())
+OURS = executors_in_front(())
 FLASH, FLASH_BACKWARD, MASK_BACKWARD = (f"cpu_flash_attention{end}" for end in ("", "_backward", "_mask_backward"))
 OF_INPUT, OF_WEIGHT = "convolution_input_gradient", "convolution_weight_gradient"
 FEATURES = 8

@@ -16,13 +16,13 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import slow
-from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.schedule import Kind
+from thunder_zero.traces import pipeline
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceTag, from_trace
+from thunder.core.trace import TraceCtx, from_trace
 
 Lines = list[BoundSymbol]
 Fault = Callable[[Lines], Lines]
@@ -46,30 +46,28 @@ def require_refused(
     phase: int = -1,
     training: bool = True,
 ) -> None:
-    """Compile once, and hand the transform each fault in turn, planted in the last trace that it gets, or the first.
+    """Compile once, and let each fault in turn be proved, planted in the last of the traces, or the first.
 
     Args:
         faults: with words of the errors.
         phase: which of the traces has the faults.
-        training: there is a backward; the proof runs when it comes.
+        training: there is a backward.
     """
-    hook = ZeroTransform.transform_trace_post_optimization
-    traces: list[TraceCtx] = []
+    prove, counts = pipeline.prove, []
 
-    def hooked(self: ZeroTransform, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        traces.append(trace)
-        if training and TraceTag.BACKWARD not in trace.tags:
-            return hook(self, trace, **kwargs)
+    def proved(scheduled: pipeline.Scheduled, *traces: TraceCtx | None) -> None:
+        made = [trace for trace in traces if trace is not None]
+        counts.append(len(made))
         for fault, words in faults.items():
-            phases = list(traces)
+            phases = list(made)
             phases[phase] = broken(phases[phase], fault)
-            error = raised(lambda phases=phases: [hook(self, each, **kwargs) for each in phases])  # type: ignore[misc]
+            error = raised(lambda phases=phases: prove(scheduled, *phases))  # type: ignore[misc]
             assert re.search(f"ScheduleError: .*{words}", error), (words, error)
-        return [hook(self, each, **kwargs) for each in traces][-1]
+        prove(scheduled, *traces)
 
-    with torch.set_grad_enabled(training), mock.patch.object(ZeroTransform, hook.__name__, hooked):
+    with torch.set_grad_enabled(training), mock.patch.object(pipeline, "prove", proved):
         tz.trace(fresh(model), X, policy=policy, world_size=2, frontend="thunder")
-    assert len(traces) == 1 + training
+    assert counts == [1 + training]
 
 
 def phases(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.tiers import slow
-from thunder_zero.compat.guards import form_of
+from thunder_zero.compat.thunder.guards import form_of
 from thunder_zero.frontends.zero_module import ZeroModule
 
 import thunder

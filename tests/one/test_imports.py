@@ -27,6 +27,15 @@ assert {*thunder_zero.__all__} < {*dir(thunder_zero)} and "trace" not in dir(thu
 core = [name for name in thunder_zero.__all__ if name not in ("tools", "trace", "print_trace", "explain")]
 assert all(getattr(thunder_zero, name) is not None for name in core)
 steps["core"] = sorted({*loaded("thunder_zero.tools.")} - {*tools})
+steps["room"] = loaded("thunder_zero.compat.thunder.")
+from thunder.core import interpreter, jit_ext
+maps = interpreter._default_lookaside_map, interpreter._default_opcode_handler_map, jit_ext._general_jit_lookaside_map
+def tables():
+    return [(name, id(value)) for of in (*maps, vars(jit_ext), vars(interpreter)) for name, value in of.items()]
+before = tables()
+import thunder_zero.compat.thunder.tracing
+steps["patched"] = tables() != before
+steps["finders"] = [kind for kind in map(type, sys.meta_path) if kind.__module__.startswith("thunder_zero")]
 from thunder.plugins import get_plugin
 steps["plugin"] = type(get_plugin("zero3")()).__name__
 for name in ("memory", "Timeline", "nonsense"):
@@ -40,7 +49,7 @@ print(json.dumps(steps))
 
 @pytest.mark.slow
 def test_what_is_loaded_when() -> None:
-    """Help comes without Thunder; what trains comes without the tools; Thunder's import registers the plugins."""
+    """Help comes without Thunder, and what trains without the tools and the room of Thunder's front end."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     steps = json.loads(done.stdout)
     assert steps.pop("import") == [
@@ -50,4 +59,5 @@ def test_what_is_loaded_when() -> None:
         "thunder_zero.lazy",
     ]
     moved = {"memory": " it is thunder_zero.tools.memory", "Timeline": " it is thunder_zero.schedule.Timeline"}
-    assert steps == {"help": [], "core": [], "plugin": "Zero", **moved, "nonsense": ""}
+    none: dict[str, list[str]] = {name: [] for name in ("help", "core", "room", "finders")}
+    assert steps == {**none, "patched": False, "plugin": "Zero", **moved, "nonsense": ""}

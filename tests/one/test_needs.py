@@ -10,10 +10,12 @@ import re
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from inspect import signature
 from io import StringIO
+from itertools import count
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -37,41 +39,28 @@ from tests.harness.errors import raised
 from tests.harness.one_rank import group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.tiers import slow
-from thunder_zero.compat import casts, imports, lookasides, shortcuts, trace_repairs
-from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.compat import casts, imports
+from thunder_zero.compat import thunder as room
+from thunder_zero.compat.thunder import shortcuts, trace_repairs
+from thunder_zero.compat.thunder.fusion_repair import repair_fusion
+from thunder_zero.compat.thunder.patches import replaced
 from thunder_zero.compat.torch_gaps import UNSCALE
-from thunder_zero.traces import executors
 
 import thunder
 import thunder.torch as ltorch
-from thunder.core import devices, dtypes, interpreter, jit_ext
+from thunder.core import devices, dtypes, interpreter
 from thunder.core.proxies import TensorProxy
 from thunder.core.rematerialization import find_cut
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.transform_common import Transform
 from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import OperatorExecutor
 from thunder.recipes.base import BaseRecipe
 
 THREADS = Path("/proc/self/task")
 X = torch.arange(12.0).view(3, 4).cos()
 ONES = torch.ones(1, 1)
-LOOKASIDES = {  # Thunder's own
-    nn.Module.named_parameters: jit_ext._general_jit_named_parameters_lookaside,
-    object.__setattr__: jit_ext._general_jit_object_setattr_lookaside,
-    checkpoint: jit_ext._general_jit_torch_checkpoint_lookaside,
-    getattr: jit_ext._general_jit_getattr_lookaside,
-    hasattr: jit_ext._general_jit_hasattr_lookaside,
-}
-
-
-@pytest.fixture(autouse=True)
-def thunder_alone() -> Iterator[None]:
-    """Thunder's interpreter as it is without a sharded model, but for its speed."""
-    find = mock.patch.object(jit_ext, "general_jit_lookaside", lookasides._find_lookaside)
-    with shortcuts.left_out(), find, mock.patch.dict(jit_ext._general_jit_lookaside_map, LOOKASIDES):
-        jit_ext._general_jit_lookaside_map.pop(casts.fields_of, None)
-        shortcuts.install()
-        yield
 
 
 # Thunder's interpreter
@@ -129,9 +118,9 @@ def frames(module: nn.Module) -> int:
 
 
 def builtins_are_interpreted() -> bool:
-    fast = frames(nn.Linear(4, 4))
-    with shortcuts.left_out():
-        return frames(nn.Linear(4, 4)) > 2 * fast
+    alone = frames(nn.Linear(4, 4))
+    with replaced(shortcuts.PATCHES):
+        return alone > 2 * frames(nn.Linear(4, 4))
 
 
 def hooks_take_longer() -> bool:
@@ -139,7 +128,17 @@ def hooks_take_longer() -> bool:
     hooked[0].register_forward_pre_hook(lambda module, args: casts._cast(args, torch.float32, module))
     hooked[0].register_forward_hook(lambda module, args, output: casts._cast(output, torch.float32, module))
     swapped[0].__class__ = casts._subclass("0", nn.Linear, torch.float32, torch.float32)
-    return 2 * frames(hooked) > 3 * frames(swapped)
+    with replaced(shortcuts.PATCHES):
+        return 2 * frames(hooked) > 3 * frames(swapped)
+
+
+def lookasides_are_one_table() -> bool:
+    return not [name for name in signature(thunder.jit).parameters if "lookaside" in name]
+
+
+def no_hook_comes_before_the_trace() -> bool:
+    of_traces = [name for name in vars(Transform) if name.startswith("transform_trace")]
+    return of_traces == ["transform_traces_pre_prologue", "transform_trace_post_optimization"]
 
 
 def a_dataclass_cannot_be_cast() -> bool:
@@ -172,6 +171,12 @@ def a_random_number_is_kept() -> bool:
     return torch.equal(call(ONES), call(ONES))
 
 
+def what_comes_from_c_is_kept() -> bool:
+    numbers = count(1)
+    call = thunder.jit(lambda x: x * next(numbers))
+    return torch.equal(call(ONES), call(ONES))
+
+
 def an_attribute_is_read_once() -> bool:
     module = Reads()
     model = thunder.jit(module)
@@ -196,8 +201,7 @@ def autocast_is_kept() -> bool:
 def smoothing_counts_ignored_targets() -> bool:
     target = torch.tensor([1, -100])
     call = thunder.jit(lambda x: cross_entropy(x, target, label_smoothing=0.1))
-    with mock.patch.object(thunder.torch, "_cross_entropy_loss_label_smoothing", lookasides._smoothed):
-        return not torch.allclose(call(X[:2]), cross_entropy(X[:2], target, label_smoothing=0.1))
+    return not torch.allclose(call(X[:2]), cross_entropy(X[:2], target, label_smoothing=0.1))
 
 
 # Gradients
@@ -258,6 +262,10 @@ def a_checkpoint_draws_again() -> bool:
     return draws_again(lambda x: checkpoint(lambda x: F.dropout(x) * x, x, use_reentrant=False))
 
 
+def a_dropout_draws_again() -> bool:
+    return draws_again(lambda x: torch.dropout(x, 0.5, True))
+
+
 # Operators
 
 
@@ -280,6 +288,13 @@ def attention_is_decomposed() -> bool:
 
 def convolutions_are_padded() -> bool:
     return lines_of_backward(F.conv1d, X.view(1, 3, 4), torch.ones(3, 3, 2)).count("convolution") == 2
+
+
+def executors_are_asked_for_parts() -> bool:
+    asked = OperatorExecutor("asked")
+    with mock.patch.object(asked, "can_fuse", return_value=False) as ask:
+        thunder.jit(F.gelu, executors=[asked])(X.clone().requires_grad_())
+    return bool(ask.called)
 
 
 def the_default_recipe_lists_none() -> bool:
@@ -333,7 +348,7 @@ class Scales(nn.Module):
 
 def a_fuser_reads_what_forward_gathered() -> bool:
     policy = tz.Policy(stage=3, recompute="none", reshard_after_forward=True)
-    with mock.patch.object(executors, "repair_fusion", wraps=repair_fusion) as repair:
+    with mock.patch.object(room, "repair_fusion", wraps=repair_fusion) as repair:
         tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex], frontend="thunder")
         (given,) = (call.args[0] for call in repair.call_args_list)
     return repair_fusion(given) is not given
@@ -382,7 +397,6 @@ PARTS: dict[str, Callable[[], bool]] = {
     "a named tuple": lambda: fails(linear(nn.Sequential), lambda part, x: Named(part(x), x)),
     "statistics of an instance norm": a_norm_of_instances_has_no_statistics,
     "attention": lambda: fails(lambda: nn.MultiheadAttention(4, 2), lambda part, x: part(x, x, x, need_weights=False)),
-    "a composable checkpoint": lambda: fails(linear(composable_checkpoint)),
     "an RNN": lambda: fails(lambda: nn.LSTM(4, 4), lambda part, x: part(x)[0]),
     "a cumulative average": lambda: fails(lambda: nn.BatchNorm1d(4, momentum=None)),
     "weight norm": lambda: fails(linear(parametrizations.weight_norm)),
@@ -390,6 +404,11 @@ PARTS: dict[str, Callable[[], bool]] = {
     "spectral norm": lambda: fails(linear(parametrizations.spectral_norm)),
     "the old spectral norm": lambda: fails(linear(nn.utils.spectral_norm)),
 }
+
+
+def a_composable_checkpoint_is_not_captured() -> bool:
+    return fails(linear(composable_checkpoint))  # a ScriptModule may end the process
+
 
 # Torch
 
@@ -495,45 +514,54 @@ class Need:
 
 TORCH = "torch"
 NEEDS = (
-    Need("trace_repairs.py: sort_aliases", aliases_are_unsorted),
-    Need("trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
+    Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
+    Need("thunder/trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
     Need("casts.py", hooks_take_longer),
-    Need("lookasides.py: take_fields_as_constants", a_dataclass_cannot_be_cast),
+    Need("never_fuses.py", executors_are_asked_for_parts),
+    Need("uncapturable.py", a_composable_checkpoint_is_not_captured),
+    Need("thunder/patches.py", lookasides_are_one_table),
+    Need("thunder/tracing.py", no_hook_comes_before_the_trace),
+    Need("thunder/opaque_calls.py", what_comes_from_c_is_kept, what="an item"),
+    Need("thunder/repairs.py: fields_as_constants", a_dataclass_cannot_be_cast),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
     Need("aot.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
-    Need("trace_repairs.py: fused_only", a_cut_counts_no_elements),
+    Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
     Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
-    Need("lookasides.py: list_members_in_order", names_come_in_another_order),
-    Need("lookasides.py: refuse_what_changes", a_number_decides, what="a branch"),
-    Need("lookasides.py: refuse_what_changes", a_random_number_is_kept, what="a draw"),
-    Need("lookasides.py: note_reads", an_attribute_is_read_once),
-    Need("lookasides.py: forget_autocast", autocast_is_kept),
-    Need("guards.py", an_argument_is_ignored),
-    Need("lookasides.py: mend_label_smoothing", smoothing_counts_ignored_targets),
-    Need("operators/activations.py", activations_are_decomposed),
-    Need("operators/attention.py", attention_is_decomposed),
-    Need("operators/choose.py", the_default_recipe_lists_none),
-    Need("operators/convolution.py", convolutions_are_padded),
+    Need("thunder/repairs.py: members", names_come_in_another_order),
+    Need("thunder/unknown_numbers.py", a_number_decides),
+    Need("thunder/opaque_calls.py", a_random_number_is_kept, what="a draw"),
+    Need("thunder/reads.py", an_attribute_is_read_once),
+    Need("thunder/repairs.py: forget_autocast", autocast_is_kept),
+    Need("thunder/guards.py", an_argument_is_ignored),
+    Need("thunder/repairs.py: smoothed_loss", smoothing_counts_ignored_targets),
+    Need("thunder/operators/activations.py", activations_are_decomposed),
+    Need("thunder/operators/attention.py", attention_is_decomposed),
+    Need("thunder/operators/choose.py", the_default_recipe_lists_none),
+    Need("thunder/operators/convolution.py", convolutions_are_padded),
     Need("torch_gaps.py: one_launch", a_failed_launch_stays_queued, TORCH),
-    Need("trace_repairs.py: draw_once", a_checkpoint_draws_again, what="a checkpoint"),
-    Need("lookasides.py: refuse_calls", an_attribute_stays_as_it_was, what="an attribute"),
-    Need("lookasides.py: refuse_calls", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
-    Need("repair_fusion.py", a_fuser_reads_what_forward_gathered),
-    Need("shortcuts.py", builtins_are_interpreted),
+    Need("thunder/trace_repairs.py: draw_once", a_checkpoint_draws_again, what="a checkpoint"),
+    Need("thunder/refused_calls.py", an_attribute_stays_as_it_was, what="an attribute"),
+    Need("thunder/refused_calls.py", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
+    Need("thunder/fusion_repair.py", a_fuser_reads_what_forward_gathered),
+    Need("thunder/shortcuts.py", builtins_are_interpreted),
     Need("torch_gaps.py: is_inside_function_transform", torch_has_no_public_names, TORCH),
-    Need("untraceable.py", PARTS["backward hooks"], what="backward hooks"),
-    Need("wrong_gradients.py", written_values_are_saved, what="a value"),
+    Need("thunder/untraceable.py", PARTS["backward hooks"], what="backward hooks"),
+    Need("thunder/wrong_gradients.py", written_values_are_saved, what="a value"),
 )
 MORE = (
-    Need("trace_repairs.py: draw_once", lambda: draws_again(lambda x: torch.dropout(x, 0.5, True)), what="registered"),
-    *(Need("untraceable.py", PARTS[what], what=what) for what in list(PARTS)[1:]),
-    Need("wrong_gradients.py", written_views_lose_gradients, what="a view"),
-    Need("wrong_gradients.py", lists_lose_gradients, what="a list"),
-    Need("wrong_gradients.py", complex_factors_lack_a_conjugate, what="complex numbers"),
+    Need(
+        "thunder/trace_repairs.py: draw_once",
+        lambda: draws_again(lambda x: torch.dropout(x, 0.5, True)),
+        what="registered",
+    ),
+    *(Need("thunder/untraceable.py", PARTS[what], what=what) for what in list(PARTS)[1:]),
+    Need("thunder/wrong_gradients.py", written_views_lose_gradients, what="a view"),
+    Need("thunder/wrong_gradients.py", lists_lose_gradients, what="a list"),
+    Need("thunder/wrong_gradients.py", complex_factors_lack_a_conjugate, what="complex numbers"),
 )
 
 

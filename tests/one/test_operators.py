@@ -26,7 +26,7 @@ from tests.harness.operators import (
     our_lines,
 )
 from tests.harness.tiers import slow
-from thunder_zero.compat.operators.attention import is_flash
+from thunder_zero.compat.thunder.operators.attention import is_flash
 
 import thunder
 from thunder.core.devices import Device

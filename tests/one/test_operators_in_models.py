@@ -18,7 +18,7 @@ from tests.harness.models import fresh, full, saved, sharded
 from tests.harness.operators import FLASH, FLASH_BACKWARD, OF_INPUT, OF_WEIGHT, Attends, names_of_lines
 from tests.harness.tiers import deep, slow
 from tests.harness.traced import traced
-from thunder_zero.compat.operators.choose import NEVER_FUSED
+from thunder_zero.compat.thunder.operators.choose import NEVER_FUSED
 from thunder_zero.schedule.timeline import Kind, Work
 from thunder_zero.traces.work import work_of
 

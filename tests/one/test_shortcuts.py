@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.harness.models import fresh
 from tests.harness.tiers import slow
-from thunder_zero.compat import shortcuts
+from thunder_zero.compat.thunder import shortcuts
+from thunder_zero.compat.thunder.patches import replaced
 
 import thunder
 from thunder.core import interpreter
@@ -85,10 +86,9 @@ def interpreted(name: str) -> tuple[list[str], Tensor, int]:
 
 @pytest.mark.parametrize("name", ["an input of a dict", "others", *slow("an empty dict", "flags", "layers of torch")])
 def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
-    shortcuts.install()
-    traces, out, frames = interpreted(name)
-    with shortcuts.left_out():
-        thunders, expected, all_frames = interpreted(name)
+    with replaced(shortcuts.PATCHES):
+        traces, out, frames = interpreted(name)
+    thunders, expected, all_frames = interpreted(name)
     assert traces == thunders
     assert torch.equal(out, expected)
     assert 2 * frames < all_frames
@@ -102,10 +102,11 @@ def test_a_global_that_hides_a_builtin_is_found() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * len(x)
 
-    names = {**globals(), "len": own}
-    Hidden.forward = FunctionType(Hidden.forward.__code__, names)  # type: ignore[method-assign]
-    assert torch.equal(thunder.jit(Hidden())(X), X * 7)
-    del names["len"]
-    assert torch.equal(thunder.jit(Hidden())(X), X * 2)
-    names["__builtins__"] = {"len": lambda of: 9}
-    assert torch.equal(thunder.jit(Hidden())(X), X * 9)
+    with replaced(shortcuts.PATCHES):
+        names = {**globals(), "len": own}
+        Hidden.forward = FunctionType(Hidden.forward.__code__, names)  # type: ignore[method-assign]
+        assert torch.equal(thunder.jit(Hidden())(X), X * 7)
+        del names["len"]
+        assert torch.equal(thunder.jit(Hidden())(X), X * 2)
+        names["__builtins__"] = {"len": lambda of: 9}
+        assert torch.equal(thunder.jit(Hidden())(X), X * 9)

@@ -64,15 +64,22 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/layout plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("plan")),
-    Room("compat/repair_fusion.py",NOT,NOT,    NOT,     rooms("plan schedule")),
     Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     NOTHING),
+    Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
-    Room("compat/guards.py",  IMPORT, NOT,     NOT,     NOTHING),
+    Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
+    Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
+    Room("compat/thunder/guards.py",IMPORT,NOT,NOT,     NOTHING),
+    Room("compat/thunder/__init__.py",NOT,NOT, NOT,     rooms("lazy compat/thunder/fusion_repair "
+                                                              "compat/thunder/guards")),
+    Room("compat/thunder/",   IMPORT, NOT,     IMPORT,  rooms("compat/casts compat/imports compat/never_fuses "
+                                                              "compat/uncapturable")),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/torch_gaps")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/torch_gaps compat/casts "
-                                                              "compat/guards")),
+                                                              "compat/thunder")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
@@ -167,7 +174,8 @@ def allowed(path: str, room: Room, name: str, use: May) -> bool:
     if top == "thunder":
         return use <= room.thunder
     if top == "thunder_zero":
-        read = room_of(f"{'/'.join(name.split('.')[1:])}.py")
+        named = "/".join(name.split(".")[1:])
+        read = room_of(f"{named}/__init__.py" if (PACKAGE / named).is_dir() else f"{named}.py")
         home = name_of(read) if read is not None else inside
         is_around = f"{name_of(room)}/".startswith(f"{home}/")
         may = is_around or any(f"{home}/".startswith(f"{read}/") for read in (name_of(room), *room.reads))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.harness.timelines import Use, gathered, model, same_results
-from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.compat.thunder.fusion_repair import repair_fusion
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import run

@@ -2,7 +2,8 @@
 
 Lets this version of Thunder import under this version of torch, whenever that import comes: it names five methods while
 it is imported that torch 2.13 dropped, and reads ``torch.autograd.Function.apply.__func__``, which torch 2.15 made a
-built-in. Stand-ins let it import; no program calls the five.
+built-in. Stand-ins let it import, and then go; no program calls the five. ``apply`` stays a function of Python, by
+which Thunder knows it in forward.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def _import_with_parts(import_into: Callable[[ModuleType], None], thunder: Modul
     with _dropped_methods(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     _register_plugins()
 
 

@@ -9,7 +9,7 @@ traces that ran. Its doors: ``transform.ZeroTransform``, ``dynamo.compile.compil
               and differentiates it                          AOTAutograd differentiates each
                         |  program_transform.py                       |  dynamo/convert.py
                         +-----------------> joint trace <-------------+
-                                               |  scheduled, split, proved
+                                               |  traces/pipeline.py: scheduled, split, proved
     arguments.py, refusals.py  before          |
     placement.py               each call     ZeroModule, DynamoModule
 """

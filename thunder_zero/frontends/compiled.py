@@ -1,9 +1,8 @@
-"""The compiled traces of a model, with their timelines, by Thunder's cache entry.
+"""What is shown of a compiled program: its traces, with their timeline.
 
-In: an entry of Thunder's cache, and the facts that ``program_transform.py`` noted under its forward trace. Out:
-:class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which printing, reports and forecasts read. The
-timeline is lifted from the traces that run, whenever an entry's are asked for; ``Traces.lifted`` is the one that the
-passes were given.
+In: a program of ``traces/pipeline.py``. Out: :class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which
+printing, reports and forecasts read. The timeline is lifted from the traces that run, whenever an entry's are asked
+for; ``Traces.lifted`` is the one that the passes were given.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
@@ -20,8 +18,7 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
-from thunder_zero.traces.lift import lift_phases
-from thunder_zero.traces.symbols import Program, ZeroExecutor
+from thunder_zero.traces.pipeline import Program
 
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
@@ -75,6 +72,13 @@ class Traces:
         phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
         return "\n".join([head, *(_summed_up(name, trace, of) for name, trace, of in phases if trace is not None)])
 
+    @classmethod
+    def of(cls, program: Program, **shown: Any) -> Traces:
+        """The traces of a program, with other fields as given."""
+        scheduled, facts = program.scheduled, program.scheduled.facts
+        known = {"synced": facts.synced, "others": facts.others, "lifted": scheduled.lifted, **shown}
+        return cls(program.forward, program.backward, program.timeline, facts.plan, **known)
+
     @property
     def has_regions(self) -> bool:
         """Whether a fuser has made regions of lines."""
@@ -106,37 +110,19 @@ class Traces:
         return self.timeline.with_ops(op for op in self.timeline.ops if op.backward)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The compiled programs of one model, with the facts about each by forward trace. ``fuses``: the model's executors
-    fuse pointwise lines on a GPU."""
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A compiled program of a model, which runs.
 
-    executor: ZeroExecutor
-    fuses: bool = False
-    programs: WeakKeyDictionary[TraceCtx, Program] = field(default_factory=WeakKeyDictionary)
+    Attributes:
+        synced: whether gradients are reduced.
+        computation_fn: the code of forward.
+        traces: lifts the traces as they run now.
+    """
 
-    def traces(self, entry: Any) -> Traces:
-        """The traces that an entry of Thunder's cache runs, with their timeline."""
-        forward = entry.computation_traces[-1]
-        backward = entry.backward_traces[-1] if entry.backward_traces else None
-        program = self.program_of(entry)
-        timeline = lift_phases(forward, backward, self.executor, program)
-        return Traces(
-            forward,
-            backward,
-            timeline,
-            program.plan,
-            synced=program.synced,
-            others=program.others,
-            epilogue=entry.epilogue_traces[-1] if entry.epilogue_traces else None,
-            lifted=program.lifted,
-            fuses=self.fuses,
-            registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
-        )
-
-    def program_of(self, entry: Any) -> Program:
-        """The facts about the program of an entry of Thunder's cache."""
-        return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
+    synced: bool
+    computation_fn: Callable[..., Any]
+    traces: Callable[[], Traces]
 
 
 def _summed_up(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
@@ -145,6 +131,11 @@ def _summed_up(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
         f"  {phase}: {len(trace.bound_symbols)} lines, {kinds[Kind.GATHER]} gathers, {kinds[Kind.REDUCE]} reductions, "
         f"{size(sum(map(timeline.bytes_sent, timeline.ops)))} sent"
     )
+
+
+def registered(acquired: TraceCtx) -> tuple[str, ...]:
+    """The names of the operators of a trace that Thunder has from its automatic registration alone."""
+    return tuple(sorted(set(_registered(acquired.bound_symbols))))
 
 
 def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:

@@ -14,9 +14,8 @@ import linecache
 from collections.abc import Iterable
 from inspect import unwrap
 from traceback import walk_tb
-from typing import Any
 
-from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.frontends.compiled import Entry
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
@@ -26,14 +25,14 @@ WRITTEN = "thunder."  # begins the names of files that Thunder writes
 WIDTH = 100
 
 
-def note_failed_line(error: BaseException, programs: Iterable[tuple[Compiled, Any]]) -> None:
+def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
     """Add the note, if one of these programs raised the error in its forward."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     filename, number = next((found for found in reversed(frames) if found[0].startswith(WRITTEN)), ("", 0))
-    for compiled, entry in programs:
+    for entry in programs:
         if unwrap(entry.computation_fn).__code__.co_filename == filename:
             code = linecache.getline(filename, number).strip()
-            traces = compiled.traces(entry)
+            traces = entry.traces()
             op = _op_of(code, traces.forward_timeline)
             if op is not None:
                 error.add_note(_note(code, op, traces.timeline, traces.forward.bound_symbols[op.source[0]]))

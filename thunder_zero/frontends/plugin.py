@@ -14,7 +14,7 @@ from typing import Unpack
 
 from torch import nn
 
-from thunder_zero.compat.operators.choose import default_executors
+from thunder_zero.compat import thunder as room
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.frontends.dynamo.module import DynamoModule
@@ -90,7 +90,7 @@ class Recipe(ThunderRecipe):
 
     def setup_executors(self) -> list[Executor]:
         """Thunder's default executors, behind ours for attention and convolutions."""
-        return default_executors()
+        return room.default_executors()
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""
@@ -112,5 +112,5 @@ class Recipe(ThunderRecipe):
                 f"thunder_zero.Recipe(interpreter='thunder.fx') takes one plugin, thunder_zero.Zero, and was given "
                 f"{given}; leave the others out, or use thunder_zero.Recipe()"
             )
-        usual = default_executors()  # for Thunder's operators, which the graphs do not have
+        usual = room.default_executors()  # for Thunder's operators, which the graphs do not have
         return zeros[0].capture(model, [executor for executor in self.setup_executors() if executor not in usual])

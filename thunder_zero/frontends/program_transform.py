@@ -1,46 +1,41 @@
-"""ProgramTransform: Thunder's hooks for traces: synchronise, schedule, prove.
+"""ProgramTransform: Thunder's hooks for traces, which call the steps of ``traces/pipeline.py``.
 
-ZeroTransform is one, for all programs of a module; under dynamo each graph has one of its own, for each choice of its
-parameters. For each program that Thunder compiles, in this order::
+For each program of a module that Thunder compiles, in this order::
 
-    synchronize                          acquired trace: shards, synchronised at first use; before autodiff
-    the executors that install adds      lowered joint trace: scheduled, and repaired after fusion
+    transform_traces_pre_prologue        acquired trace: shards, synchronised at first use; before autodiff
+    the first executor, _scheduled       lowered joint trace: scheduled, before Thunder's fusers
+    the last executor, _repaired         fused joint trace: what the fusers broke is repaired
     transform_trace_post_optimization    forward, then backward: proved, compared between ranks, named by zero_enter
 
-In: Thunder's traces. Out: the traces that run, and in ``Compiled.programs`` the facts about each program. One that
-cannot be proved raises on all ranks, if it is the first of its kind: the others hear of it where schedules are
-compared.
+In: Thunder's traces. Out: the traces that run; ``entry`` gives the program of an entry of Thunder's cache. What one
+hook leaves for the next is in one :class:`Compilation`, which the first hook makes. A program that cannot be proved
+raises on all ranks, if it is the first of its kind: the others hear of it where schedules are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._pytree import tree_iter
 
-from thunder_zero.compat import lookasides, shortcuts
-from thunder_zero.compat.guards import Lookups, Namespace
-from thunder_zero.compat.operators.choose import operators
-from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
-from thunder_zero.compat.untraceable import RefusedPart, Untraceable, require_traceable
-from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
-from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.compat import thunder as room
+from thunder_zero.compat.never_fuses import NeverFuses
+from thunder_zero.compat.uncapturable import RefusedPart, require_traceable
+from thunder_zero.frontends.compiled import Entry, Traces, registered
 from thunder_zero.plan.params import Plan
-from thunder_zero.schedule import verify
-from thunder_zero.schedule.timeline import ScheduleError
-from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.traces.insert import insert_synchronize, launches_of, module_inputs, take_rows, with_enter
-from thunder_zero.traces.lift import lift_phases
-from thunder_zero.traces.symbols import Runtime, ZeroExecutor
+from thunder_zero.schedule.recompute import saved_bytes
+from thunder_zero.traces import pipeline
+from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs, take_rows, with_enter
+from thunder_zero.traces.lift import emit, lift
+from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
+from thunder_zero.traces.symbols import Facts, Runtime, ZeroExecutor
 from thunder_zero.traces.work import draws_random_numbers
 
 from thunder import compile_data, get_default_executors
-from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
-from thunder.core.proxies import Proxy
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor
@@ -48,187 +43,162 @@ from thunder.extend import FusionExecutor
 FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 
 
-class ProgramTransform(Transform):
-    """Thunder's hooks for the programs of one module, or of one graph of it."""
+class JointPass(NeverFuses, FusionExecutor):
+    """A function of the joint trace that Thunder calls in the place of a fuser; it fuses nothing."""
 
-    parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
+    def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx]) -> None:
+        super().__init__(name)
+        self.run = run
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """What the function makes of the trace."""
+        return self.run(trace)
+
+
+@dataclass
+class Compilation:
+    """What Thunder's hooks have of the program that is compiled; some of them set what later ones read."""
+
+    facts: Facts
+    scheduled: Scheduled = field(init=False)
+    forward: TraceCtx = field(init=False)
+
+
+class ProgramTransform(Transform):
+    """Thunder's hooks for the programs of one module.
+
+    Attributes:
+        fusers: Thunder's executors that fuse.
+        fuses: whether they fuse pointwise lines on a GPU.
+        programs: what was scheduled, by the forward trace that runs.
+    """
+
     used = False  # whether it already shards a module
 
     def __init__(self) -> None:
-        self._compiled: Compiled | None = None
-        self._forward: TraceCtx | None = None
-        self._plain: torch.nn.Module  # install sets it
-        self.lookups = Lookups()
-        self.refusal: Untraceable | None = None  # of the trace that is made
+        self._executor: ZeroExecutor | None = None
+        self._compilation: Compilation
+        self.programs: WeakKeyDictionary[TraceCtx, Scheduled] = WeakKeyDictionary()
+        self._plain: torch.nn.Module  # install sets the two
+        self._tracing: room.Tracing
+
+    def parts(self) -> tuple[RefusedPart, ...]:
+        """Return the kinds of submodules that are refused when a program is compiled."""
+        return room.UNTRACEABLE
 
     @property
-    def compiled(self) -> Compiled:
-        """The model's symbols and programs.
+    def executor(self) -> ZeroExecutor:
+        """The model's symbols.
 
         Raises:
             TypeError: Thunder has not called ``transform_module``: it was given a function.
         """
-        if self._compiled is None:
+        if self._executor is None:
             raise TypeError(
                 "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
                 "the jitted module from a function that is not jitted"
             )
-        return self._compiled
+        return self._executor
 
-    def install(self, model: ThunderModule, plan: Plan, runtime: Runtime, graph: str = "") -> None:
+    def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors around the others: symbols and schedule first, the repair of fused regions last.
 
         Args:
-            model: the jitted module, or graph of a module.
+            model: the jitted module.
             plan: of each parameter.
             runtime: what the symbols call.
-            graph: the name of the graph, if the program is not all of the module.
         """
-        shortcuts.install()
-        lookasides.list_members_in_order()
-        lookasides.refuse_calls(_is_ours)
-        lookasides.watch_traces(_traced)
-        lookasides.refuse_what_changes(_is_ours, _refuse, _note)
-        lookasides.note_reads(_note)
-        lookasides.take_fields_as_constants()
-        lookasides.mend_label_smoothing()
+        self._tracing = room.Tracing()
+        self._tracing.follow(model)
         self._plain = model._model
-        executor = ZeroExecutor(plan, runtime, graph)
+        self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
-        front = operators(data.executors_list)
+        front = room.executors_in_front(data.executors_list)
         others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
         is_default = {*get_default_executors()} <= {*others}
-        self._compiled = Compiled(executor, is_default or any(one.name in FUSERS for one in others))
-        schedule = ScheduleJointTrace(executor)
-        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
-        data.executors_list = (executor, schedule, *front, *others, repair)
+        self.fuses = is_default or any(one.name in FUSERS for one in others)
+        self.fusers = tuple(one for one in others if isinstance(one, FusionExecutor))
+        schedule = JointPass("thunder_zero_schedule", self._scheduled)
+        repair = JointPass("thunder_zero_repair_fusion", self._repaired)
+        data.executors_list = (self._executor, schedule, *front, *others, repair)
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Take rows, and synchronise them at first use."""
-        computation = self.synchronize(computation, module_inputs(prologue, computation))
-        executor = self.compiled.executor
-        take_rows(prologue, executor, executor.runtime.guard(self.lookups.taken()))
+        """Take rows, synchronise them at first use, and draw random numbers once."""
+        executor = self.executor
+        require_traceable(self._plain, self.parts())
+        if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
+            room.require_gradients(computation, type(self._plain).__name__)
+        facts = facts_of(module_inputs(prologue, computation), executor)
+        self._compilation = Compilation(facts)
+        computation = room.draw_once(computation, draws_random_numbers)
+        computation = room.broadcast_scalars(insert_synchronize(computation, facts))
+        take_rows(prologue, facts, executor.runtime.guard(self._tracing.lookups()))
         return prologue, computation, epilogue
 
-    def trace(self, front_end: Callable[[], Any]) -> Any:
-        """Call Thunder's front end, unless what it makes would be wrong in the next call.
+    def joint_trace(self, trace: TraceCtx) -> JointTrace:
+        """The lowered joint trace of the program that is compiled, with its facts."""
+        return JointTrace(room.sort_aliases(trace), self._compilation.facts)
 
-        What forward fills once, such as a cache of numbers, is not changed by a second attempt.
+    def _scheduled(self, trace: TraceCtx) -> TraceCtx:
+        self._compilation.scheduled = pipeline.scheduled(self.joint_trace(trace))
+        return self._compilation.scheduled.trace
 
-        Raises:
-            Untraceable: forward decides by values, draws random numbers, or changes what it reads.
-        """
-        changed: dict[str, Any] = {}
-        for _ in range(2):
-            self.lookups.taken()
-            self.refusal, drawn = None, lookasides.generators()
-            try:
-                result = front_end()
-            except Exception as error:  # maybe of forward, which was refused before, and went on
-                if self.refusal is None and (why := lookasides.after_a_number(error)) is not None:
-                    self.refusal = Untraceable(why)
-                if self.refusal is None:
-                    raise
-                raise self.refusal from error
-            if (kind := lookasides.moved(drawn)) is not None:
-                self.refusal = Untraceable(lookasides.draws_by(kind))
-            if self.refusal is not None:
-                raise self.refusal
-            if not (changed := self.lookups.changed()):
-                return result
-            if any(isinstance(part, Proxy) for part in tree_iter(list(changed.values()))):
-                break  # tensors of this trace, which another one would take for its own
-        raise Untraceable(
-            f"forward changes {', '.join(map(repr, changed))}, which it reads, and only calls that compile would do so"
-        )
-
-    def synchronize(self, computation: TraceCtx, names: Mapping[str, str]) -> TraceCtx:
-        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
-        executor = self.compiled.executor
-        require_traceable(self._plain, self.parts)
-        if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
-            require_gradients(computation, type(self._plain).__name__)
-        computation = draw_once(computation, draws_random_numbers)
-        return broadcast_scalars(insert_synchronize(computation, names, executor))
+    def _repaired(self, trace: TraceCtx) -> TraceCtx:
+        return repaired(trace, self._compilation.scheduled, self.fusers)
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Prove the traces that will run, and that all ranks will run the same; let each phase say what it is."""
-        executor = self.compiled.executor
+        of = self._compilation
         if TraceTag.BACKWARD in trace.tags:
-            self._prove({"forward": self._forward, "backward": trace})
-            return with_enter(trace, executor.named("backward"), executor)
+            pipeline.prove(of.scheduled, of.forward, trace)
+            return with_enter(trace, "backward", of.facts)
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
-            require_unwritten(trace, type(self._plain).__name__)
-        self._forward = trace
-        phase = "forward"
+            room.require_unwritten(trace, type(self._plain).__name__)
+        of.forward, phase = trace, "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
-            self._prove({"forward without backward": trace})
-            phase = "forward without backward"
-        named = with_enter(trace, executor.named(phase), executor)
-        self.compiled.programs[named] = executor.program
+            phase = pipeline.FORWARD_ALONE
+            pipeline.prove(of.scheduled, trace)
+        named = with_enter(trace, phase, of.facts)
+        self.programs[named] = of.scheduled
         return named
 
-    def _prove(self, phases: Mapping[str, TraceCtx]) -> None:
-        _prove_on_all_ranks(phases, self.compiled.executor)
+    def entry(self, cached: Any) -> Entry:
+        """The program of an entry of Thunder's cache."""
+        traces, backward, epilogue = cached.computation_traces, cached.backward_traces, cached.epilogue_traces
+        scheduled = next(self.programs[trace] for trace in traces if trace in self.programs)
+        program = Program(scheduled, traces[-1], backward[-1] if backward else None)
+
+        def shown() -> Traces:
+            others = {"epilogue": epilogue[-1] if epilogue else None, "registered": registered(traces[0])}
+            return Traces.of(program, fuses=self.fuses, **others)
+
+        return Entry(scheduled.facts.synced, cached.computation_fn, shown)
 
 
-def finish(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> tuple[TraceCtx, TraceCtx | None]:
-    """Prove the traces that will run, and that all ranks will run the same; let each phase say what it is."""
-    phases = {"forward without backward": forward} if backward is None else {"forward": forward, "backward": backward}
-    _prove_on_all_ranks(phases, executor)
-    named = [with_enter(trace, executor.named(phase), executor) for phase, trace in phases.items()]
-    return named[0], named[1] if backward is not None else None
+def repaired(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:
+    """The fused joint trace, repaired.
 
-
-def _prove_on_all_ranks(phases: Mapping[str, TraceCtx], executor: ZeroExecutor) -> None:
-    try:
-        prove(*phases.values(), executor=executor)
-    except ScheduleError as error:  # tell the other ranks, which would wait for this one
-        for phase in phases:
-            executor.runtime.agree_on_schedule(executor.named(phase), [str(error)])
-        raise
-    for phase, trace in phases.items():
-        executor.runtime.agree_on_schedule(executor.named(phase), launches_of(trace, executor))
-
-
-def _ours() -> ProgramTransform | None:
-    """Return the transform of the model that Thunder traces now, if it is a sharded one."""
-    data = get_compile_data()
-    transforms = () if data is None else data.transforms
-    return next((each for each in transforms if isinstance(each, ProgramTransform)), None)
-
-
-def _is_ours() -> bool:
-    return _ours() is not None
-
-
-def _traced(front_end: Callable[[], Any]) -> Any:
-    ours = _ours()
-    return front_end() if ours is None else ours.trace(front_end)
-
-
-def _refuse(why: str) -> Untraceable | None:
-    if (ours := _ours()) is None:
-        return None
-    ours.refusal = Untraceable(why)
-    return ours.refusal
-
-
-def _note(holder: Any, namespace: Namespace, name: str) -> None:
-    if (ours := _ours()) is not None:
-        ours.lookups.note(holder, namespace, name)
+    Thunder's rematerialisation may make a fused region of backward recompute from an input of a region of forward, and
+    that input may be a gathered parameter (``compat/thunder/fusion_repair.py``). It weighs a tensor by its dtype alone,
+    so it may also make forward save more bytes than were scheduled: then the fusers run once more without it, and what
+    saves less is taken.
+    """
+    if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
+        return trace
+    facts, timeline = scheduled.facts, lift(trace, scheduled.facts)
+    if saved_bytes(timeline) > saved_bytes(lift(scheduled.trace, facts)):
+        again = scheduled.trace
+        for fuser in fusers:
+            again = room.fused_only(fuser, again)
+        other = lift(again, facts)
+        if saved_bytes(other) < saved_bytes(timeline):
+            trace, timeline = again, other
+    right = room.repair_fusion(timeline)
+    return trace if right is timeline else emit(trace, right, facts.executor)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
     """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
-
-
-def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: ZeroExecutor) -> None:
-    """Prove that the traces that will run are right."""
-    timeline = lift_phases(forward, backward, executor)
-    if backward is None:
-        timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
-    verify.check(timeline, trained=() if backward is None else executor.program.trained)

@@ -6,8 +6,8 @@ In: a jitted module that is about to be sharded (:func:`require_untransformed`);
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward
 
-``PARTS`` has the kinds of submodules that are refused, Thunder's (``compat/untraceable.py``) and our own;
-``DYNAMO_PARTS`` those that are refused under dynamo, too. They are looked for again when programs are compiled.
+``PARTS`` has the kinds of submodules that are refused; Thunder's front end refuses more
+(``compat/thunder/untraceable.py``). They are looked for again when programs are compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.torch_gaps import is_inside_function_transform
-from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart, require_traceable
+from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.sharded.sharded_model import is_transformed
 
@@ -33,7 +33,8 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 
 EXPORT = "export inside of: with tz.full_parameters(model) as module: torch.export.export(module, ...)"
 
-OWN_PARTS: tuple[RefusedPart, ...] = (
+PARTS: tuple[RefusedPart, ...] = (
+    *UNCAPTURABLE,
     RefusedPart(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
         "has max_norm",
@@ -59,8 +60,6 @@ OWN_PARTS: tuple[RefusedPart, ...] = (
         "it reduces gradients itself",
     ),
 )
-PARTS = (*UNTRACEABLE, *OWN_PARTS)
-DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
 
 
 def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> None:
@@ -74,7 +73,7 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
         raise RuntimeError(
             f"the ZeroTransform given for {name} already shards a module; give each module a new ZeroTransform"
         )
-    require_traceable(module, transform.parts)
+    require_traceable(module, transform.parts())
 
 
 def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.torch_gaps import share_found_inf
+from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
     Check,
@@ -73,8 +74,6 @@ class ZeroTransform(ProgramTransform):
             no function, weights that are no mapping.
     """
 
-    parts = PARTS
-
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
         super().__init__()
         self._given = check_arguments(policy, **arguments)
@@ -88,6 +87,9 @@ class ZeroTransform(ProgramTransform):
     def policy(self) -> Policy:
         """How the model is sharded."""
         return self._given.policy
+
+    def parts(self) -> tuple[RefusedPart, ...]:
+        return (*super().parts(), *PARTS)
 
     # Thunder's hooks, in the order in which it calls them.
 
@@ -128,7 +130,7 @@ class ZeroTransform(ProgramTransform):
         self.install(model, self._state.plan, calls)
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._calls = calls
-        model._compiled = self.compiled
+        model._entry = self.entry
 
     def _checks(self, model: ThunderModule) -> list[Check]:
         return [*hooks_stay(model._model), *intact(model, self._state), *nones_stay(model._model)]

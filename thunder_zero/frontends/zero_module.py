@@ -23,12 +23,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.compat.guards import form_of_call
-from thunder_zero.compat.lookasides import forget_autocast
+from thunder_zero.compat import thunder as room
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
-from thunder_zero.compat.untraceable import not_returned, not_traced, require_traceable
+from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import Compilations, terminal_of
-from thunder_zero.frontends.compiled import Compiled, Traces
+from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
 from thunder_zero.frontends.refusals import EXPORT, PARTS
@@ -61,16 +60,16 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     _forward_fn: Callable[..., Any]
     _calls: Calls
-    _compiled: Compiled
+    _entry: Callable[[Any], Entry]  # of Thunder's cache, as a program of ours
     _slots: ParameterSlots
     _compilations: Compilations
 
-    def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
+    def graphs(self) -> Sequence[Sequence[Entry]]:
         """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
         that ran last at the end. For each graph, where forward is not one."""
         stats = compile_stats(self)
         entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
-        return [[(self._compiled, entry) for entry in entries]]
+        return [[self._entry(entry) for entry in entries]]
 
     def guard(self, output: Any) -> None:
         """Make the backward of what a program returned raise where it would be wrong."""
@@ -178,18 +177,18 @@ class ZeroModule(ShardedModel, ThunderModule):
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.guards.form = form_of_call(args, kwargs)
-        forget_autocast(self)
+        self._calls.guards.form = room.form_of_call(args, kwargs)
+        room.forget_autocast(self)
         try:
             output = self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
-            require_traceable(self._model, PARTS)
+            require_traceable(self._model, (*room.UNTRACEABLE, *PARTS))
             name = type(self._model).__name__
-            if (what := not_returned(error)) is not None:
+            if (what := room.not_returned(error)) is not None:
                 raise TypeError(
                     f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
                 ) from error
-            if (why := not_traced(error)) is None:
+            if (why := room.not_traced(error)) is None:
                 raise
             raise NotImplementedError(
                 f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
@@ -314,11 +313,10 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
     graphs = zero_module(model).graphs()
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
         raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
-    entries: list[tuple[Compiled, Any]] = graphs[graph or 0] if graphs else []
-    for compiled, entry in reversed(entries):
-        if synced in (None, compiled.program_of(entry).synced):
-            found: Traces = compiled.traces(entry)
-            return found
+    entries = graphs[graph or 0] if graphs else []
+    for entry in reversed(entries):
+        if synced in (None, entry.synced):
+            return entry.traces()
     if entries:
         where = "outside" if synced else "inside"
         raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")

@@ -3,7 +3,7 @@
 The forward decides. Each prologue has ``zero_check_call``, which raises in a program of the other kind
 (``calls.py``), and Thunder takes or compiles the one that fits; ``tz.compile`` chooses by ``Mode.synced``. A program
 under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction (``defer_reductions`` in
-``traces/executors.py``). The next backward whose forward ran outside reduces the sums::
+``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
 
     with model.no_sync():
         loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad

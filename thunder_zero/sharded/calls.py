@@ -15,13 +15,14 @@ the mean gradients (all rows of a replicated parameter's).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.guards import Guards, Lookup
+from thunder_zero.compat import thunder as room
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
@@ -37,7 +38,11 @@ class Calls:
         self._state, self._plan, self._transport = state, state.plan, state.transport
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
-        self.guards = Guards(state.name)
+
+    @cached_property
+    def guards(self) -> room.Guards:
+        """The guards of what Thunder's front end traced."""
+        return room.Guards(self._state.name)
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +54,7 @@ class Calls:
         """Whether the gradients of a forward that runs now are reduced."""
         return self._accumulation.synced
 
-    def guard(self, lookups: tuple[Lookup, ...]) -> int:
+    def guard(self, lookups: tuple[room.Lookup, ...]) -> int:
         """Keep the guard of the program that is compiled for the call that runs; return its number."""
         return self.guards.add(lookups)
 

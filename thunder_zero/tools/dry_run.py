@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,30 +17,32 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.casts import cast_inputs, casting_borders
+from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
-from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.compiled import Traces, registered
 from thunder_zero.frontends.dynamo.compile import require_known
 from thunder_zero.frontends.dynamo.dry import export
-from thunder_zero.frontends.dynamo.programs import Mode, phases_of, scheduled_graph
-from thunder_zero.frontends.transform import ZeroTransform
-from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.frontends.dynamo.programs import Mode, program_of
+from thunder_zero.frontends.program_transform import ProgramTransform, repaired
+from thunder_zero.frontends.refusals import PARTS
+from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.traces.executors import JointPass
+from thunder_zero.traces import pipeline
 from thunder_zero.traces.insert import put_inputs_at_rest
-from thunder_zero.traces.lift import is_joint, lift_phases
-from thunder_zero.traces.symbols import DryRuntime, Program, ZeroExecutor
+from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
+from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
 from thunder import compile_data, compile_stats
 from thunder.core import langctxs
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transform_common import unwrap_return_value
 from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
 from thunder.extend import Executor, FusionExecutor, TemporaryExecutor, get_always_executors
-from thunder.transforms.autodiff import split_into_forward_and_backward
 
 
 def trace(
@@ -107,6 +108,18 @@ class Asked:
     executors: Sequence[Executor] | None
     device: Device | str | None
 
+    def plan(self, policy: Policy | int) -> Plan:
+        """The plan under another policy."""
+        plan = make_plan(self.module, check_arguments(policy).policy, *self.world)
+        return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
+
+    def inputs(self, plan: Plan, shaped: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+        """The arguments of forward in the dtypes of compute; of tensors on the meta device what ``shaped`` makes."""
+        name, args, kwargs = type(self.module).__name__, tuple(self.args), dict(self.kwargs)
+        given = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
+        args, kwargs = tree_map_only(Tensor, lambda each: shaped(each) if each.is_meta else each, given)
+        return args, kwargs
+
 
 class ProgramSource(Protocol):
     """A module and its arguments, captured once."""
@@ -142,132 +155,98 @@ def programs_of(
 CPU = torch.device("cpu")
 
 
-class _Keep(JointPass):
-    """Keeps the joint trace as it is before the schedule, with the facts about its program."""
-
-    kept: tuple[TraceCtx, Program] | None = None
-
-    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        self.kept = (_copy(trace), self.executor.program) if is_joint(trace.bound_symbols[-1].args[0]) else None
-        return trace
-
-
-class _DryRun(ZeroTransform):
-    """Plans for a rank of a world that does not exist, and does not change the module."""
-
-    def __init__(self, policy: Policy | int, synced: bool, memory_bytes: int | None, *world: int) -> None:
-        super().__init__(policy)
-        self._world = world
-        self._memory_bytes = memory_bytes
-        self._synced = synced
-
-    def transform_module(self, model: ThunderModule) -> None:
-        plan = make_plan(model._model, self.policy, *self._world)
-        self.plan = replace(plan, memory_bytes=self._memory_bytes)
-        self.install(model, self.plan, DryRuntime(self._synced))
-        executor, *others = compile_data(model).executors_list
-        self.keep = _Keep("thunder_zero_keep", executor)
-        compile_data(model).executors_list = (executor, self.keep, *others)
-
-
 class FromDynamo:
     """A module that dynamo and AOTAutograd capture, as ``tz.compile`` does."""
 
     def __init__(self, asked: Asked) -> None:
         require_known(asked.executors)
-        module, args, kwargs = asked.module, tuple(asked.args), dict(asked.kwargs)
-        self._memory_bytes, self._fuses = _memory_bytes(module, asked.device), bool(asked.executors)
-        self._module, self._world = module, asked.world
-        plan = self._plan(asked.policy)
-        with _as_captured(module, plan):
-            args, kwargs = cast_inputs(type(module).__name__, args, kwargs, plan.policy.mixed_precision)
-            args, kwargs = tree_map_only(Tensor, _as_shape, (args, kwargs))
-            self._exported = export(module, args, kwargs)
+        self._asked, plan = asked, asked.plan(asked.policy)
+        with _standing_in(asked.module, plan, _as_captured):
+            self._exported = export(asked.module, *asked.inputs(plan, shape_of))
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
-
-    def _plan(self, policy: Policy | int) -> Plan:
-        plan = make_plan(self._module, check_arguments(policy).policy, *self._world)
-        return replace(plan, memory_bytes=self._memory_bytes)
 
     def under(self, policy: Policy | int) -> Traces:
         """See :class:`ProgramSource`."""
-        executor = ZeroExecutor(self._plan(policy), DryRuntime(self._mode.synced))
-        exported = self._exported
-        converted, scheduled = scheduled_graph(exported.joint, exported.paths, executor, self._mode)
-        forward, backward = phases_of(scheduled, executor, self._mode, fuses=self._fuses)
-        program = executor.program
-        names = [proxy.name for proxy in converted.trace.args]
-        return Traces(
-            forward,
-            backward,
-            lift_phases(forward, backward, executor, program),
-            program.plan,
-            synced=program.synced,
-            others={names[position]: path for position, path in exported.buffers.items()},
-            restored=exported.restored,
-            lifted=program.lifted,
-        )
+        exported, fuses = self._exported, bool(self._asked.executors)
+        executor = ZeroExecutor(self._asked.plan(policy), DryRuntime(self._mode.synced))
+        converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
+        names = [proxy.name for proxy in converted.joint.trace.args]
+        others = {names[position]: path for position, path in exported.buffers.items()}
+        return Traces.of(program, others=others, restored=exported.restored)
 
 
-@contextmanager
-def _as_captured(module: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside the block, the module has placeholders for parameters, and what is on the meta device stands on the CPU
-    without memory; it casts its inputs and outputs."""
-    originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
-    originals += module.named_buffers(remove_duplicate=False)
-    made: dict[int, Tensor] = {}  # by original: a tied parameter stays one
-    with casting_borders(module, plan.policy.mixed_precision):
-        for name, original in originals:
-            if id(original) not in made:
-                param = plan.by_name.get(name)
-                device = CPU if original.is_meta else original.device
-                made[id(original)] = (
-                    placeholder(param.path, original, param.compute_dtype, device)
-                    if param is not None and isinstance(original, nn.Parameter)
-                    else _as_shape(original)
-                )
-            set_tensor(module, name, made[id(original)])
-        try:
-            yield
-        finally:
-            for name, original in originals:
-                set_tensor(module, name, original)
+class _Lowered(Exception):
+    """Ends Thunder's part of a compilation where ours begins."""
+
+    def __init__(self, joint: JointTrace) -> None:
+        super().__init__()
+        self.joint = joint
 
 
-def _as_shape(tensor: Tensor) -> Tensor:
-    return shape_of(tensor) if tensor.is_meta else tensor
+class _UpToSchedule(ProgramTransform):
+    """Raises the joint trace, before it is scheduled."""
+
+    def __init__(self, plan: Plan, synced: bool) -> None:
+        super().__init__()
+        self._plan, self._runtime = plan, DryRuntime(synced)
+
+    def parts(self) -> tuple[RefusedPart, ...]:
+        return (*super().parts(), *PARTS)
+
+    def transform_module(self, model: ThunderModule) -> None:
+        self.install(model, self._plan, self._runtime)
+
+    def _scheduled(self, trace: TraceCtx) -> TraceCtx:
+        raise _Lowered(self.joint_trace(trace))
 
 
 class FromThunder:
     """A module that Thunder interprets, as ``thunder.jit`` does."""
 
     def __init__(self, asked: Asked) -> None:
-        module = asked.module
-        self._memory_bytes = _memory_bytes(module, asked.device)
-        self._module, self._world, self._synced, self._executors = module, asked.world, asked.synced, asked.executors
-        self._lowered: dict[tuple[bool, ...], tuple[_DryRun, ThunderModule]] = {}  # by what is sharded
-        args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(asked.args), dict(asked.kwargs)))
-        transform, jitted = self._jitted(asked.policy)
-        with _as_computed(module, transform.plan):
-            args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
-            self._acquired = _acquire(jitted, args, kwargs)
+        self._asked, plan = asked, asked.plan(asked.policy)
+        self._lowered: dict[tuple[bool, ...], JointTrace] = {}  # by what is sharded
+        self._transform, self._jitted = self._of(plan)
+        with _standing_in(asked.module, plan, _as_computed):
+            args, kwargs = asked.inputs(plan, _without_memory)
+            self._acquired = _acquire(self._jitted, args, kwargs)
 
     def under(self, policy: Policy | int) -> Traces:
         """See :class:`ProgramSource`. Up to the schedule, policies that shard the same parameters have the same joint
         trace: Thunder makes it once."""
-        transform, jitted = self._jitted(policy)
-        sharded = tuple(param.sharded for param in transform.plan.params)
-        with _as_computed(self._module, transform.plan):
-            if sharded in self._lowered:
-                return _schedule_again(*self._lowered[sharded], transform.plan, self._acquired)
-            found = transform.compiled.traces(_compile(jitted, self._acquired))
-        if transform.keep.kept is not None:
-            self._lowered[sharded] = transform, jitted
-        return found
+        plan, (_, computation, epilogue) = self._asked.plan(policy), self._acquired.traces
+        sharded = tuple(param.sharded for param in plan.params)
+        with _standing_in(self._asked.module, plan, _as_computed):
+            if sharded not in self._lowered:
+                self._lowered[sharded] = _lower(self._of(plan)[1], self._acquired)
+            joint = self._lowered[sharded]
+            joint = JointTrace(_copy(joint.trace), replace(joint.facts, plan=plan))
+            put_inputs_at_rest(joint.trace, joint.facts)  # all joint traces share these proxies
+            program = _as_thunder(self._jitted, lambda info: self._program(joint, info))
+        assert computation is not None
+        return Traces.of(program, epilogue=epilogue, fuses=self._transform.fuses, registered=registered(computation))
 
-    def _jitted(self, policy: Policy | int) -> tuple[_DryRun, ThunderModule]:
-        transform = _DryRun(policy, self._synced, self._memory_bytes, *self._world)
-        return transform, thunder.jit(self._module, transforms=[transform], executors=self._executors)
+    def _of(self, plan: Plan) -> tuple[_UpToSchedule, ThunderModule]:
+        transform = _UpToSchedule(plan, self._asked.synced)
+        return transform, thunder.jit(self._asked.module, transforms=[transform], executors=self._asked.executors)
+
+    def _program(self, joint: JointTrace, info: dict[str, Any]) -> Program:
+        """The rest of a compilation; Thunder's part of it as Thunder does it."""
+        info.update(self._acquired.info)
+        with thunder.compile_data_and_stats(compile_data(self._jitted), compile_stats(self._jitted)):
+            scheduled, fusers = pipeline.scheduled(joint), self._transform.fusers
+            return pipeline.compiled(scheduled, lambda trace: _phases(trace, scheduled, fusers))
+
+
+def _phases(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> pipeline.Phases:
+    """What Thunder does from its fusers on."""
+    for fuser in fusers:
+        trace = fuser.fusion_pass(trace)
+    trace = _transform_for_operator_executor_execution(repaired(trace, scheduled, fusers), get_always_executors())
+    forward, backward = pipeline.split(trace)
+    if backward is None:
+        return unwrap_return_value(del_last_used(forward)), None
+    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
@@ -292,16 +271,18 @@ def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside the block, the module has parameters in the dtypes of compute, and casts its inputs and outputs. What is
-    on the meta device stands on the CPU instead, without memory, so that the trace is that of a run."""
+def _standing_in(
+    module: nn.Module, plan: Plan, stand_in: Callable[[str, nn.Parameter | Tensor, Param | None], Tensor]
+) -> Iterator[None]:
+    """Inside the block, the module has other parameters and buffers, and casts its inputs and outputs. What is on the
+    meta device stands on the CPU instead, without memory, so that the trace is that of a run."""
     originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
     originals += module.named_buffers(remove_duplicate=False)
     made: dict[int, Tensor] = {}  # by original: a tied parameter stays one
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original in originals:
             if id(original) not in made:
-                made[id(original)] = _computed(name, original, plan)
+                made[id(original)] = stand_in(name, original, plan.by_name.get(name))
             set_tensor(module, name, made[id(original)])
         try:
             yield
@@ -310,21 +291,30 @@ def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
                 set_tensor(module, name, original)
 
 
-def _computed(name: str, original: nn.Parameter | Tensor, plan: Plan) -> Tensor:
-    """A tensor of the module as compute sees it: itself, if it needs no cast and is on a real device."""
-    param = plan.by_name.get(name)
+def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
+    """A placeholder of a parameter that is planned, as while a model runs."""
+    if param is not None and isinstance(original, nn.Parameter):
+        return placeholder(param.path, original, param.compute_dtype, _device(original))
+    return shape_of(original) if original.is_meta else original
+
+
+def _as_computed(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
+    """A tensor as compute sees it: itself, if it needs no cast and is on a real device."""
     dtype = original.dtype if param is None else param.compute_dtype
     if dtype is original.dtype and not original.is_meta:
         return original
-    device = CPU if original.is_meta else original.device
     if isinstance(original, nn.Parameter):
-        return placeholder(name, original, dtype, device)
+        return placeholder(name, original, dtype, _device(original))
     return _without_memory(original)
+
+
+def _device(original: Tensor) -> torch.device:
+    return CPU if original.is_meta else original.device
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor on the CPU that looks like one on the meta device, with the memory of one element."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,46 +355,22 @@ def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
     return _as_thunder(jitted, acquire)
 
 
-def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
-    """Thunder's cache entry for what was acquired: a call without its run."""
+def _lower(jitted: ThunderModule, acquired: _Acquired) -> JointTrace:
+    """The lowered joint trace of what was acquired: a compilation that ends before the schedule."""
     data, stats = compile_data(jitted), compile_stats(jitted)
     data.executors_list = tuple(
         acquired.ad_hoc if isinstance(executor, TemporaryExecutor) else executor for executor in data.executors_list
     )
 
-    def compile_entry(info: dict[str, Any]) -> Any:
+    def lower(info: dict[str, Any]) -> JointTrace:
         info.update(acquired.info)
-        return data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
+        try:
+            data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
+        except _Lowered as lowered:
+            return lowered.joint
+        raise AssertionError("Thunder calls the first executor")
 
-    return _as_thunder(jitted, compile_entry)
-
-
-def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acquired: _Acquired) -> Traces:
-    """The traces of another plan, from the joint trace that was kept: what Thunder does from its fusers on."""
-    data, stats, executor = compile_data(jitted), compile_stats(jitted), transform.compiled.executor
-    assert transform.keep.kept is not None
-    kept, program = transform.keep.kept
-    executor.plan, executor.program = plan, replace(program, plan=plan)
-    put_inputs_at_rest(kept, executor)  # all joint traces share these proxies
-
-    def scheduled(info: dict[str, Any]) -> Any:
-        info.update(acquired.info)
-        trace: Any = _copy(kept)
-        with thunder.compile_data_and_stats(data, stats):
-            for one in data.executors_list:
-                if isinstance(one, FusionExecutor) and one is not transform.keep:
-                    trace = one.fusion_pass(trace)
-            trace = _transform_for_operator_executor_execution(trace, get_always_executors())
-            forward, backward = split_into_forward_and_backward(trace)
-            phases = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
-            return [transform.transform_trace_post_optimization(phase) for phase in phases]
-
-    forward, backward = _as_thunder(jitted, scheduled)
-    _, computation, epilogue = acquired.traces
-    entry = SimpleNamespace(  # as Thunder's cache has one
-        computation_traces=(computation, forward), backward_traces=(backward,), epilogue_traces=(epilogue,)
-    )
-    return transform.compiled.traces(entry)
+    return _as_thunder(jitted, lower)
 
 
 def _copy(trace: TraceCtx | None) -> TraceCtx | None:

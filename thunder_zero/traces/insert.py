@@ -30,8 +30,7 @@ from math import prod
 from typing import Any
 
 from thunder_zero.plan.params import Param
-from thunder_zero.schedule.names import ProgramName
-from thunder_zero.traces.symbols import Program, ZeroExecutor
+from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
 from thunder.core import prims
 from thunder.core.dtypes import to_dtype, to_weak_dtype
@@ -49,23 +48,26 @@ def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
 
 
-def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor: ZeroExecutor) -> TraceCtx:
-    """A trace, before autodiff, whose parameter inputs are shards, synchronised at first use. ``names`` are those of
-    its inputs that are the module's, with their paths."""
+def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
+    """Return the facts of a program that is compiled now. ``names`` are those of the inputs that are the module's, with
+    their paths."""
     by_name = executor.plan.by_name
-    inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
-    proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
-    paths = {name: param.path for name, param in inputs.items()}
+    inputs = {name: by_name[path].path for name, path in names.items() if path in by_name}
     others = {name: path for name, path in names.items() if path not in by_name}
-    executor.program = Program(executor.plan, paths, others, synced=executor.runtime.synced)
-    put_inputs_at_rest(computation, executor)
+    return Facts(executor, executor.plan, inputs, others, synced=executor.runtime.synced)
+
+
+def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
+    """A trace, before autodiff, whose parameter inputs are shards, synchronised at first use."""
+    proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in facts.inputs}
+    put_inputs_at_rest(computation, facts)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
     with tracectx(new):
         for bsym in computation.bound_symbols:
             if bsym.sym is prims.python_return:
-                _refuse_parameters(bsym, inputs)
+                _refuse_parameters(bsym, facts)
                 new.bound_symbols.append(bsym)
                 continue
             if bsym.sym is prims.unpack_trivial:
@@ -73,19 +75,19 @@ def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor
                 continue
             read = [proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies]
             for proxy in read:
-                param = inputs[proxy.name]
-                if param.path not in full:
-                    full[param.path] = executor.synchronize(proxy, param.path)
-                swap[variableify(proxy)] = full[param.path]
+                path = facts.inputs[proxy.name]
+                if path not in full:
+                    full[path] = facts.executor.synchronize(proxy, path)
+                swap[variableify(proxy)] = full[path]
             new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if read else bsym)
     new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
     return new
 
 
-def take_rows(prologue: TraceCtx, executor: ZeroExecutor, guard: int) -> None:
+def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
     """Take the rows that the computation gets, and check that the program serves the call: its ``guard``, and whether
     gradients are reduced. Works in place, as Thunder's own transforms do."""
-    plan = executor.plan
+    executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
@@ -99,7 +101,7 @@ def take_rows(prologue: TraceCtx, executor: ZeroExecutor, guard: int) -> None:
         if bsym.sym is not prims.check_tensor_shape_and_metadata or bsym.args[0].name not in unpacked
     ]
     with tracectx(prologue):
-        serves = executor.check_call.bind(executor.program.synced, guard, output=None)
+        serves = executor.check_call.bind(facts.synced, guard, output=None)
     prologue.bound_symbols.insert(0, serves)
     _return_rows(prologue, unpacked, executor)
 
@@ -117,12 +119,12 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
-def put_inputs_at_rest(trace: TraceCtx, executor: ZeroExecutor) -> None:
+def put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
     """Give the inputs that are parameters the shapes of their rows."""
     for proxy in trace.args:
-        if path := executor.program.inputs.get(proxy.name):
-            param = executor.plan.by_name[path]
-            _put_at_rest(proxy, param, executor.plan.shard_shape(param), executor)
+        if path := facts.inputs.get(proxy.name):
+            param = facts.plan.by_name[path]
+            _put_at_rest(proxy, param, facts.plan.shard_shape(param), facts.executor)
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
@@ -134,14 +136,13 @@ def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], execu
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 
 
-def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:
+def _refuse_parameters(bsym: BoundSymbol, facts: Facts) -> None:
     returned = bsym.args[0]["output"]
     for proxy in returned if isinstance(returned, tuple) else (returned,):
-        if isinstance(proxy, Proxy) and proxy.name in inputs:
-            path = inputs[proxy.name].path
+        if isinstance(proxy, Proxy) and proxy.name in facts.inputs:
             raise ValueError(
-                f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, "
-                f"or read it with thunder_zero.full_state_dict"
+                f"forward returns the parameter {facts.inputs[proxy.name]!r} itself, which is sharded; return a value "
+                f"computed from it, or read it with thunder_zero.full_state_dict"
             )
 
 
@@ -157,7 +158,7 @@ def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     return lines
 
 
-def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) -> TraceCtx:
+def with_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
     """The trace of a phase, with its name and the digest of its launches before the first of them::
 
         zero_enter('backward', '1f0c5a9e')
@@ -165,13 +166,14 @@ def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) ->
 
     Ranks whose phases differ in either would take one message for another. A phase without launches gets no line.
     """
+    executor = facts.executor
     at = next((at for at, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches), None)
     if at is None:
         return trace
     digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:8]
     new = from_trace(trace)
     with tracectx(new):
-        line = executor.enter.bind(str(program), digest, output=None)
+        line = executor.enter.bind(str(facts.named(phase)), digest, output=None)
     new.bound_symbols = [*trace.bound_symbols[:at], line, *trace.bound_symbols[at:]]
     new.set_provenance(TraceProvenance("Name the phase (thunder_zero)"))
     return new

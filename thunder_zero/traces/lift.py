@@ -21,7 +21,7 @@ from typing import Any
 
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
-from thunder_zero.traces.symbols import Program, ZeroExecutor, dtype_name
+from thunder_zero.traces.symbols import Facts, ZeroExecutor, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
     is_cheap,
@@ -42,55 +42,50 @@ PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.P
 MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 
 
-def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
+def lift(trace: TraceCtx, facts: Facts) -> Timeline:
     """The timeline of a joint trace: one operation for each line, forward phase first. A line belongs to forward if
     forward's outputs need it; Thunder will split by the same rule."""
     lines = trace.bound_symbols
     needed = forward_lines(lines)
-    ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
+    ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], facts)]
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].args[0]
-    program = executor.program
-    returned = _gradients(result["flat_args"], result["output"], program) if is_joint(result) else ()
-    inputs = _inputs(trace.args, program)
-    return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
+    returned = _gradients(result["flat_args"], result["output"], facts) if is_joint(result) else ()
+    return Timeline(tuple(_with_params(ops)), _values(lines), facts.plan, _inputs(trace.args, facts), returned)
 
 
-def lift_phases(
-    forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
-) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts the lines of each phase. ``program`` has the facts
-    about their compilation; None: the executor compiled them last."""
-    program = program or executor.program
+def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
+    """The timeline of the two traces that run; ``source`` counts the lines of each phase."""
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops = [
         op
         for is_backward, lines in enumerate(phases)
         for position, line in enumerate(lines)
-        for op in _ops(line, position, bool(is_backward), executor)
+        for op in _ops(line, position, bool(is_backward), facts)
     ]
     values = _values([*phases[0], *phases[1]])
-    inputs = _inputs(forward.args, program)
+    inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
-        inputs |= _inputs(backward.args[1], program)  # the gradients of outputs; forward has saved what is in args[0]
+        inputs |= _inputs(backward.args[1], facts)  # the gradients of outputs; forward has saved what is in args[0]
         given = forward.bound_symbols[-1].args[0]["flat_args"]
-        returned = _gradients(given, backward.bound_symbols[-1].args[0], program)
-    return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
+        returned = _gradients(given, backward.bound_symbols[-1].args[0], facts)
+    return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, facts.plan, inputs, returned))
 
 
-def _inputs(given: Any, program: Program) -> dict[str, str | None]:
-    return {proxy.name: program.inputs.get(proxy.name) for proxy in proxies_in(given)}
+def _inputs(given: Any, facts: Facts) -> dict[str, str | None]:
+    return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(given)}
 
 
-def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) -> tuple[tuple[str, str], ...]:
+def _gradients(given: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tuple[tuple[str, str], ...]:
     """Path and gradient of each parameter that gets one: backward returns an entry for each argument of forward."""
     pairs = zip(given, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
-    return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
+    return tuple((facts.inputs[name], grad) for name, grad in named if name in facts.inputs)
 
 
-def _ops(bsym: BoundSymbol, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
+def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
+    executor = facts.executor
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
     reads, writes = tuple(read_by(bsym)), tuple(written_by(bsym))
@@ -100,7 +95,7 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, executor: ZeroExecuto
     elif single := executor.launches.get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
         paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
-        _require_right_symbol(single, paths, executor)
+        _require_right_symbol(single, paths, facts)
     elif bsym.sym.name in executor.waits:
         kind = Kind.WAIT
     elif bsym.sym == executor.defer:
@@ -119,10 +114,10 @@ def _with_work(op: Op, bsym: BoundSymbol) -> Op:
     return replace(op, repeatable=repeatable, work=work, cheap=cheap, updates=updates, flops=flops)
 
 
-def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
+def _require_right_symbol(single: Symbol, paths: Sequence[str], facts: Facts) -> None:
     """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
-    for path in paths if single is not executor.all_gather else ():
-        if single is not (right := executor.reduction(executor.plan.by_name[path])):
+    for path in paths if single is not facts.executor.all_gather else ():
+        if single is not (right := facts.executor.reduction(facts.plan.by_name[path])):
             raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
@@ -220,6 +215,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     lines = trace.bound_symbols
     proxies = {proxy.name: proxy for bsym in lines for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
     new = from_trace(trace)
+    new.names = set(trace.names)  # the given trace stays as it is
     new.bound_symbols = [bsym for bsym in lines if bsym.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.traces.lift import emit, lift, read_by
 from thunder_zero.traces.operators import is_view, line, operator_of
-from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.pipeline import Scheduled
+from thunder_zero.traces.symbols import Facts
 
 from thunder.core import prims
 from thunder.core.devices import to_torch_device
@@ -41,18 +42,16 @@ _KEEP_ZEROS = """
 KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
 
 
-def without_tangents(trace: TraceCtx, missing: Collection[str], executor: ZeroExecutor) -> TraceCtx:
-    """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names. Notes the
-    parameters that still get a gradient in ``executor.program``."""
-    pruned = _Pruned(trace, executor, set(missing))
+def without_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
+    """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names."""
+    facts = scheduled.facts
+    timeline = lift(scheduled.trace, facts)
+    pruned = _Pruned(scheduled.trace, facts, timeline, set(missing))
     ops = _read_ones(list(pruned.ops()))
-    new = from_trace(trace)
+    new = from_trace(scheduled.trace)
     new.bound_symbols = pruned.lines
-    timeline = lift(trace, executor)
-    result = emit(new, timeline.with_ops(ops), executor)
-    lost = frozenset(pruned.lost)
-    executor.program = replace(executor.program, trained=executor.program.trained - lost)
-    return result
+    result = emit(new, timeline.with_ops(ops), facts.executor)
+    return replace(scheduled, trace=result, trained=scheduled.trained - frozenset(pruned.lost))
 
 
 @dataclass
@@ -60,7 +59,8 @@ class _Pruned:
     """The lines of a trace, with those that pruning adds; what is known of their values so far."""
 
     trace: TraceCtx
-    executor: ZeroExecutor
+    facts: Facts
+    timeline: Timeline  # of the trace
     zero: set[str]
     depends: set[str] = field(default_factory=set)  # on tangents that are there
     swap: dict[str, str] = field(default_factory=dict)  # what takes the place of a value
@@ -70,10 +70,11 @@ class _Pruned:
 
     def __post_init__(self) -> None:
         self.lines: list[BoundSymbol] = list(self.trace.bound_symbols)
+        self.executor = self.facts.executor
 
     def ops(self) -> Iterator[Op]:
         """Yield the operations that are left."""
-        for op in lift(self.trace, self.executor).ops:
+        for op in self.timeline.ops:
             bsym = self.lines[op.source[0]]
             op = replace(op, reads=tuple(self.swap.get(name, name) for name in op.reads))
             if bsym.sym is prims.get_grad:
@@ -158,7 +159,7 @@ class _Pruned:
     def _last(self, op: Op) -> Iterator[Op]:
         """What no_sync has deferred of parameters without a gradient, where no line reduces such gradients yet."""
         reduces = any(bsym.sym == self.executor.reduce_deferred for bsym in self.lines)
-        if self.lost and self.executor.program.synced and not reduces:
+        if self.lost and self.facts.synced and not reduces:
             with tracectx(self.trace):
                 yield self._with_line(op, self.executor.reduce_deferred.bind(tuple(self.lost), output=None))
 

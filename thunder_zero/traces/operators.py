@@ -19,7 +19,6 @@ import torch
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.compat.operators import NeverFuses
 from thunder_zero.compat.torch_gaps import HigherOrderOperator, OpOverload
 from thunder_zero.schedule.timeline import Work
 
@@ -28,12 +27,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
 
-
-class OperatorsOfTorch(NeverFuses, OperatorExecutor):
-    """Owns the symbols of torch's operators: their lines are computed by torch."""
-
-
-EXECUTOR = OperatorsOfTorch("torch_operators")
+EXECUTOR = OperatorExecutor("torch_operators")  # owns the symbols of torch's operators
 
 _UNTAGGED = {  # what torch has no tag for, by the names of operators
     Work.REDUCTION: """

@@ -26,10 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.operators import NeverFuses
+from thunder_zero.compat.never_fuses import NeverFuses
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.schedule.names import ProgramName
-from thunder_zero.schedule.timeline import Timeline
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
@@ -40,24 +39,26 @@ from thunder.extend import OperatorExecutor
 
 
 @dataclass(frozen=True)
-class Program:
-    """The facts about the compilation for one kind of input.
+class Facts:
+    """What is known of the traces of one program, beside their lines.
 
     Attributes:
+        executor: the symbols of our lines.
         plan: the plan of each parameter; the schedule adds what is kept unsharded.
         inputs: the inputs of the trace that are parameters of the plan, with their paths.
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
-        trained: paths of the parameters that get a gradient from autodiff.
         synced: whether gradients are reduced; if not, they are deferred.
-        lifted: the timeline before the first pass; None before the schedule is made.
     """
 
+    executor: ZeroExecutor
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
-    trained: frozenset[str] = frozenset()
     synced: bool = True
-    lifted: Timeline | None = field(default=None, repr=False)
+
+    def named(self, phase: str) -> ProgramName:
+        """Return the name of a phase of the program."""
+        return ProgramName(phase, self.synced, self.executor.graph)
 
 
 class Runtime(Protocol):
@@ -135,7 +136,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
     Attributes:
         graph: the name of the graph, if its programs are not all of the model.
-        program: the facts about the program that is being compiled, or was compiled last.
+        plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
@@ -146,7 +147,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         super().__init__("thunder_zero")
         self.plan = plan
         self.graph = graph
-        self.program = Program(plan)
         self.runtime = runtime
         functions = functions_of(runtime, plan)
 
@@ -177,10 +177,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
             execution_transform=self.lower_synchronize,
             grad_transform=self._synchronize_grad,
         )
-
-    def named(self, phase: str) -> ProgramName:
-        """The name of a phase of the program that is being compiled."""
-        return ProgramName(phase, self.program.synced, self.graph)
 
     def reduction(self, param: Param) -> Symbol:
         """The symbol that reduces the parameter's gradient."""

@@ -7,10 +7,11 @@ from typing import Unpack
 
 from torch import nn
 
+from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
 from thunder_zero.frontends.placement import Check, intact
-from thunder_zero.frontends.refusals import DYNAMO_PARTS
+from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import adopt
 from thunder_zero.plan.policy import Policy
@@ -24,7 +25,8 @@ from thunder.extend import Executor
 class DynamoTransform(ZeroTransform):
     """Shards a module whose forward dynamo captures; takes the arguments of :class:`~thunder_zero.ZeroTransform`."""
 
-    parts = DYNAMO_PARTS
+    def parts(self) -> tuple[RefusedPart, ...]:
+        return PARTS
 
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._given.progress)

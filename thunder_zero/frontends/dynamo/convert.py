@@ -28,7 +28,8 @@ from torch import Tensor, fx
 
 from thunder_zero.compat.aot import Joint, input_of, is_backward, users_name
 from thunder_zero.traces.operators import draws_random_numbers, line
-from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.pipeline import JointTrace
+from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
@@ -46,33 +47,33 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 @dataclass(frozen=True)
 class Converted:
-    """A joint trace, or that of forward alone.
+    """A graph as a joint trace, or as that of forward alone.
 
     Attributes:
-        trace: lowered; its inputs that are parameters are rows.
-        paths: of those inputs, by their names.
+        joint: the trace; its inputs that are parameters are rows.
         values: what each value of the trace looks like, by name.
         tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
         constants: inputs that are tensors of the graph's own, by name.
         tokens: inputs before the graph's, without gradients.
     """
 
-    trace: TraceCtx
-    paths: Mapping[str, str]
+    joint: JointTrace
     values: Mapping[str, Any]
     tangents: Sequence[tuple[int, str]]
     constants: Mapping[str, Tensor]
     tokens: int
 
 
-def convert(joint: Joint, paths: Sequence[str | None], executor: ZeroExecutor, *, backward: bool) -> Converted:
+def convert(
+    joint: Joint, paths: Sequence[str | None], executor: ZeroExecutor, *, backward: bool, synced: bool = True
+) -> Converted:
     """Return the joint graph as a trace. ``paths`` are those of the inputs of dynamo's graph that are parameters;
-    without ``backward``, forward alone.
+    without ``backward``, forward alone; ``synced``: the program reduces gradients.
 
     Raises:
         RuntimeError: forward writes to a parameter, or returns one.
     """
-    return _Conversion(joint, paths, executor, backward).run()
+    return _Conversion(joint, paths, executor, backward, synced).run()
 
 
 @dataclass
@@ -81,6 +82,7 @@ class _Conversion:
     path_of: Sequence[str | None]
     executor: ZeroExecutor
     backward: bool
+    synced: bool
     made: dict[fx.Node, Any] = field(default_factory=dict)  # values of the trace, by the nodes that they stand for
     rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # of parameters
     full: dict[str, TensorProxy] = field(default_factory=dict)  # gathered parameters, by path
@@ -135,7 +137,8 @@ class _Conversion:
         trace._siginfo.args = [(arg.name, None) for arg in args]
         trace.args = args
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
-        return Converted(trace, self.paths, self.values, named, self.constants, joint.tokens)
+        facts = Facts(self.executor, self.executor.plan, self.paths, synced=self.synced)
+        return Converted(JointTrace(trace, facts), self.values, named, self.constants, joint.tokens)
 
     def _refuse_writes(self) -> None:
         for position in self.joint.mutated:

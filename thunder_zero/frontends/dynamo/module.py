@@ -28,13 +28,13 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot, dynamo
-from thunder_zero.compat.untraceable import require_traceable
+from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import too_many
-from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.frontends.compiled import Entry
 from thunder_zero.frontends.dynamo.captured import Looks, Paths, looks, paths_of, shapes_of_inputs, shared_memory
 from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
-from thunder_zero.frontends.refusals import DYNAMO_PARTS
+from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
 from thunder_zero.traces.symbols import ZeroExecutor
@@ -127,9 +127,9 @@ class DynamoModule(ZeroModule):
         captured = dynamo.capture(self.plain, backend)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
-    def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
-        """Of each graph of the last forward, its programs."""
-        return [graph.made() for graph in self._graphs.ran]
+    def graphs(self) -> Sequence[Sequence[Entry]]:
+        """Of each graph of the last forward, its programs, the one that ran last at the end."""
+        return [[*graph.entries.values()] for graph in self._graphs.ran]
 
     def _programs_made(self) -> int:
         made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
@@ -199,10 +199,10 @@ class DynamoModule(ZeroModule):
                     f"call that dynamo captured; give it copies, by clone()"
                 )
             if paths not in of.made:
-                require_traceable(self.plain, DYNAMO_PARTS)
-                compiled = Compiled(ZeroExecutor(self.state.plan, self._calls, of.name))
+                require_traceable(self.plain, PARTS)
+                executor = ZeroExecutor(self.state.plan, self._calls, of.name)
                 name, fuses = type(self.plain).__name__, torch_compile_ex in compile_data(self).executors_list
-                of.made[paths] = Programs(of.joint, paths, name, compiled, fuses, self.state, self._calls)
+                of.made[paths] = Programs(of.joint, paths, name, executor, fuses, self.state, self._calls)
             self._graphs.ran.append(of.made[paths])
             return of.made[paths].run(inputs)
 

@@ -4,8 +4,8 @@
 
     joint graph        compat/aot.py             forward and backward of torch's operators
       convert          convert.py                a joint trace: parameters are rows, gathered and reduced
-      schedule         traces/executors.py       the passes, and their proof
-      split, finish    program_transform.py      two traces, proved and compared between ranks
+      scheduled        traces/pipeline.py        the passes, and their proof
+      compiled         traces/pipeline.py        two traces, proved and compared between ranks
       compiled         compat/aot.py             one function, with PyTorch's own autograd, writes and aliases
 
 A program reduces gradients or defers them (``no_sync``), or has no backward.
@@ -13,8 +13,8 @@ A program reduces gradients or defers them (``no_sync``), or has no backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,24 +23,20 @@ from torch.autograd.graph import Node
 
 from thunder_zero.compat import aot
 from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
-from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.dynamo.convert import Converted, convert
-from thunder_zero.frontends.program_transform import finish
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
-from thunder_zero.traces.executors import ScheduleJointTrace
+from thunder_zero.traces import pipeline
 from thunder_zero.traces.fuse import fused
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.missing_tangents import without_tangents
-from thunder_zero.traces.symbols import Program, ZeroExecutor
+from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.common import CompileData, transform_to_torch_types
 from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import unwrap_return_value
-from thunder.executors.passes import del_last_used
-from thunder.transforms.autodiff import split_into_forward_and_backward
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,10 @@ class Mode:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """A compiled program: its forward trace, as converted and as it runs; ``run`` takes a list of inputs and rows."""
+class GraphEntry(Entry):
+    """A compiled program of a graph; ``run`` takes a list of inputs and rows."""
 
-    computation_traces: Sequence[TraceCtx]
-    phases: TracedPhases
     run: Callable[[list[Any]], Sequence[Any]]
-    epilogue_traces: Sequence[TraceCtx] = ()  # none: dynamo makes what the model returns
-
-    @property
-    def computation_fn(self) -> Callable[..., Any]:
-        """The code of forward."""
-        forward: Callable[..., Any] = self.phases.computation_fn
-        return forward
-
-    @property
-    def backward_traces(self) -> Sequence[TraceCtx]:
-        """The backward that ran last, or that of all tangents; none of forward alone."""
-        return self.phases.traces
 
 
 @dataclass(eq=False)
@@ -80,18 +62,14 @@ class Programs:
     joint: aot.Joint
     paths: Sequence[str | None]
     name: str  # of the model's class
-    compiled: Compiled
+    executor: ZeroExecutor
     fuses: bool
     state: State
     runtime: GraphCalls
-    entries: dict[Mode, Entry] = field(default_factory=dict)
+    entries: dict[Mode, GraphEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._named = [path for path in self.paths if path is not None]
-
-    def made(self) -> list[tuple[Compiled, Entry]]:
-        """The compiled programs, the one that ran last at the end."""
-        return [(self.compiled, entry) for entry in self.entries.values()]
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns for inputs, by the program that this call needs."""
@@ -106,21 +84,11 @@ class Programs:
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
         return outputs if mode.differentiates else [_without_history(output, inputs) for output in outputs]
 
-    def _compile(self, mode: Mode) -> Entry:
-        executor = self.compiled.executor
-        converted, scheduled = scheduled_graph(self.joint, self.paths, executor, mode)
-        program = executor.program
-        forward, backward = phases_of(scheduled, executor, mode, fuses=self.fuses)
-        self.compiled.programs[forward] = program
-
-        def without(missing: Collection[str]) -> TraceCtx | None:
-            with as_thunder_compiles():
-                executor.program = program
-                pruned = without_tangents(scheduled, missing, executor)
-            return phases_of(pruned, executor, mode, fuses=self.fuses)[1]
-
-        phases = TracedPhases(converted, forward, backward, without)
-        return Entry((converted.trace, forward), phases, aot.compiled(self.joint, phases, self._look(mode)))
+    def _compile(self, mode: Mode) -> GraphEntry:
+        converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
+        phases = TracedPhases(converted, program, fuses=self.fuses)
+        run = aot.compiled(self.joint, phases, self._look(mode))
+        return GraphEntry(mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran), run)
 
     def _look(self, mode: Mode) -> Callable[[Node], None]:
         """Return what looks at each backward of a program."""
@@ -128,26 +96,18 @@ class Programs:
         return lambda node: refuse_wrong_backward(node, self.name, accumulation, was_synced=mode.synced)
 
 
-def scheduled_graph(
-    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode
-) -> tuple[Converted, TraceCtx]:
-    """Return a graph as a joint trace, and the trace as the passes schedule it; ``executor.program`` has its facts."""
+def program_of(
+    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
+) -> tuple[Converted, pipeline.Program]:
+    """Return a graph as a joint trace, and the program of it that a mode needs."""
     with as_thunder_compiles():
-        converted = convert(joint, paths, executor, backward=mode.differentiates)
-        executor.program = Program(executor.plan, converted.paths, synced=mode.synced)
-        return converted, ScheduleJointTrace(executor).fusion_pass(converted.trace)
+        converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
+        return converted, pipeline.compiled(pipeline.scheduled(converted.joint), phases_of(fuses=fuses))
 
 
-def phases_of(
-    scheduled: TraceCtx, executor: ZeroExecutor, mode: Mode, *, fuses: bool
-) -> tuple[TraceCtx, TraceCtx | None]:
-    """Return the two traces of a program, proved and compared between ranks; forward alone has no second."""
-    with as_thunder_compiles():
-        trace = fused(scheduled) if fuses else scheduled
-        if not mode.differentiates:
-            return finish(del_last_used(unwrap_return_value(trace)), None, executor)
-        forward, backward = split_into_forward_and_backward(trace)
-        return finish(del_last_used(forward), del_last_used(backward, clear_mutable_collections=True), executor)
+def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.Phases]:
+    """Return what makes the phases of a scheduled trace."""
+    return (lambda trace: pipeline.phases(fused(trace))) if fuses else pipeline.phases
 
 
 def as_thunder_compiles() -> Any:
@@ -162,17 +122,11 @@ def _nothing() -> None:
 class TracedPhases:
     """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
 
-    ``without`` makes the backward for missing tangents, by their names, when one is needed first. ``traces`` has the
-    backward that ran last.
+    ``ran`` is the program with the backward that ran last: of all tangents, or of those that were made.
     """
 
-    def __init__(
-        self,
-        converted: Converted,
-        forward: TraceCtx,
-        backward: TraceCtx | None,
-        without: Callable[[Collection[str]], TraceCtx | None],
-    ) -> None:
+    def __init__(self, converted: Converted, program: pipeline.Program, *, fuses: bool) -> None:
+        forward, backward = program.forward, program.backward
         result = forward.bound_symbols[-1].args
         self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
         self.saved: Sequence[Any] = [converted.values[proxy.name] for proxy in (*self._saved[0], *self._saved[1])]
@@ -180,9 +134,8 @@ class TracedPhases:
         self._tokens = converted.tokens
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.computation_fn = transform_to_torch_types(forward).python_callable()
-        self._without = without
-        self.traces: tuple[TraceCtx, ...] = () if backward is None else (backward,)
-        self._backward = {} if backward is None else {frozenset[int](): (backward, *self._callable(backward))}
+        self.ran, self._program, self._phases_of = program, program, phases_of(fuses=fuses)
+        self._backward = {} if backward is None else {frozenset[int](): (program, *self._callable(backward))}
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Compute the outputs, and what backward reads."""
@@ -201,10 +154,8 @@ class TracedPhases:
         args.clear()
         missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
         if missing not in self._backward:
-            trace = self._without([self._tangents[each][1] for each in missing])
-            self._backward[missing] = (trace, *self._callable(trace))
-        trace, run, kept = self._backward[missing]
-        self.traces = (trace,)
+            self._backward[missing] = self._without([self._tangents[each][1] for each in missing])
+        self.ran, run, kept = self._backward[missing]
         cotangents: list[Any] = [None] * self._outputs
         for position, _ in reversed(self._tangents):
             cotangents[position] = tangents.pop()  # held nowhere else: backward frees it after its last use
@@ -212,6 +163,13 @@ class TracedPhases:
         tensors.clear()
         gradients = run(given, cotangents)
         return list(gradients[self._tokens : len(gradients) - len(self._constants)])
+
+    def _without(self, missing: Sequence[str]) -> tuple[pipeline.Program, Callable[..., Any], Sequence[Sequence[int]]]:
+        """Make the backward for missing tangents, by their names, when it is needed first."""
+        with as_thunder_compiles():
+            made = pipeline.compiled(without_tangents(self._program.scheduled, missing), self._phases_of)
+        assert made.backward is not None, "it returns what is left of the gradients"
+        return replace(made, forward=self._program.forward), *self._callable(made.backward)
 
     def _callable(self, backward: TraceCtx) -> tuple[Callable[..., Any], Sequence[Sequence[int]]]:
         """Return a backward as a function, and the positions of the saved tensors and numbers that it takes."""

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from thunder_zero.compat.never_fuses import NeverFuses
+
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
 Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # of the output -> each input, its own
-
-
-class NeverFuses:
-    """In front of a class of Thunder's executors: without this method Thunder would search the subsymbols of lines."""
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never."""
-        return False
 
 
 class ClaimingExecutor(NeverFuses, OperatorExecutor):

@@ -193,7 +193,4 @@ def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
 
 
 def _where(line: BoundSymbol) -> str:
-    """Not in a graph of dynamo, whose code is generated."""
-    if line.source_positions is None or line.source_filename.startswith("<"):
-        return ""
-    return f" ({line.source_filename}:{line.source_positions.lineno})"
+    return "" if line.source_positions is None else f" ({line.source_filename}:{line.source_positions.lineno})"

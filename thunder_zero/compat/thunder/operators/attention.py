@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.operators import ClaimingExecutor, Gradients
+from thunder_zero.compat.thunder.operators import ClaimingExecutor, Gradients
 
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thunder_zero.compat.operators import NeverFuses
+from thunder_zero.compat.never_fuses import NeverFuses
 
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch

@@ -4,8 +4,8 @@ In: a trace. Out: one whose lines do what torch does, on every rank alike. In th
 
     draw_once            the acquired trace, before autodiff           frontends/program_transform.py
     broadcast_scalars    the same, with parameters synchronised        frontends/program_transform.py
-    sort_aliases         the lowered joint trace, before scheduling    traces/executors.py
-    fused_only           the scheduled trace, once more through a fuser whose pass saved too much: traces/executors.py
+    sort_aliases         the lowered joint trace, before scheduling    frontends/program_transform.py
+    fused_only           the scheduled trace, once more through a fuser whose pass saved too much: the same file
 """
 
 from __future__ import annotations
@@ -207,8 +207,9 @@ def _is_registered_automatically(bsym: BoundSymbol) -> bool:
 
 
 # needed while: a fuser's pass rematerialises by dtypes alone.
-# Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled (``repair_fusion.py``:
-# backward may also read what forward gathered). :class:`thunder_zero.traces.executors.RepairFusion` answers both.
+# Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled (``fusion_repair.py``:
+# backward may also read what forward gathered). :func:`thunder_zero.frontends.program_transform.repaired` answers
+# both.
 
 
 def fused_only(fuser: FusionExecutor, trace: TraceCtx) -> TraceCtx:

@@ -1,21 +1,15 @@
 """needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
 
-In: a module that is about to be sharded, or compiled; an error of Thunder. Out: an error that names the submodule and
-what to use instead (:func:`require_traceable`), or in words what Thunder could not do (:func:`not_traced`,
-:func:`not_returned`)::
-
-    submodule 'rnn' of Net (LSTM) is a recurrent layer, and Thunder cannot trace it; use a loop of linear layers, or ...
+In: an error of Thunder. Out: in words what Thunder could not do (:func:`not_traced`, :func:`not_returned`). The
+submodules that it cannot trace are in ``UNTRACEABLE``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import getfile
 from pathlib import Path
 from traceback import walk_tb
 
-import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,6 +19,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import is_namedtuple_instance
 
+from thunder_zero.compat.uncapturable import RefusedPart
+
 import thunder
 from thunder.core.interpreter import InterpreterError
 from thunder.core.jit_ext import build_value_from_wrapped
@@ -33,24 +29,8 @@ THUNDER = Path(getfile(thunder)).parent
 EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedPart:
-    """A kind of submodule that is refused; ``under_dynamo``: where dynamo captures graphs, too."""
-
-    is_it: Callable[[nn.Module], bool]
-    what: str
-    instead: str
-    why: str = "Thunder cannot trace it"
-    under_dynamo: bool = True
-
-
 def _prepared_by(module: nn.Module, *kinds: type) -> bool:
     return any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values())
-
-
-def _has_composable_checkpoint(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(hook.__module__ == "torch.distributed._composable.checkpoint_activation" for hook in hooks)
 
 
 UNTRACEABLE: tuple[RefusedPart, ...] = (
@@ -58,82 +38,52 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         lambda module: isinstance(module, OptimizedModule),
         "is under torch.compile",
         "give thunder.jit the module without torch.compile",
-        under_dynamo=False,
-    ),
-    RefusedPart(
-        _has_composable_checkpoint,
-        "is under torch.distributed._composable.checkpoint",
-        "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
-        "Thunder cannot trace its hooks",
     ),
     RefusedPart(
         lambda module: bool(module._backward_hooks or module._backward_pre_hooks),
         "has backward hooks",
         "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
         "Thunder never calls them",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.MultiheadAttention),
         "is a MultiheadAttention",
         "use linear layers and torch.nn.functional.scaled_dot_product_attention",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.RNNBase),
         "is a recurrent layer",
         "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
         "has track_running_stats=True",
         "use track_running_stats=False",
         "Thunder does not update the running statistics of instance norms",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
         "has momentum=None",
         "give it a momentum",
         "Thunder cannot trace a cumulative average",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.SyncBatchNorm),
         "is a SyncBatchNorm",
         "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
         "Thunder cannot trace its collectives",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
         "is under spectral_norm",
         "normalise the weight in forward",
-        under_dynamo=False,
     ),
     RefusedPart(
         lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
         "is under weight_norm",
         "compute g * v / v.norm(...) in forward",
-        under_dynamo=False,
-    ),
-    RefusedPart(
-        lambda module: isinstance(module, torch.jit.ScriptModule),
-        "is a ScriptModule",
-        "use the module before torch.jit.script",
     ),
 )
-
-
-def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may have
-    become so: torch's ``update_bn``, for one, sets ``momentum=None``."""
-    for path, module in root.named_modules():
-        for part in parts:
-            if part.is_it(module):
-                where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
-                raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")
 
 
 class Untraceable(NotImplementedError):

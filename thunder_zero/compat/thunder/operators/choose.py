@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunder_zero.compat.operators.activations import activations_ex
-from thunder_zero.compat.operators.attention import attention_ex
-from thunder_zero.compat.operators.convolution import convolution_ex
+from thunder_zero.compat.thunder.operators.activations import activations_ex
+from thunder_zero.compat.thunder.operators.attention import attention_ex
+from thunder_zero.compat.thunder.operators.convolution import convolution_ex
 
 import thunder
 from thunder.executors.torch_compile import torch_compile_xentropy_ex
@@ -15,7 +15,7 @@ from thunder.extend import Executor, FusionExecutor, OperatorExecutor
 NEVER_FUSED = (attention_ex, convolution_ex)
 
 
-def operators(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
+def executors_in_front(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
     """The executors to put in front of the others. A fuser makes better operators of activations and norms; the one
     among Thunder's defaults fuses cross entropy alone."""
     fuses = any(isinstance(other, FusionExecutor) and other != torch_compile_xentropy_ex for other in others)

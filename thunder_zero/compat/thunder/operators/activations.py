@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thunder_zero.compat.operators import ClaimingExecutor, Gradients
+from thunder_zero.compat.thunder.operators import ClaimingExecutor, Gradients
 
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch

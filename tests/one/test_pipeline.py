@@ -1,0 +1,89 @@
+"""The pipeline of traces/pipeline.py as such: values in, values out, and nothing is left from one call for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_zero as tz
+from tests.harness.models import LENGTH, VOCABULARY, GptShape
+from thunder_zero.frontends.dynamo.programs import as_thunder_compiles
+from thunder_zero.traces import pipeline
+from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
+
+import thunder
+from thunder.core.trace import TraceCtx
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+pytestmark = pytest.mark.usefixtures("group")
+ENTRIES: dict[str, Callable[[nn.Module], Any]] = {
+    "compile": lambda module: tz.compile(module, stage=3),
+    "jit": lambda module: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)]),
+}
+
+
+def joint_traces(entry: str) -> dict[str, JointTrace]:
+    """The joint traces of one model: of a step, of one under no_sync, and of forward alone."""
+    model = ENTRIES[entry](GptShape())
+    found = {}
+    for name, around in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
+        with mock.patch.object(pipeline, "scheduled", wraps=pipeline.scheduled) as scheduled, around():
+            output = model(TOKENS)
+            if output.requires_grad:
+                output.sum().backward()
+        ((found[name],), _) = scheduled.call_args
+    return found
+
+
+def shown(trace: TraceCtx | None) -> list[str]:
+    text = "" if trace is None else trace.python()
+    return [line for line in text.splitlines() if not line.startswith("#")]  # they say how long a step took
+
+
+def in_words(program: Program) -> dict[str, Any]:
+    """All that two equal programs have in common."""
+    scheduled = program.scheduled
+    return {
+        **{name: shown(trace) for name, trace in vars(program).items() if name != "scheduled"},
+        "timelines": (program.timeline, scheduled.lifted),
+        "facts": (scheduled.facts, scheduled.trained),
+    }
+
+
+def compiled(scheduled: Scheduled) -> Program:
+    with as_thunder_compiles():
+        return pipeline.compiled(scheduled, pipeline.phases)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compilations_of_one_model_do_not_disturb_each_other(entry: str) -> None:
+    joints = joint_traces(entry)
+    before = {name: shown(joint.trace) for name, joint in joints.items()}
+    one_by_one = {name: in_words(compiled(pipeline.scheduled(joint))) for name, joint in joints.items()}
+    all_scheduled = {name: pipeline.scheduled(joint) for name, joint in joints.items()}
+    interleaved = {name: in_words(compiled(scheduled)) for name, scheduled in all_scheduled.items()}
+    assert interleaved == one_by_one
+    assert {name: shown(joint.trace) for name, joint in joints.items()} == before, "a step changed its input"
+    kinds = [words["facts"][0].synced for words in one_by_one.values()], len(set(map(str, one_by_one.values())))
+    assert kinds == ([True, False, True], 3)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_what_runs_was_proved(entry: str) -> None:
+    model = ENTRIES[entry](GptShape())
+    with mock.patch.object(pipeline, "prove", wraps=pipeline.prove) as prove:
+        model(TOKENS).sum().backward()
+        traces = tz.traces_of(model)
+        with torch.no_grad():
+            model(TOKENS)
+    (_, *proved), (_, *alone) = (call.args for call in prove.call_args_list)
+    for trace, right in zip((traces.forward, traces.backward), proved, strict=True):
+        assert trace is not None
+        assert [line for line in trace.bound_symbols if line.sym.name != "zero_enter"] == right.bound_symbols
+    assert [trace is not None for trace in alone] in ([True], [True, False])

@@ -1,0 +1,148 @@
+"""What exists for Thunder's own front end is there while a model of ours is traced, and for nobody else."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from threading import Barrier, Thread
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import thunder_zero as tz
+from tests.harness.models import fresh
+from tests.harness.one_rank import group_of_one
+from thunder_zero.compat import thunder as room
+from thunder_zero.compat.thunder import patches, tracing
+
+import thunder
+from thunder.core import interpreter, jit_ext, prims, symbol
+from thunder.core.proxies import IntegerProxy, NumberProxy
+
+X, TARGET = torch.arange(12.0).view(3, 4).cos(), torch.tensor([1, -100, 2])
+HOLDERS = [
+    *(jit_ext._general_jit_lookaside_map, jit_ext.general_jit_callbacks, interpreter._default_lookaside_map),
+    *(interpreter._default_opcode_handler_map, jit_ext, interpreter, symbol, symbol.Symbol, NumberProxy, IntegerProxy),
+    *(thunder, thunder.torch, thunder.extend._executor_map),
+]
+
+
+class Everything(nn.Module):
+    """Calls whatever is replaced while a model of ours is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.mask: Tensor | None = None
+        self.scale = [2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * max(self.scale)
+        for _, param in self.named_parameters():
+            x = x + param.view(-1, 4).sum(0)
+        return F.cross_entropy(x if self.mask is None else x * self.mask, TARGET, label_smoothing=0.1)
+
+
+def tables() -> list[dict[Any, int]]:
+    """Thunder's tables and functions, as objects."""
+    found = []
+    for holder in HOLDERS:
+        names: Any = holder if isinstance(holder, dict) else vars(holder)
+        found.append({name: id(value) for name, value in names.items() if not str(name).startswith("__")})
+    return [*found, {"meta": id(prims.convert_element_type.meta)}]
+
+
+def ours(module: nn.Module) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
+
+
+def text_of(jitted: Any) -> str:
+    traces = *thunder.last_prologue_traces(jitted)[-1:], *thunder.last_traces(jitted)[::5]
+    return re.sub(r"took \d+ \w+|0x\w+|_\d{6,}", "", "\n".join(map(str, traces)))
+
+
+def test_tables_are_as_they_were_and_a_plain_model_is_traced_as_by_thunder_alone() -> None:
+    before, plain = tables(), thunder.jit(fresh(Everything))
+    plain(X).backward()
+    with group_of_one("cpu"):
+        model = ours(fresh(Everything))
+        assert tables() == before
+        with mock.patch.object(tracing, "replaced", wraps=patches.replaced) as entered:
+            model(X).backward()
+            assert entered.call_count == 2
+            model(X)
+        assert entered.call_count == 2  # a program that is there needs no trace
+        assert tables() == before
+        between = thunder.jit(fresh(Everything))
+        between(X).backward()
+        with torch.no_grad():
+            model(X)
+        tz.trace(Everything(), X, frontend="thunder")
+    assert tables() == before
+    after = thunder.jit(fresh(Everything))
+    after(X).backward()
+    assert text_of(plain) == text_of(between) == text_of(after)
+
+
+def test_the_room_is_left_after_an_exception_and_by_overlapping_blocks() -> None:
+    before = tables()
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError(str(len(self.layer(x).shape)))
+
+    with group_of_one("cpu"):
+        with pytest.raises(KeyError, match="2"):
+            ours(Fails())(X)
+        assert tables() == before
+    with patches.replaced(tracing.PATCHES):
+        with patches.replaced(tracing.PATCHES):
+            inside = tables()
+        assert tables() == inside != before
+    assert tables() == before
+
+
+def test_a_thread_that_traces_another_model_meanwhile_is_refused_nothing() -> None:
+    """It finds our functions in Thunder's tables, which ask whether the model of their thread is ours."""
+    before, meet, results = tables(), Barrier(2, timeout=60), []
+
+    def decides(x: Tensor) -> Tensor:
+        return x * (2 if x.sum().item() > 0 else 3)
+
+    def trace_plainly() -> None:
+        meet.wait()
+        with suppress(Exception):
+            results.append(thunder.jit(decides)(torch.ones(1, 1)))
+        meet.wait()
+
+    thread = Thread(target=trace_plainly)
+    thread.start()
+    with tracing.Tracing().entered():
+        meet.wait()  # from here on the other thread traces
+        meet.wait()
+        assert patches.refuse("why") is not None
+    thread.join()
+    assert torch.equal(results[0], 3 * torch.ones(1, 1)), "Thunder's own wrong answer"
+    assert patches.refuse("why") is None
+    assert tables() == before
+
+
+def test_compile_never_enters() -> None:
+    with group_of_one("cpu"), mock.patch.object(room, "Tracing", side_effect=AssertionError("entered")):
+        model = tz.compile(fresh(Everything), stage=3)
+        model(X).backward()
+        with torch.no_grad():
+            model(X)
+        assert all(param.grad is not None for param in model.parameters())
+        tz.trace(Everything(), X)
+        with pytest.raises(AssertionError, match="entered"):
+            ours(Everything())

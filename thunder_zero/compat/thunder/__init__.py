@@ -1,0 +1,42 @@
+"""What exists for Thunder's own front end, and is entered only while it traces a model of ours.
+
+``thunder.jit`` with ZeroTransform, and ``tz.trace(frontend="thunder")``, come here; ``tz.compile`` never does, nor does
+a plain ``thunder.jit``. The room is entered in ``tracing.py``, which puts its lookasides and shortcuts into Thunder's
+tables (``patches.py``) and takes them out again. Repairs and refusals of lines are functions of traces::
+
+    opaque_calls, reads, ...    while Thunder interprets forward: what it would keep for ever is refused, or guarded
+    wrong_gradients             refuses lines, before autodiff and behind it
+    trace_repairs               mends lines
+    operators                   makes torch's operators one line each way
+    fusion_repair               mends the schedule behind Thunder's fusers
+
+The names below are imported when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from thunder_zero.lazy import lazy
+
+if TYPE_CHECKING:
+    from thunder_zero.compat.thunder.fusion_repair import repair_fusion as repair_fusion
+    from thunder_zero.compat.thunder.guards import Guards as Guards
+    from thunder_zero.compat.thunder.guards import Lookup as Lookup
+    from thunder_zero.compat.thunder.guards import form_of_call as form_of_call
+    from thunder_zero.compat.thunder.operators.choose import default_executors as default_executors
+    from thunder_zero.compat.thunder.operators.choose import executors_in_front as executors_in_front
+    from thunder_zero.compat.thunder.repairs import forget_autocast as forget_autocast
+    from thunder_zero.compat.thunder.trace_repairs import broadcast_scalars as broadcast_scalars
+    from thunder_zero.compat.thunder.trace_repairs import draw_once as draw_once
+    from thunder_zero.compat.thunder.trace_repairs import fused_only as fused_only
+    from thunder_zero.compat.thunder.trace_repairs import sort_aliases as sort_aliases
+    from thunder_zero.compat.thunder.tracing import Tracing as Tracing
+    from thunder_zero.compat.thunder.untraceable import UNTRACEABLE as UNTRACEABLE
+    from thunder_zero.compat.thunder.untraceable import not_returned as not_returned
+    from thunder_zero.compat.thunder.untraceable import not_traced as not_traced
+    from thunder_zero.compat.thunder.wrong_gradients import require_gradients as require_gradients
+    from thunder_zero.compat.thunder.wrong_gradients import require_unwritten as require_unwritten
+
+look_up, listed, __all__ = lazy(__name__)
+
+if not TYPE_CHECKING:  # a type checker must miss a name that there is not
+    __getattr__, __dir__ = look_up, listed

@@ -1,0 +1,95 @@
+"""needed while: Thunder takes a branch by a number that nobody knows before the program runs.
+
+It traces ``.item()`` as a number without a value, and takes the branch of a value that is None. Here Thunder's numbers
+raise where Python asks for the value of one that is not known::
+
+    if x.sum().item() > 0:      bool      refused
+    isinstance(n, int)          its type  answered
+    x.new_full((2,), n)         no value  a line of the program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+from thunder_zero.compat.thunder.patches import Patch, is_ours, refuse
+from thunder_zero.compat.thunder.untraceable import THUNDER
+
+from thunder.core import interpreter, jit_ext, prims
+from thunder.core.interpreter import do_raise, interpreter_needs_wrap, unwrap, wrap_const
+from thunder.core.proxies import IntegerProxy, NumberProxy, numberproxy
+
+UNKNOWN = (
+    "forward decides by a number that it takes out of a tensor (.item()), which nobody knows before the program runs"
+)
+ASK = (
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__hash__", "__str__", "__format__"),
+    *("__round__", "__floor__", "__ceil__", "__trunc__", "__divmod__", "make_static_constrained"),
+)
+
+_interpret = jit_ext.thunder_general_jit
+_convert = prims.convert_element_type.meta
+_is = interpreter._default_opcode_handler_map["IS_OP"]
+
+
+def is_unknown(value: Any) -> bool:
+    """Return whether a number is known only when the program runs."""
+    return isinstance(value, NumberProxy) and value.value is None
+
+
+def after_a_number(error: Exception) -> str | None:
+    """Return why Thunder failed, if it did so after ``.item()``: it handles few uses of a number that it does not know,
+    and its words rarely say so."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    traces = (frame.f_locals["computation_trace"] for frame in frames if frame.f_code is _interpret.__code__)
+    took = any(line.sym.name == "item" for trace in traces for line in trace.bound_symbols)
+    is_thunders = Path(frames[-1].f_code.co_filename).is_relative_to(THUNDER)
+    return UNKNOWN if took and is_thunders else None
+
+
+def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(number: Any, *args: Any) -> Any:
+        if is_unknown(number) and (error := refuse(UNKNOWN)) is not None:
+            raise error
+        return ask(number, *args)
+
+    return asking
+
+
+def _isinstance(value: Any, cls: Any) -> Any:
+    """Answer for a number by its type in Python."""
+    number = unwrap(value)
+    if not isinstance(number, NumberProxy):
+        return jit_ext._general_jit_isinstance_lookaside(value, cls)
+    return wrap_const(issubclass(number.python_type, unwrap(cls)))
+
+
+def _converted(a: Any, /, dtype: Any) -> Any:
+    is_known = not is_unknown(a) or not is_ours()  # Thunder converts the value None of an unknown number
+    return _convert(a, dtype) if is_known else numberproxy(dtype, None, constraint=a.constraint)
+
+
+def _is_same_object(inst: Any, /, stack: Any, **kwargs: Any) -> Any:
+    pair = [unwrap(stack.getitem_wrapped(at)) for at in (-2, -1)]
+    decides = any(map(is_unknown, pair)) and any(isinstance(value, bool) for value in pair)
+    if decides and (error := refuse(UNKNOWN)) is not None:
+        return do_raise(error)
+    return _is(inst, stack=stack, **kwargs)
+
+
+_asks = {  # the functions of both classes, and what is in their place
+    (kind, name): _asking(getattr(kind, name))
+    for kind in (NumberProxy, IntegerProxy)
+    for name in ASK
+    if hasattr(kind, name)
+}
+PATCHES = (
+    *(Patch(kind, name, asking) for (kind, name), asking in _asks.items()),
+    *(Patch(jit_ext._general_jit_lookaside_map, asking, interpreter_needs_wrap(asking)) for asking in _asks.values()),
+    Patch(jit_ext._general_jit_lookaside_map, isinstance, _isinstance),
+    Patch(interpreter._default_opcode_handler_map, "IS_OP", _is_same_object),
+    Patch(prims.convert_element_type, "meta", _converted),
+)

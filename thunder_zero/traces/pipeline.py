@@ -1,0 +1,212 @@
+"""One pipeline for every program: a joint trace, its schedule, the two traces that run. Frozen data.
+
+::
+
+    JointTrace      forward and backward in one lowered trace; parameters are rows, with gathers and reductions
+      scheduled       drop_replicas             takes out the synchronises of replicated parameters
+                      defer_reductions          under no_sync: reductions become zero_defer_reduction
+                      close_backward            adds zero_wait_offloaded, zero_check_finite, zero_reduce_deferred
+                      lift, passes.run, emit    the same lines in another order
+    Scheduled
+      compiled        phases                    fuses, splits and frees: :func:`phases`, or Thunder
+                      prove, with_enter         proved, compared between ranks, named
+    Program         forward and backward
+
+What is known beside the lines travels with them, as :class:`~thunder_zero.traces.symbols.Facts`. The joint trace comes
+from ``frontends/dynamo/convert.py``, or from Thunder, whose hooks in ``frontends/program_transform.py`` call the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from thunder_zero.schedule import passes, verify
+from thunder_zero.schedule.timeline import ScheduleError, Timeline
+from thunder_zero.traces.insert import launches_of, with_enter
+from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
+from thunder_zero.traces.symbols import Facts, ZeroExecutor
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import unwrap_return_value
+from thunder.executors.passes import del_last_used
+from thunder.transforms.autodiff import split_into_forward_and_backward
+
+Phases = tuple[TraceCtx, TraceCtx | None]
+FORWARD_ALONE = "forward without backward"  # the name of a phase
+
+
+@dataclass(frozen=True, eq=False)
+class JointTrace:
+    """A lowered trace of forward, and of backward if there is one, before it is scheduled."""
+
+    trace: TraceCtx
+    facts: Facts
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A joint trace in the order of its schedule.
+
+    Attributes:
+        facts: with the plan that the schedule has made.
+        lifted: the timeline before the first pass, with the plan as it was.
+        trained: paths of the parameters that get a gradient.
+    """
+
+    trace: TraceCtx
+    facts: Facts
+    lifted: Timeline
+    trained: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The traces that run, proved; forward alone has no backward."""
+
+    scheduled: Scheduled
+    forward: TraceCtx
+    backward: TraceCtx | None
+
+    @property
+    def timeline(self) -> Timeline:
+        """Both phases, lifted from the traces."""
+        return lift_phases(self.forward, self.backward, self.scheduled.facts)
+
+
+def scheduled(joint: JointTrace) -> Scheduled:
+    """Return the trace as the passes (:mod:`thunder_zero.schedule.passes`) order it."""
+    facts = joint.facts
+    trace = drop_replicas(joint.trace, facts.executor)
+    if not facts.synced:
+        trace = defer_reductions(trace, facts.executor)
+    trace = close_backward(trace, facts)
+    lifted = lift(trace, facts)
+    timeline = passes.run(lifted)
+    trained = frozenset(path for path, _ in lifted.gradients)
+    return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
+
+
+def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], Phases]) -> Program:
+    """Return the traces that run. ``phases`` makes them of the scheduled one.
+
+    Raises:
+        ScheduleError: they are not right; on all ranks, if they are the first of their kind.
+    """
+    forward, backward = phases(scheduled.trace)
+    prove(scheduled, forward, backward)
+    named = [with_enter(trace, phase, scheduled.facts) for phase, trace in by_name(forward, backward).items()]
+    return Program(scheduled, named[0], named[1] if backward is not None else None)
+
+
+def phases(trace: TraceCtx) -> Phases:
+    """Split a joint trace, and free each value after its last use."""
+    forward, backward = split(trace)
+    if backward is None:
+        return del_last_used(unwrap_return_value(forward)), None
+    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
+
+
+def split(trace: TraceCtx) -> Phases:
+    """Split a joint trace, if backward computes anything."""
+    is_split = is_joint(trace.bound_symbols[-1].args[0])
+    return split_into_forward_and_backward(trace) if is_split else (trace, None)
+
+
+def by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:
+    """Return the traces of a program by the names of their phases."""
+    return {FORWARD_ALONE: forward} if backward is None else {"forward": forward, "backward": backward}
+
+
+def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
+    """Prove that the traces that will run are right, and that all ranks will run the same."""
+    facts, phases = scheduled.facts, by_name(forward, backward)
+    agree = facts.executor.runtime.agree_on_schedule
+    try:
+        timeline = lift_phases(forward, backward, facts)
+        if backward is None:
+            timeline = replace(timeline, plan=scheduled.lifted.plan)  # forward alone frees everything
+        verify.check(timeline, trained=frozenset() if backward is None else scheduled.trained)
+    except ScheduleError as error:  # tell the other ranks, which would wait for this one
+        for phase in phases:
+            agree(facts.named(phase), [str(error)])
+        raise
+    for phase, trace in phases.items():
+        agree(facts.named(phase), launches_of(trace, facts.executor))
+
+
+def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """The trace without the synchronises of replicated parameters, which every rank has in full."""
+    new = from_trace(trace)
+    inputs: dict[object, Proxy] = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym == executor.synchronize:
+            inputs[variableify(bsym.output)] = bsym.args[0]
+        else:
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(inputs))
+    return new
+
+
+def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """A lowered joint trace that reduces gradients, as one that defers them::
+
+    p0 = zero_reduce_scatter(grad, 'w')
+    t1 = zero_wait(p0)                        ->      t1 = zero_defer_reduction(grad, 'w')
+    """
+    new = from_trace(trace)
+    launches = _reductions(trace, executor)
+    with tracectx(new):
+        for line in trace.bound_symbols:
+            if line.sym == executor.wait and line.args[0].name in launches:
+                deferred = executor.defer.bind(*launches[line.args[0].name].args, output=line.output)
+                deferred.tags |= line.tags
+                new.bound_symbols.append(deferred)
+            elif not _is_reduction(line, executor):
+                new.bound_symbols.append(line)
+    return new
+
+
+def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
+    """The trace with the last lines of a backward that reduces, those that are needed.
+
+    A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
+    would make Thunder build a backward, and connect the outputs to it.
+
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
+      of them, so it comes after their waits.
+    - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
+    - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
+    """
+    result = trace.bound_symbols[-1].args[0]
+    has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
+    if not facts.synced or not has_backward:
+        return trace
+    executor, plan = facts.executor, facts.plan
+    launches = _reductions(trace, executor)
+    waits = [line for line in trace.bound_symbols if line.sym == executor.wait and line.args[0].name in launches]
+    reduced = {launches[wait.args[0].name].args[1]: wait.output for wait in waits}  # by path
+    unreached = tuple(param.path for param in plan.params if param.requires_grad and param.path not in reduced)
+    new = from_trace(trace)
+    lines: list[BoundSymbol] = []
+    with tracectx(new):
+        if reduced and plan.policy.cpu_offload:
+            lines.append(executor.wait_offloaded.bind(tuple(reduced.values()), output=None))
+        if reduced and plan.policy.check_gradients:
+            lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
+        if unreached:
+            lines.append(executor.reduce_deferred.bind(unreached, output=None))
+    for line in lines:
+        line.tags.add(BoundSymbolTag.BACKWARD)
+    new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
+    return new
+
+
+def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, BoundSymbol]:
+    """The launches of a lowered trace that reduce, by the names of their handles."""
+    return {line.output.name: line for line in trace.bound_symbols if _is_reduction(line, executor)}
+
+
+def _is_reduction(line: BoundSymbol, executor: ZeroExecutor) -> bool:
+    return executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter)
