@@ -36,7 +36,6 @@ from thunder_zero.frontends.dynamo import programs
 from thunder_zero.traces import pipeline
 
 import thunder
-from thunder.core.trace import TraceCtx
 
 Step = Callable[[Any], Tensor]  # the loss of a model
 
@@ -80,10 +79,9 @@ PASSES: dict[str, tuple[Any, str]] = {
     "exporting (AOTAutograd)": (aot, "export"),
     "converting": (programs, "convert"),
     "scheduling": (pipeline, "scheduled"),
-    "splitting": (pipeline, "split"),
-    "freeing": (pipeline, "del_last_used"),
+    "splitting and freeing": (pipeline, "phases"),
     "proving": (pipeline, "prove"),
-    "writing Python": (TraceCtx, "python_callable"),
+    "writing Python": (programs, "function_of"),
 }
 
 

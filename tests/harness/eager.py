@@ -7,6 +7,7 @@ buffers; outputs, inputs, their gradients, and buffers must be those of this ran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -87,6 +88,24 @@ def trains_as_eager(
             optimizer.step()
             optimizer.zero_grad()
     same_state(model, replicas[rank], tolerance)
+    return model
+
+
+def same_as_eager(module: nn.Module, *inputs: Any) -> Any:
+    """Train a step under tz.compile in stage 3 and in eager mode, with the same random numbers: outputs and all
+    gradients are equal. Returns the compiled model."""
+    model = tz.compile(deepcopy(module), 3)
+    results = []
+    for each in (model, module):
+        torch.manual_seed(1)
+        out = each(*deepcopy(inputs))
+        out.float().square().sum().backward()
+        results.append(out)
+    torch.testing.assert_close(*results)
+    for (name, mine), right in zip(model.named_parameters(), module.parameters(), strict=True):
+        assert (mine.grad is None) == (right.grad is None), name
+        if right.grad is not None:
+            torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
     return model
 
 

@@ -16,6 +16,9 @@ per rank, and ``thunder_zero`` imported. Gloo uses the loopback interface.
 When a call fails, the pool kills its processes by their ids and makes new ones for the next call, so that no test gets
 a broken group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
 
+A rank writes stderr to a file. After each call the parent prints it, so that pytest shows it with the test that failed,
+and a rank that died leaves its last words: what it printed, and the stacks of C++ and of Python at a fatal signal.
+
 The messages on a rank's pipe::
 
     parent -> rank    job    (rank, world_size, backend, store, pickled (fn, args))
@@ -51,9 +54,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
-STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to a file
+STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
+LAST_LINES = 60  # of a rank that died
 
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -116,7 +120,8 @@ class RanksPool:
         Raises:
             TypeError: ``fn`` is not a module's top-level function.
             RanksTimeout: ranks did not finish in time; the message names them, notes have their stacks.
-            RankDied: a process ended by itself; the message has its rank and exit code.
+            RankDied: a process ended by itself; the message has its rank, and its exit code or signal; notes have its
+                last words.
             Exception: a rank's error, of its own type; notes have rank and traceback of all that failed.
         """
         if "<" in fn.__qualname__ or "." in fn.__qualname__:
@@ -133,8 +138,10 @@ class RanksPool:
             for conn in conns:
                 conn.send("over")
         except BaseException:
+            self._print_stderr()
             self.kill()
             raise
+        self._print_stderr()
         return [replies[rank] for rank in range(world_size)]
 
     def kill(self) -> None:
@@ -164,7 +171,7 @@ class RanksPool:
         fresh = range(len(self._workers), world_size)
         for rank in fresh:
             ours, theirs = context.Pipe()
-            args = (theirs, self._stack_file(rank), self._imports, self._forks)
+            args = (theirs, self._stderr_file(rank), self._imports, self._forks)
             process = context.Process(target=_worker, args=args, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -204,11 +211,25 @@ class RanksPool:
             os.kill(self._workers[rank][0].pid or 0, STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         for rank in sorted(hanging):
-            error.add_note(f"stack of rank {rank}:\n{self._stack_file(rank).read_text()}")
+            error.add_note(f"stack of rank {rank}:\n{self._last_words(rank)}")
         return error
 
-    def _stack_file(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"stack{rank}"
+    def _stderr_file(self, rank: int) -> Path:
+        """Return where a rank writes stderr; the file has what was not printed yet."""
+        return Path(self._folder.name) / f"stderr{rank}"
+
+    def _print_stderr(self) -> None:
+        for rank in range(len(self._workers)):
+            sys.stderr.write(self._stderr_file(rank).read_text(errors="replace"))
+            os.truncate(self._stderr_file(rank), 0)
+
+    def _last_words(self, rank: int) -> str:
+        """Return the last lines that a rank wrote to stderr; at a fatal signal, torch writes the stacks of all threads,
+        of which this keeps the first one: that of the thread which got the signal."""
+        paragraphs = self._stderr_file(rank).read_text(errors="replace").split("\n\n")
+        stacks = [text for text in paragraphs if text.startswith("SIG")]
+        lines = "\n\n".join(text for text in paragraphs if text not in stacks[1:]).splitlines()
+        return "\n".join(lines[-LAST_LINES:])
 
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """The ranks that have replied or died; none if nothing happens for ``seconds``."""
@@ -221,10 +242,15 @@ class RanksPool:
             reply = conn.recv_bytes()
         except (EOFError, ConnectionError):
             process.join()
-            died = RankDied(f"the process of rank {rank} ended with exit code {process.exitcode}")
-            died.add_note(f"on rank {rank}: {died}")
+            died = RankDied(f"the process of rank {rank} {ended(process.exitcode)}")
+            died.add_note(f"on rank {rank}: {died}; its last words:\n{self._last_words(rank)}")
             raise died from None
         return _value_of(reply, f"on rank {rank}")
+
+
+def ended(code: int | None) -> str:
+    """Return how a process ended, in words."""
+    return f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
 def everyone() -> ProcessGroup:
@@ -296,11 +322,12 @@ def check_server() -> None:
         )
 
 
-def _worker(conn: Connection, stack_file: Path, imports: Sequence[str], is_forked: bool) -> None:
+def _worker(conn: Connection, stderr: Path, imports: Sequence[str], is_forked: bool) -> None:
     """Body of a worker process: serves calls until its parent ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    stack = stack_file.open("w")
-    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which kills the workers
     os.environ.update(ONE_RANK, TORCHINDUCTOR_COMPILE_THREADS="1")
     conn.send_bytes(_reply_of(_warm_up, imports, is_forked))
@@ -326,6 +353,7 @@ def _warm_up(imports: Sequence[str], is_forked: bool) -> None:
 
     if is_forked:
         check_server()
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, too
     torch.set_num_threads(1)
     for name in imports:
         importlib.import_module(name)

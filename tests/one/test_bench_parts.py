@@ -216,8 +216,9 @@ def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -
     assert "1 of 3 passed" in heading
     assert failed.endswith("`tests.gpu.a::fails` assert 1 == 2")
     assert skipped.endswith("`tests.gpu.a::waits` needs a CUDA device")
-    found = {"zero3": [gpu.Measured(0.002, 0.004, 7, 3 << 20)] * 3, "fsdp2": [gpu.Measured(0.001, 0.001, None, None)]}
-    rows = gpu.table(found, {"zero3": 5 << 20, "fsdp2": None})[2:]
+    none = gpu.Contestant(lambda tokens: None, 0, [gpu.Measured(0.001, 0.001, None, None)])
+    some = gpu.Contestant(lambda tokens: None, 0, [gpu.Measured(0.002, 0.004, 7, 5 << 20)] * 3)
+    rows = gpu.table({"zero3": some, "fsdp2": none})[2:]
     assert rows == ["| zero3 | 2.00 | 4.00 | 7 | 5 |", "| fsdp2 | 1.00 | 1.00 | - | - |"]
 
 

@@ -20,10 +20,13 @@ from torch.nn.functional import cross_entropy, dropout, gumbel_softmax
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
+from tests.harness.eager import same_as_eager
 from tests.harness.errors import raised
-from tests.harness.models import Halves, fresh
+from tests.harness.models import Halves, fresh, full
 from thunder_zero.compat import aot
 from thunder_zero.frontends import compilations
+from thunder_zero.schedule.timeline import Kind
+from thunder_zero.traces.operators import read_for_shape
 
 import thunder
 from thunder.core import interpreter
@@ -61,24 +64,6 @@ def calls_of(model: Any) -> list[Counter[str]]:
     return [Counter(line.sym.name for line in phase.bound_symbols) for phase in (traces.forward, traces.backward)]
 
 
-def same_as_eager(module: nn.Module, *inputs: Any) -> Any:
-    """Train a step under tz.compile in stage 3 and in eager mode, with the same random numbers: outputs and all
-    gradients are equal. Returns the compiled model."""
-    model = tz.compile(deepcopy(module), 3)
-    results = []
-    for each in (model, module):
-        torch.manual_seed(1)
-        out = each(*deepcopy(inputs))
-        out.float().square().sum().backward()
-        results.append(out)
-    torch.testing.assert_close(*results)
-    for (name, mine), right in zip(model.named_parameters(), module.parameters(), strict=True):
-        assert (mine.grad is None) == (right.grad is None), name
-        if right.grad is not None:
-            torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
-    return model
-
-
 def test_a_graph_becomes_lines_of_torchs_operators() -> None:
     """The numbers and gradients of eager mode; no Python is interpreted, and no line is Thunder's own operator."""
     module = fresh(Mixed)
@@ -103,6 +88,19 @@ def test_lines_have_the_users_source() -> None:
     text = str(tz.traces_of(model).forward)
     assert "left * torch.tensor([1.0, 2.0])" in text
     assert "eval_with_key" not in text
+
+
+def test_a_forecast_of_a_model_that_ran_gives_the_loss_what_forward_returns() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": [super().forward(x).square()], "rows": len(x)}
+
+    x = torch.ones(2, 4)
+    model = tz.compile(Named(4, 3), 3)
+    model(x)["loss"][0].sum().backward()
+    found = tz.tools.memory(model, loss=lambda output: output["loss"][0].sum() * output["rows"])
+    traces = tz.trace(Named(4, 3), x, policy=3, world_size=1)
+    assert found.peak == tz.tools.memory(traces, loss=lambda output: output["loss"][0].sum() * output["rows"]).peak
 
 
 class Layer(nn.Module):
@@ -524,6 +522,55 @@ def test_writes_through_masks_are_choices_in_one_graph() -> None:
     model = same_as_eager(fresh(Masking), X, torch.tensor([True, False]))
     assert len(model.graphs()) == 1
     assert model.mask.grad.full_tensor().any()
+
+
+class Convolves(nn.Module):
+    """The first convolution's input needs no gradient, so its backward reads the weight's shape alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.second, self.last = nn.Conv1d(4, 4, 3), nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.second(self.norm(self.first(x)).sin()))
+        return y
+
+
+def test_backward_gathers_no_parameter_for_its_shape() -> None:
+    plain = fresh(Convolves)
+    model = tz.compile(deepcopy(plain), tz.Policy(stage=3, reshard_after_forward=True))
+    x = X.view(1, 2, 4).repeat(2, 2, 1)
+    for each in (model, plain):
+        each(x).sin().sum().backward()
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(full(mine.grad), right.grad)
+    ops = tz.traces_of(model).timeline.ops
+    again = {path for op in ops if op.backward and op.kind is Kind.GATHER for path in op.params}
+    assert again == {"norm.weight", "second.weight", "last.weight"}
+
+
+@pytest.mark.parametrize("name", ["convolution", "layer norm", "group norm"])
+def test_what_is_read_for_its_shape_may_have_any_values(name: str) -> None:
+    x = torch.randn(2, 4, 6)
+    weight, bias = torch.randn(4, 4, 3), torch.randn(6)
+    mean, rstd = torch.randn(2, 4, 1), torch.rand(2, 4, 1)
+    aten = torch.ops.aten
+    conv = (x, x, weight, [4], [1], [1], [1], False, [0], 1)
+    norm = (x, x, [6], mean, rstd, bias, bias * 2)
+    groups = (x, x, mean[:, :2, 0], rstd[:, :2, 0], torch.randn(4), 2, 4, 6, 2)
+    calls: dict[str, list[tuple[Any, Any]]] = {
+        "convolution": [(aten.convolution_backward.default, (*conv, [False, True, True]))],
+        "layer norm": [(aten.native_layer_norm_backward.default, (*norm, [asks, True, True])) for asks in (0, 1)],
+        "group norm": [(aten.native_group_norm_backward.default, (*groups, [False, True, True]))],
+    }
+    for target, args in calls[name]:
+        read = read_for_shape(target, args)
+        assert len(read) > 0
+        others = [torch.full_like(arg, torch.nan) if any(arg is each for each in read) else arg for arg in args]
+        for mine, right in zip(target(*others), target(*args), strict=True):
+            assert right is None or mine.equal(right)
 
 
 class Drawing(nn.Module):

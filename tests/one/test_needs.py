@@ -524,6 +524,7 @@ NEEDS = (
     Need("thunder/opaque_calls.py", what_comes_from_c_is_kept, what="an item"),
     Need("thunder/repairs.py: fields_as_constants", a_dataclass_cannot_be_cast),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
+    Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("aot.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),

@@ -64,7 +64,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/layout plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("plan")),
-    Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     NOTHING),
+    Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
+    Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     rooms("compat/private")),
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
@@ -74,17 +75,17 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/thunder/__init__.py",NOT,NOT, NOT,     rooms("lazy compat/thunder/fusion_repair "
                                                               "compat/thunder/guards")),
     Room("compat/thunder/",   IMPORT, NOT,     IMPORT,  rooms("compat/casts compat/imports compat/never_fuses "
-                                                              "compat/uncapturable")),
+                                                              "compat/private compat/uncapturable")),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
-    Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/torch_gaps")),
+    Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/private compat/torch_gaps")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
-    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/torch_gaps compat/casts "
-                                                              "compat/thunder")),
+    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/private compat/torch_gaps "
+                                                              "compat/casts compat/thunder")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
-    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm sharded optim")),
+    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private sharded optim")),
     Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
@@ -293,6 +294,26 @@ def test_thunder_and_torch_are_patched_in_one_room() -> None:
     found = {path: patches(text) for path, text in sources(PACKAGE, PACKAGE).items()}
     assert any(found[path] for path in found if path.startswith(ROOM_OF_WORKAROUNDS))
     assert {path: names for path, names in found.items() if names and not path.startswith(ROOM_OF_WORKAROUNDS)} == {}
+
+
+def private_names(source: str) -> set[str]:
+    """The private modules and names of torch that a source uses; its operators are named as torch names them."""
+    tree = ast.parse(source)
+    named = {name for name, _ in imports_of(source)}
+    named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    dispatch = "torch.utils._python_dispatch."
+    allowed = ("torch.ops.", "torch.utils._pytree", f"{dispatch}TorchDispatchMode", f"{dispatch}is_traceable")
+    private = re.compile(r"torch\.(\w+\.)*_(?!_)")
+    return {name for name in named if private.match(name) and not name.startswith(allowed)}
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    assert private_names("from torch._dynamo import config\nimport torch\ntorch._foreach_norm(torch.ops.aten._x)")
+    home = "compat/private.py"
+    found = {path: private_names(text) for path, text in sources(PACKAGE, PACKAGE).items() if path != home}
+    assert {path: names for path, names in found.items() if names} == {}
+    private = run_path(str(PACKAGE / home))
+    assert [name for name in private["NAMES"] if private["__getattr__"](name) is None] == []
 
 
 def test_a_version_of_thunder_is_named_in_one_room() -> None:

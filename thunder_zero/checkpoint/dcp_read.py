@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
+from thunder_zero.compat.private import StorageInfo, narrow_tensor_by_index
 from thunder_zero.sharded.dtensors import local
 
 DESCRIBES = "torch.distributed.checkpoint.metadata"  # its classes may be in metadata
@@ -191,7 +191,7 @@ def _wrong(entries: Any, places: Any) -> Iterator[str]:
     for index, place in places.items():
         if not isinstance(index, MetadataIndex) or type(index.fqn) is not str or not _are_counts(index.offset or ()):
             yield f"{index!r} is not the name of an entry"
-        if not isinstance(place, _StorageInfo):
+        if not isinstance(place, StorageInfo):
             yield f"the place of {index.fqn} is a {type(place).__name__}"
         name, start, length = place.relative_path, place.offset, place.length
         if type(name) is not str or "\0" in name or not _are_counts([start, length]):

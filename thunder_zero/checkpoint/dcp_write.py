@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from thunder_zero.checkpoint.folder import explain_write_error
 from thunder_zero.checkpoint.manifest import File
+from thunder_zero.compat.private import StorageInfo
 
 KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
 # What a rank writes, by path: tensors; DTensors, of which it writes its part; pickled values; and the path of another
@@ -43,7 +43,7 @@ class Part:
     """One rank's part of a checkpoint: DCP's plan of it, where its items were written, further names, its files."""
 
     plan: SavePlan
-    places: Mapping[MetadataIndex, _StorageInfo]
+    places: Mapping[MetadataIndex, StorageInfo]
     aliases: Mapping[str, str]
     files: tuple[File, ...]
 
@@ -94,7 +94,7 @@ def key_of(path: KeyPath) -> str:
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
     """Write what a planner plans for a rank to a file of its own, and flush it to disk."""
-    plan, places, path = planner.create_local_plan(), dict[MetadataIndex, _StorageInfo](), folder / f"__{rank}_0.distcp"
+    plan, places, path = planner.create_local_plan(), dict[MetadataIndex, StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())
     with explain_write_error(path.name), HashedFile(path) as stream:
@@ -106,7 +106,7 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
                 torch.save(value.clone() if has_more else value, stream)
             else:
                 stream.write(value)
-            places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)
+            places[item.index] = StorageInfo(path.name, start, stream.tell() - start)
         return Part(plan, places, planner.aliases, (stream.seal(path),))
 
 

@@ -7,7 +7,8 @@ what forward writes to, and of outputs that are views of inputs. Their calling c
     forward([inputs]) -> [outputs, saved tensors, saved numbers]
     backward([saved numbers, saved tensors, tangents]) -> [gradients of inputs]
 
-A tangent is None where nothing differentiated the output.
+A tangent is None where nothing differentiated the output. A tensor subclass, such as a DTensor, is the tensors that it
+holds; opaque objects, such as meshes, are no business of the phases.
 """
 
 from __future__ import annotations
@@ -21,17 +22,34 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo  # before AOTAutograd's modules, which import each other
 from torch import Tensor, fx, nn
-from torch._functorch import config
-from torch._functorch._aot_autograd import runtime_wrappers
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
-from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
-from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.aot_autograd import JointWithDescriptors, aot_export_joint_with_descriptors
-from torch._functorch.partitioners import cleanup_recompute_tags, must_recompute
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.autograd.graph import Node
+from torch.types import py_sym_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thunder_zero.compat.private import (
+    GradAOTOutput,
+    JointWithDescriptors,
+    OutputType,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassCreationMeta,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+    aot_config,
+    aot_export_joint_with_descriptors,
+    aot_stage2_compile,
+    cleanup_recompute_tags,
+    get_mkldnn_enabled,
+    is_opaque_node,
+    must_recompute,
+    run_and_save_rng_state,
+    run_with_rng_state,
+    runtime_wrappers,
+    set_grad_enabled,
+    set_mkldnn_enabled,
+)
 
 ALIASES = (OutputType.alias_of_input, OutputType.is_input)
 RUN_AND_SAVE_STATE, RUN_WITH_STATE = run_and_save_rng_state, run_with_rng_state
@@ -64,7 +82,8 @@ class Joint:
         differentiates: whether there is a backward.
         turns_on: whether forward turns gradients on itself, in a call that has them off.
         names: of the inputs of dynamo's graph.
-        outputs: how many outputs forward has, with values of inputs that it writes to.
+        outputs: how many outputs forward has, with values of inputs that it writes to. A tensor subclass counts as
+            the tensors and objects that it holds.
         mutated: the positions of inputs that forward writes to.
         tokens: how many inputs, the first ones, only order operators that have effects; they have no gradients.
     """
@@ -80,8 +99,8 @@ class Joint:
 
     @property
     def results(self) -> Sequence[Any]:
-        """What the graph returns: nodes or None."""
-        return self._output.args[0]  # type: ignore[return-value]
+        """What the graph returns: nodes or None, as for opaque objects."""
+        return [None if is_opaque(node) else node for node in self._output.args[0]]  # type: ignore[union-attr]
 
     @property
     def _output(self) -> fx.Node:
@@ -90,13 +109,25 @@ class Joint:
     def tangents(self) -> Mapping[fx.Node, int]:
         """Return the tangents, with the positions of their outputs among forward's."""
         positions = {desc: at for at, desc in enumerate(self._output.meta["desc"][: self.outputs])}
-        placeholders = (node for node in self.graph.graph.nodes if node.op == "placeholder")
-        given = {node: node.meta["desc"] for node in placeholders}
-        return {node: positions[desc.output] for node, desc in given.items() if isinstance(desc, TangentAOTInput)}
+        of = {node: _output_of(node.meta["desc"]) for node in self.placeholders()}
+        return {node: positions[desc] for node, desc in of.items() if desc is not None}
+
+    def placeholders(self) -> Sequence[fx.Node]:
+        """Return the inputs and tangents that the phases get: no opaque objects."""
+        return [node for node in self.graph.graph.nodes if node.op == "placeholder" and not is_opaque(node)]
 
     def plain_outputs(self) -> Sequence[int]:
-        """Return the positions of the outputs of dynamo's graph among forward's, in their order."""
+        """Return the positions of the outputs of dynamo's graph among forward's, in their order.
+
+        Raises:
+            RuntimeError: an output is a tensor subclass.
+        """
         descs = self._output.meta["desc"][: self.outputs]
+        if any(isinstance(desc, SubclassGetAttrAOTOutput) for desc in descs):
+            raise RuntimeError(
+                "forward returns a tensor subclass, such as a DTensor, which a trace of a model that does not run "
+                "cannot show; train a step of tz.compile and read tz.traces_of(model)"
+            )
         found = {desc.idx: at for at, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)}
         return [found[number] for number in sorted(found)]
 
@@ -104,6 +135,22 @@ class Joint:
         """Return each gradient, with the position of the input of dynamo's graph that it is of, if it is of one."""
         descs = self._output.meta["desc"][self.outputs :]
         return [(node, _position(desc)) for node, desc in zip(self.results[self.outputs :], descs, strict=True)]
+
+    def subclass_gradients(self) -> Sequence[int]:
+        """Return the positions of the inputs of dynamo's graph whose gradients are tensor subclasses."""
+        descs = self._output.meta["desc"][self.outputs :]
+        found = [_position(desc.base) for desc in descs if isinstance(desc, SubclassGetAttrAOTOutput)]
+        return [position for position in found if position is not None]
+
+
+def is_opaque(node: Any) -> bool:
+    """Return whether a node is an object that is no tensor, such as a mesh of a DTensor."""
+    return bool(is_opaque_node(node))
+
+
+def is_subclass(value: object) -> bool:
+    """Return whether a value is a tensor that holds others, such as a DTensor."""
+    return bool(is_traceable_wrapper_subclass(value))
 
 
 def input_of(node: fx.Node) -> int | None:
@@ -148,6 +195,14 @@ def generator_state(like: Tensor) -> Tensor:
         return torch.empty(state.shape, dtype=state.dtype)
 
 
+def _output_of(desc: Any) -> Any:
+    """Return the output that a tangent is of; None for an input."""
+    if isinstance(desc, SubclassGetAttrAOTInput):
+        of = _output_of(desc.base)
+        return None if of is None else SubclassGetAttrAOTOutput(of, desc.attr)
+    return desc.output if isinstance(desc, TangentAOTInput) else None
+
+
 def _position(desc: Any) -> int | None:
     of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
     return of.idx if isinstance(of, PlainAOTInput) else None
@@ -174,20 +229,21 @@ def _choose_where_masks_write(graph: fx.GraphModule) -> None:
         for new in made[1:]:
             new.meta["stack_trace"] = node.meta.get("stack_trace")
         graph.graph.erase_node(node)
-    graph.recompile()
+        graph.recompile()
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     """Trace a graph of dynamo, while dynamo compiles it; with a backward if an output needs a gradient.
 
     Raises:
-        Untraced: a checkpoint has contexts of another kind than ``create_selective_checkpoint_contexts`` makes.
+        Untraced: a checkpoint has contexts of another kind than ``create_selective_checkpoint_contexts`` makes; an
+            input has a size that is a symbol.
     """
     _choose_where_masks_write(graph)
     has_none = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     turns_on = has_none and _begin_without_gradients(graph)
     try:
-        off = config.patch(backward_pass_autocast="off")  # as in eager mode, where backward runs outside of autocast
+        off = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, whose backward runs outside of it
         with ExitStack() as stack, _undefined_tensors_avoided(graph), off:
             exported = aot_export_joint_with_descriptors(stack, graph, tuple(inputs))
         if _copy_views_of_parameters(graph, inputs, exported._aot_state.fw_metadata.output_info):
@@ -202,8 +258,14 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     state, captured = exported._aot_state, exported._aot_graph_capture
     _mark_backward(captured.graph_module)
     meta = state.fw_metadata
+    if not all(map(_has_numbers_for_sizes, captured.graph_module.graph.find_nodes(op="placeholder"))):
+        raise Untraced(
+            "an input has sizes that torch traces as symbols, as a nested tensor has and torch._dynamo.mark_dynamic "
+            "asks for, and here shapes are constants; give forward padded tensors, and make nested ones inside of it"
+        )
     results: Any = captured.graph_module.graph.output_node().args[0]
-    outputs = len(meta.tokens) + meta.num_forward_returns if state.needs_autograd else len(results)
+    inner = captured.maybe_subclass_meta.fw_metadata if captured.maybe_subclass_meta else meta
+    outputs = len(meta.tokens) + inner.num_forward_returns if state.needs_autograd else len(results)
     mutated = [at for at, info in enumerate(meta.input_info) if info.mutates_data or info.mutates_metadata]
     names = [_argument(node) for node in graph.graph.nodes if node.op == "placeholder"]
     return Joint(
@@ -218,14 +280,20 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     )
 
 
+def _has_numbers_for_sizes(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return not any(isinstance(size, py_sym_types) for size in sizes)
+
+
 def _begin_without_gradients(graph: fx.GraphModule) -> bool:
     """Let a graph that turns gradients on begin without: AOTAutograd traces it with gradients on."""
-    switches = graph.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    switches = graph.graph.find_nodes(op="call_function", target=set_grad_enabled)
     turns_on = any(node.args[0] for node in switches)
     if turns_on:
         first = next(node for node in graph.graph.nodes if node.op != "placeholder")
         with graph.graph.inserting_before(first):
-            graph.graph.call_function(torch._C._set_grad_enabled, (False,))
+            graph.graph.call_function(set_grad_enabled, (False,))
         graph.recompile()
     return turns_on
 
@@ -250,7 +318,7 @@ def _mark_backward(graph: fx.GraphModule) -> None:
     """Mark what depends on a tangent: torch leaves out the backward of autograd functions that a user wrote."""
     made: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if isinstance(node.meta.get("desc"), TangentAOTInput):
+        if node.op == "placeholder" and _output_of(node.meta.get("desc")) is not None:
             made.add(node)
         elif node.op == "call_function" and (is_backward(node) or not made.isdisjoint(node.all_input_nodes)):
             node.meta["partitioner_tag"] = "is_backward"
@@ -261,34 +329,135 @@ def _mark_backward(graph: fx.GraphModule) -> None:
 def _undefined_tensors_avoided(graph: fx.GraphModule) -> Iterator[None]:
     """Trace an LSTM of the CPU without mkldnn: its operator saves an undefined tensor, which torch's trace cannot."""
     recurrent = any(getattr(node.target, "__name__", "") in ("lstm", "gru") for node in graph.graph.nodes)
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and not recurrent)
+    before = get_mkldnn_enabled()
+    set_mkldnn_enabled(before and not recurrent)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        set_mkldnn_enabled(before)
 
 
 def compiled(joint: Joint, phases: Phases, look: Callable[[Node], None]) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function of a list of inputs that runs the phases. ``look`` gets the node of each backward before it
     runs, and may raise."""
-    exported = joint.exported
-    meta = copy.copy(exported._aot_state.fw_metadata)
-    meta.bw_donated_idxs = []  # None would refuse retain_graph
-    state = replace(exported._aot_state, fw_metadata=meta)
+    state, capture = _for_one_program(joint.exported)
+    runs = phases if capture.maybe_subclass_meta is None and not _objects(joint) else _WithObjects(joint, phases)
 
     def partition(graph: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        return _stubs(joint, phases.saved)
+        return _stubs(joint, runs.saved)
 
     def forward(graph: fx.GraphModule, given: Any) -> Boxed:
-        return _boxed(phases.forward)
+        return _boxed(runs.forward)
 
     def backward(graph: fx.GraphModule, given: Any) -> Boxed:
-        return _boxed(phases.backward)
+        return _boxed(runs.backward)
 
-    with torch.no_grad(), config.patch(donated_buffer=False), _watched(look):
-        function, _ = aot_stage2_compile(state, exported._aot_graph_capture, partition, forward, backward)
+    with torch.no_grad(), aot_config.patch(donated_buffer=False), _watched(look):
+        function: Callable[[list[Any]], Sequence[Any]]
+        function, _ = aot_stage2_compile(state, capture, partition, forward, backward)
     return function
+
+
+def _for_one_program(exported: JointWithDescriptors) -> tuple[Any, Any]:
+    """Return copies of what AOTAutograd changes when it compiles."""
+    state, capture = exported._aot_state, exported._aot_graph_capture
+    meta = _copied_metadata(state.fw_metadata)
+    meta.bw_donated_idxs = []  # None would refuse retain_graph
+    if capture.maybe_subclass_meta is not None:
+        subclasses = copy.copy(capture.maybe_subclass_meta)
+        subclasses.fw_metadata = _copied_metadata(subclasses.fw_metadata)
+        subclasses.grad_input_metas = list(map(_copied_creation, subclasses.grad_input_metas or ()))
+        capture = replace(capture, maybe_subclass_meta=subclasses)
+    quiet = replace(state.aot_config, enable_log=False)  # it would print the whole graph for a log
+    return replace(state, fw_metadata=meta, aot_config=quiet), capture
+
+
+def _copied_metadata(meta: Any) -> Any:
+    meta = copy.copy(meta)
+    for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
+        setattr(meta, name, list(map(_copied_creation, getattr(meta, name))))
+    return meta
+
+
+def _copied_creation(meta: Any) -> Any:
+    """Return a copy of how a tensor subclass is made; another description stays."""
+    if not isinstance(meta, SubclassCreationMeta):
+        return meta
+    copied = copy.copy(meta)
+    copied.attrs = {name: _copied_creation(each) for name, each in meta.attrs.items()}
+    return copied
+
+
+def _objects(joint: Joint) -> list[fx.Node]:
+    """Return the opaque objects among the inputs."""
+    nodes = joint.graph.graph.nodes
+    found = [node for node in nodes if node.op == "placeholder" and is_opaque(node)]
+    return [node for node in found if _output_of(node.meta["desc"]) is None]
+
+
+class _WithObjects:
+    """Phases of a graph with tensor subclasses or opaque objects, which AOTAutograd takes apart and puts together."""
+
+    def __init__(self, joint: Joint, phases: Phases) -> None:
+        self._phases, self._objects, self.saved = phases, _objects(joint), phases.saved
+        placeholders = [node for node in joint.graph.graph.nodes if node.op == "placeholder"]
+        inputs = [node for node in placeholders if _output_of(node.meta["desc"]) is None]
+        self._inputs = [inputs.index(node) for node in self._objects]
+        self._given: dict[int, Any] = {}  # objects that forward was given last, by those that torch traced
+        results: Any = joint._output.args[0]
+        self._outputs, self._gradients = results[: joint.outputs], results[joint.outputs :]
+        descs = joint._output.meta["desc"][joint.outputs :]
+        self._parts = [at for at, desc in enumerate(descs) if isinstance(desc, SubclassGetAttrAOTOutput)]
+        self._tangents = [(node, node.meta["desc"]) for node in placeholders if node not in inputs]
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Compute outputs, and what backward reads; objects pass."""
+        for node, position in zip(self._objects, self._inputs, strict=True):
+            self._given[id(node.meta["val"])] = args[position]
+        plain = [arg for position, arg in enumerate(args) if position not in self._inputs]
+        args.clear()
+        return self._filled(self._phases.forward(plain), self._outputs)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Compute the gradients of the inputs; objects pass, and a subclass that has no gradient gets zeros."""
+        count = len(self.saved)
+        plain = [*args[:count], *self._flat(args[count:])]
+        args.clear()
+        gradients = self._filled(self._phases.backward(plain), self._gradients)
+        for position in self._parts:
+            if gradients[position] is None:
+                gradients[position] = _zeros(self._gradients[position].meta["val"])
+        return gradients
+
+    def _flat(self, tangents: Sequence[Any]) -> Iterator[Any]:
+        """Yield each tensor of the tangents; None for each of one that nobody made, of which torch gives one None."""
+        given, before, missing = iter(tangents), None, False
+        for node, desc in self._tangents:
+            of = _whole(desc)
+            value = None if of == before and missing else next(given)
+            if of != before:
+                before, missing = of, value is None
+            if not is_opaque(node):
+                yield value
+
+    def _filled(self, results: list[Any], nodes: Sequence[Any]) -> list[Any]:
+        """Put objects into results: that of an input, or else the one that torch traced. A node may be of a tangent, as
+        torch traces an object that is there twice as one."""
+        for position, node in enumerate(nodes):
+            if is_opaque(node):
+                traced = node.meta["val"]
+                results[position] = self._given.get(id(traced), traced.real_obj)
+        return results
+
+
+def _whole(desc: Any) -> Any:
+    """Return the tangent that a part of one belongs to."""
+    return _whole(desc.base) if isinstance(desc, SubclassGetAttrAOTInput) else desc
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Return zeros that look like a fake tensor."""
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _boxed(function: Boxed) -> Boxed:
@@ -333,18 +502,18 @@ def _watched(look: Callable[[Node], None]) -> Iterator[None]:
 def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return graphs of the calling conventions alone, of which AOTAutograd reads what is saved; nothing runs them."""
     forward, backward = fx.Graph(), fx.Graph()
-    tangents = joint.tangents()
     placeholders = [node for node in joint.graph.graph.nodes if node.op == "placeholder"]
-    inputs = [_copied(forward, node) for node in placeholders if node not in tangents]
+    inputs = [_copied(forward, node) for node in placeholders if _output_of(node.meta["desc"]) is None]
     made = forward.call_function(_stub, tuple(inputs))
-    outputs = [_item(forward, made, node) for node in joint.results[: joint.outputs]]
+    results: Any = joint._output.args[0]
+    outputs = [_item(forward, made, node) for node in results[: joint.outputs]]
     kept = [_item(forward, made, value) for value in saved]
     forward.output((*outputs, *kept)).meta["desc"] = [*joint._output.meta["desc"][: joint.outputs], *[None] * len(kept)]
     for number, value in enumerate(sorted(saved, key=lambda value: isinstance(value, Tensor))):
         backward.placeholder(f"saved_{number}").meta["val"] = value
-    given = [_copied(backward, node) for node in tangents]
+    given = [_copied(backward, node) for node in placeholders if _output_of(node.meta["desc"]) is not None]
     made = backward.call_function(_stub, tuple(given))
-    grads = tuple(_item(backward, made, node) for node in joint.results[joint.outputs :])
+    grads = tuple(_item(backward, made, node) for node in results[joint.outputs :])
     backward.output(grads).meta["desc"] = list(joint._output.meta["desc"][joint.outputs :])
     return fx.GraphModule(nn.Module(), forward), fx.GraphModule(nn.Module(), backward)
 
@@ -361,7 +530,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _item(graph: fx.Graph, made: fx.Node, of: Any) -> Any:
     """Return a node that looks like another node, or like a value; None, and numbers, stay."""
-    if not isinstance(of, fx.Node | Tensor):
+    if of is None or isinstance(of, int | float):
         return of
     new = graph.call_function(_stub, (made,))
     new.meta.update(of.meta if isinstance(of, fx.Node) else {"val": of})

@@ -11,23 +11,36 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from inspect import getfile
+from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchRuntimeError
-from torch._dynamo.output_graph import GraphCompileReason
-from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import builder
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._guards import CompileContext, TracingContext
+
+from thunder_zero.compat.private import (
+    BackendCompilerFailed,
+    CompileContext,
+    FailOnRecompileLimitHit,
+    GraphCompileReason,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    TorchRuntimeError,
+    TracingContext,
+    builder,
+    dynamo_config,
+    graph_break_reasons,
+)
 
 ANY_NUMBER = 1 << 30
+MOST = 200  # characters of an error of torch's
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+INSTALLED = f"{Path(getfile(torch)).parents[1]}/"  # packages, whose lines are not the user's
+FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
-BackendFailed, TooManyPrograms = BackendCompilerFailed, FailOnRecompileLimitHit
+TooManyPrograms = FailOnRecompileLimitHit
+NOT_TRACED = BackendCompilerFailed, TorchRuntimeError
 
 GRAD_MODE = frozenset(  # names in code whose graph may not be that of another grad mode
     (
@@ -58,6 +71,21 @@ def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
     return raised if isinstance(raised, Exception) else error, list(error.real_stack)
 
 
+def failure(error: Exception, name: str) -> tuple[str, Exception]:
+    """Return, as one sentence, why a model of this name could not be traced, and the error that says so itself."""
+    cause: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    raised, frames = users_error(cause)
+    text, _, lines = str(raised).partition("While executing")
+    found = [(frame.filename, frame.lineno) for frame in frames] if raised is not cause else FRAME.findall(lines)
+    of_user = [f" at {file}:{line}" for file, line in found if not file.startswith(INSTALLED)]
+    where, text = of_user[-1] if of_user else "", " ".join(text.split()).rstrip(".")
+    text = text if len(text) <= MOST else f"{text[:MOST]} ..."
+    return (
+        f"cannot trace {name}: {type(raised).__name__}{where}: {text}; if the plain module trains, put what torch "
+        f"cannot trace into a function under torch.compiler.disable"
+    ), raised
+
+
 @cache
 def take_as_plain(kind: type[Tensor]) -> None:
     """Let dynamo treat tensors of this class as plain tensors, or parameters, from now on.
@@ -77,20 +105,27 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
     raises TooManyPrograms where it would compile more than ``most`` programs of one function; ``breaks`` gets, for each
     graph that it ends, the sentence that says where and why."""
     others = len(graph_break_reasons)  # of all that this process compiled before
-    with config.patch(
+    FAKES.addFilter(_is_no_failure)
+    with dynamo_config.patch(
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
         use_numpy_random_stream=True,  # as the plain module draws
         recompile_limit=most,
         accumulated_recompile_limit=ANY_NUMBER,  # of all models together
         fail_on_recompile_limit_hit=True,
-        ignore_logging_functions=config.ignore_logging_functions | _logging(),
-        reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
+        ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
+        reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
     ):
         try:
             yield
         finally:
+            FAKES.removeFilter(_is_no_failure)
             breaks += map(_sentence, graph_break_reasons[others:])
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    """Return whether torch logs something else than an error that it then raises."""
+    return record.levelno < logging.ERROR
 
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
@@ -119,7 +154,7 @@ def note_questions() -> None:
     by whatever name."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
     handlers[torch.is_grad_enabled] = _noted(handlers[torch.is_grad_enabled])
-    TensorVariable.method_attr_requires_grad = _noted(TensorVariable.method_attr_requires_grad)  # type: ignore[method-assign]
+    TensorVariable.method_attr_requires_grad = _noted(TensorVariable.method_attr_requires_grad)
 
 
 def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:

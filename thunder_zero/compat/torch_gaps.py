@@ -17,15 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
+
+from thunder_zero.compat.private import (
+    REGISTRY_KEY,
+    DispatchKeySet,
+    c10d_world,
+    coalescing_manager,
+    current_graph_task_id,
+    custom_op_handlers,
+    dispatch_keyset_full_after,
+    foreach_div_,
+    peek_interpreter_stack,
+    queue_callback,
+    select_conv_backend,
+    set_pg_timeout,
+    will_engine_execute_node,
+)
 
 # needed while: torch says by private names alone which backward or function transform runs.
 # So it does with the kernel that a convolution takes, and with many tensors divided in one call.
@@ -33,36 +45,37 @@ from torch.optim import Optimizer
 
 def is_inside_function_transform() -> bool:
     """Whether ``torch.func`` or ``vmap`` is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def accumulates(leaves: Iterable[Node]) -> bool:
     """Whether the running backward adds to the ``.grad`` of all of these leaves."""
     try:
-        return all(map(torch._C._will_engine_execute_node, leaves))
+        return all(map(will_engine_execute_node, leaves))
     except RuntimeError:  # torch.autograd.grad of a leaf
         return False
 
 
 def running_backward() -> int:
     """The number of the backward that runs on this thread; -1 if none does."""
-    return torch._C._current_graph_task_id()
+    number: int = current_graph_task_id()
+    return number
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the running backward ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    queue_callback(function)
 
 
 def convolution_backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
     """Torch's own choice for a convolution; ``how`` as ``torch.convolution`` has it, from the stride on."""
-    found: Any = torch._C._select_conv_backend(given, weight, None, *how, None)
+    found: Any = select_conv_backend(given, weight, None, *how, None)
     return str(found.name)
 
 
 def divide_all(tensors: tuple[Tensor, ...], divisor: float) -> None:
     """Divide tensors in place, in one call."""
-    torch._foreach_div_(tensors, divisor)
+    foreach_div_(tensors, divisor)
 
 
 # needed while: torch groups collectives by private names alone, and leaves failed ones queued.
@@ -76,10 +89,10 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
     which would then never be launched.
     """
     try:
-        with _coalescing_manager(group, async_ops=True) as launched:
+        with coalescing_manager(group, async_ops=True) as launched:
             yield launched
     except BaseException:
-        _world.pg_coalesce_state.pop(group, None)
+        c10d_world.pg_coalesce_state.pop(group, None)
         raise
 
 
@@ -90,7 +103,7 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Change how long the group's collectives wait, for which torch has no public way."""
-    _set_pg_timeout(timeout, group)
+    set_pg_timeout(timeout, group)
 
 
 # needed while: a thread of gloo that still holds tensors aborts a process that exits.
@@ -104,7 +117,7 @@ def at_exit(function: Callable[..., None], *args: Any) -> None:
 
 def all_groups() -> list[ProcessGroup]:
     """The process groups that were made and not destroyed."""
-    return list(_world.pg_map)
+    return list(c10d_world.pg_map)
 
 
 # needed while: torch has no hook for an optimizer's step that fails.
@@ -124,14 +137,14 @@ def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None
     if _libraries:
         return
 
-    def leave(keys: torch._C.DispatchKeySet, record: Any) -> None:
+    def leave(keys: DispatchKeySet, record: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and error.__traceback__ is not None:
             optimizer = error.__traceback__.tb_frame.f_locals.get("self")  # of the wrapper around all steps
             if isinstance(optimizer, Optimizer):
                 explain(optimizer, error)
         # Not a guard that excludes our key: what the operator calls next needs it.
-        LEAVE.redispatch(keys & torch._C._dispatch_keyset_full_after(KEY), record)
+        LEAVE.redispatch(keys & dispatch_keyset_full_after(KEY), record)
 
     library = torch.library.Library(LEAVE.namespace, "IMPL")
     library.impl(LEAVE, leave, KEY.name, with_keyset=True)
@@ -149,8 +162,7 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 def share_found_inf() -> None:
     """From now on, for the life of the process, ranks share what they find in any gradient; a second call
     changes nothing."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[UNSCALE] = _unscale
+    custom_op_handlers[UNSCALE] = _unscale
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

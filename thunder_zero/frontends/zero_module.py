@@ -34,7 +34,7 @@ from thunder_zero.frontends.refusals import EXPORT, PARTS
 from thunder_zero.sharded.accelerate import refuse_lost_options, refuse_model_file
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.calls import Calls
-from thunder_zero.sharded.dtensors import parts_of
+from thunder_zero.sharded.dtensors import parts_of, refuse_to_compute
 from thunder_zero.sharded.full_state_dict import full_state_dict
 from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
 from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
@@ -230,7 +230,9 @@ class ZeroModule(ShardedModel, ThunderModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the plain module with its shards, which holds values and computes nothing: what ``AveragedModel``
         averages, and state dicts load into."""
-        return deepcopy(self._model, memo)
+        copied: nn.Module = deepcopy(self._model, memo)
+        copied.register_forward_pre_hook(refuse_to_compute)
+        return copied
 
     def __getattr__(self, name: str) -> Any:
         """Thunder's: the plain module's. Not its functions that would compute with shards, or write them as a model.

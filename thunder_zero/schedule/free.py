@@ -12,9 +12,10 @@ The last use of a parameter is the last read of it or of a value derived from it
 If it is regathered for backward (``regather.py``), each phase has a last use; if it is kept unsharded, backward mostly
 has it. Resident and replicated parameters are never freed, nor are values that the return reads.
 
-This pass only says where: ``traces/lift.py`` emits no FREE. In the order that it emits, Thunder's ``del_last_used``
-writes a ``del`` line after each value's last use; ``lift_phases`` reads the ``del`` lines of the traces that run as
-FREEs again, and ``verify.check`` requires one right after the last use of each gathered parameter.
+This pass only says where: ``traces/lift.py`` emits no FREE. In the order that it emits, ``traces/split.py`` (or
+Thunder's ``del_last_used``) writes a ``del`` line after each value's last use; ``lift_phases`` reads the ``del`` lines
+of the traces that run as FREEs again, and ``verify.check`` requires one right after the last use of each gathered
+parameter.
 """
 
 from __future__ import annotations

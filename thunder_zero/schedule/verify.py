@@ -332,6 +332,9 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[int] = set()
     for at, op in enumerate(timeline.ops):
+        if _is_untouched(op, originals, seen) and canonical.keys().isdisjoint(op.reads):
+            seen.update(op.source)
+            continue
         for part in _parts(timeline, at, op) if op.kind is not Kind.FREE else ():
             (source,) = part.source
             original = originals.get(source)
@@ -354,6 +357,11 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
         raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is missing")
     if timeline.ops[-1].source != lifted.ops[-1].source:
         raise fault(timeline, len(timeline.ops) - 1, "is last, but it is not the return")
+
+
+def _is_untouched(op: Op, originals: Mapping[int, Op], seen: Collection[int]) -> bool:
+    """Whether an operation is one of the lifted timeline itself, as most are, and occurs for the first time."""
+    return len(op.source) == 1 and originals.get(op.source[0]) is op and op.source[0] not in seen
 
 
 def _is_copy(op: Op, original: Op) -> bool:

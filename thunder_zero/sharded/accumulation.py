@@ -98,7 +98,7 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
       the parameters left out would be added, or lost, though nobody asked for them.
     """
     was_synced = accumulation.synced
-    nodes = {node for tensor in _tensors_in(output) if (node := tensor.grad_fn) is not None}
+    nodes = {node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}
     for node in nodes:
         if not isinstance(node, ours):
             continue
@@ -121,7 +121,7 @@ def _refuse(inputs: Iterable[Node], model: str, accumulation: Accumulation, was_
         raise RuntimeError(
             f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a Hessian "
             f"needs): it is compiled without a graph, so this part of the gradient would be lost; leave create_graph "
-            f"out, or train this model without sharding it"
+            f"out, or under tz.compile call torch.func.grad inside of forward"
         )
     if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
         raise RuntimeError(
@@ -131,18 +131,19 @@ def _refuse(inputs: Iterable[Node], model: str, accumulation: Accumulation, was_
         )
 
 
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a structure of collections and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for item in tree.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif is_dataclass(tree):
         for field in fields(tree):
-            yield from _tensors_in(getattr(tree, field.name))
+            yield from tensors_in(getattr(tree, field.name))
 
 
 def _inputs_of(node: Node) -> tuple[Node, ...]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from thunder_zero.comm.group import Ranks
+from thunder_zero.compat.private import DTensorSpec, TensorMeta
 from thunder_zero.compat.torch_gaps import accumulates
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
@@ -128,6 +128,15 @@ def require_own(value: Any, param: Any, what: str) -> None:
                 f"its own rows, and others loaded them; save with tz.save on all ranks, or full values "
                 f"(tz.full_state_dict)"
             )
+
+
+def refuse_to_compute(module: nn.Module, args: Any) -> None:
+    """Refuse a call of a module that has shards: of a copy of a sharded model, before its forward."""
+    if any(isinstance(param, DTensor) for param in module.parameters()):
+        raise RuntimeError(
+            f"a copy of a sharded {type(module).__name__} has its rows and computes nothing; call the model itself, or "
+            f"load thunder_zero.full_state_dict(model) into a plain module (tz.EMA averages in place)"
+        )
 
 
 def part_of(full: Tensor, param: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from thunder_zero.comm.agree import Fact, require_same
 from thunder_zero.comm.backends import model_transport
@@ -21,6 +20,7 @@ from thunder_zero.comm.collective_tags import CollectiveTag, TaggedTransport, do
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.comm.staging import HostCopies
+from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.compat.torch_gaps import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows

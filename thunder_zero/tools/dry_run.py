@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from thunder_zero.compat import thunder as room
 from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
@@ -32,6 +33,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces import pipeline
 from thunder_zero.traces.insert import put_inputs_at_rest
+from thunder_zero.traces.lift import is_joint
 from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
@@ -43,6 +45,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import unwrap_return_value
 from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
 from thunder.extend import Executor, FusionExecutor, TemporaryExecutor, get_always_executors
+from thunder.transforms.autodiff import split_into_forward_and_backward
 
 
 def trace(
@@ -235,17 +238,21 @@ class FromThunder:
         info.update(self._acquired.info)
         with thunder.compile_data_and_stats(compile_data(self._jitted), compile_stats(self._jitted)):
             scheduled, fusers = pipeline.scheduled(joint), self._transform.fusers
-            return pipeline.compiled(scheduled, lambda trace: _phases(trace, scheduled, fusers))
+            name = type(self._asked.module).__name__
+            return pipeline.compiled(scheduled, lambda trace: _phases(trace, scheduled, fusers, name))
 
 
-def _phases(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> pipeline.Phases:
+def _phases(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor], module: str) -> pipeline.TwoTraces:
     """What Thunder does from its fusers on."""
     for fuser in fusers:
         trace = fuser.fusion_pass(trace)
     trace = _transform_for_operator_executor_execution(repaired(trace, scheduled, fusers), get_always_executors())
-    forward, backward = pipeline.split(trace)
+    if not is_joint(trace.bound_symbols[-1].args[0]):
+        return unwrap_return_value(del_last_used(trace)), None
+    forward, backward = split_into_forward_and_backward(trace)
     if backward is None:
         return unwrap_return_value(del_last_used(forward)), None
+    room.require_unwritten(forward, module)
     return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from thunder_zero.compat.torch_gaps import OpOverload
+from thunder_zero.compat.private import OpOverload
 from thunder_zero.traces.lift import forward_lines
 from thunder_zero.traces.operators import EXECUTOR, operator_of
 

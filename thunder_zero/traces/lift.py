@@ -21,6 +21,7 @@ from typing import Any
 
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
+from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
@@ -85,10 +86,12 @@ def _gradients(given: Sequence[Any], returned: Sequence[Any], facts: Facts) -> t
 
 
 def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
+    if operator_of(bsym) is not None:  # most lines: none of what follows
+        yield _computation(bsym, position, backward)
+        return
     executor = facts.executor
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
-    reads, writes = tuple(read_by(bsym)), tuple(written_by(bsym))
     kind, paths = Kind.COMPUTE, tuple[str, ...]()
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
@@ -100,18 +103,27 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
         kind = Kind.WAIT
     elif bsym.sym == executor.defer:
         kind, paths = Kind.DEFER, (bsym.args[1],)
-    op = Op(kind, reads, writes, paths, backward, source=(position,))
-    yield _with_work(op, bsym) if kind is Kind.COMPUTE else op
+    if kind is Kind.COMPUTE:
+        yield _computation(bsym, position, backward)
+    else:
+        yield Op(kind, tuple(read_by(bsym)), tuple(written_by(bsym)), paths, backward, source=(position,))
 
 
-def _with_work(op: Op, bsym: BoundSymbol) -> Op:
+def _computation(bsym: BoundSymbol, position: int, backward: bool) -> Op:
     """A computation, with what its line says of its work."""
-    repeatable = is_repeatable(bsym)
-    updates = () if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym)))
-    cheap = repeatable and is_cheap(bsym)
-    work = work_of(bsym)
-    flops = flops_of(bsym) if work in MAY_HAVE_FLOPS else 0
-    return replace(op, repeatable=repeatable, work=work, cheap=cheap, updates=updates, flops=flops)
+    repeatable, work = is_repeatable(bsym), work_of(bsym)
+    return Op(
+        Kind.COMPUTE,
+        tuple(read_by(bsym)),
+        tuple(written_by(bsym)),
+        backward=backward,
+        repeatable=repeatable,
+        source=(position,),
+        work=work,
+        cheap=repeatable and is_cheap(bsym),
+        updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym))),
+        flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
+    )
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], facts: Facts) -> None:
@@ -198,8 +210,8 @@ def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
         bsym = lines[position]
         if bsym.sym is prims.get_grad:
             continue
-        updates = bsym.sym.name == "copy_" and bsym.args[1].name in needed
-        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in bsym.flat_proxy_outs):
+        makes = any(proxy.name in needed for proxy in bsym.flat_proxy_outs)
+        if makes or bsym.sym.id in PREAMBLE or (bsym.sym.name == "copy_" and bsym.args[1].name in needed):
             forward[position] = True
             needed.update(proxy.name for proxy in bsym.flat_proxy_args)
     return forward

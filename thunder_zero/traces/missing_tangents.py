@@ -47,7 +47,7 @@ def without_tangents(scheduled: Scheduled, missing: Collection[str]) -> Schedule
     facts = scheduled.facts
     timeline = lift(scheduled.trace, facts)
     pruned = _Pruned(scheduled.trace, facts, timeline, set(missing))
-    ops = _read_ones(list(pruned.ops()))
+    ops = _read_ones(list(pruned.left()))
     new = from_trace(scheduled.trace)
     new.bound_symbols = pruned.lines
     result = emit(new, timeline.with_ops(ops), facts.executor)
@@ -72,7 +72,7 @@ class _Pruned:
         self.lines: list[BoundSymbol] = list(self.trace.bound_symbols)
         self.executor = self.facts.executor
 
-    def ops(self) -> Iterator[Op]:
+    def left(self) -> Iterator[Op]:
         """Yield the operations that are left."""
         for op in self.timeline.ops:
             bsym = self.lines[op.source[0]]

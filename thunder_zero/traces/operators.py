@@ -19,7 +19,7 @@ import torch
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.compat.torch_gaps import HigherOrderOperator, OpOverload
+from thunder_zero.compat.private import HigherOrderOperator, OpOverload
 from thunder_zero.schedule.timeline import Work
 
 from thunder.core import codeutils, prims
@@ -83,6 +83,22 @@ def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, 
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given)
     return True
+
+
+def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments of a backward of which it reads shape and dtype alone, whatever the device: the bias of a
+    layer norm, and a weight where no gradient of the input is asked for (the gradient of a layer is linear in it)."""
+    found: Sequence[Any]
+    match target:
+        case torch.ops.aten.convolution_backward.default:
+            found = () if args[-1][0] else (args[2],)
+        case torch.ops.aten.native_layer_norm_backward.default:
+            found = (args[6],) if args[7][0] else args[5:7]
+        case torch.ops.aten.native_group_norm_backward.default:
+            found = () if args[9][0] else (args[4],)
+        case _:
+            return ()
+    return [arg for arg in found if arg is not None and sum(arg is other for other in args) == 1]
 
 
 @cache
@@ -152,11 +168,21 @@ def flops_of_line(bsym: BoundSymbol) -> int:
         made, x, weight = (list(_shape(arg)) for arg in bsym.args[:3])
         one = flop_counter.conv_flop_count(x, weight, made, transposed=bsym.args[7])
         return int(one * sum(bsym.args[-1][:2]))
+    if all(isinstance(arg, TensorProxy) for arg in (*bsym.args, bsym.output)) and not bsym.kwargs:
+        return _flops_of_product(packet, tuple(map(_shape, bsym.args)), _shape(bsym.output))
     count = flop_counter.flop_registry.get(packet)
     if count is None:
         return 0
     args, kwargs, made = tree_map_only(Proxy, _on_meta, (tuple(bsym.args), dict(bsym.kwargs), bsym.output))
     return int(count(*args, **kwargs, out_val=made))
+
+
+@cache
+def _flops_of_product(packet: Any, given: tuple[torch.Size, ...], made: torch.Size) -> int:
+    """Return the FLOPs of an operator of tensors alone, whose layers have many with the same shapes."""
+    count = flop_counter.flop_registry.get(packet)
+    tensors = [torch.empty(shape, device="meta") for shape in (*given, made)]
+    return 0 if count is None else int(count(*tensors[:-1], out_val=tensors[-1]))
 
 
 def _shape(proxy: TensorProxy) -> torch.Size:

@@ -1,4 +1,4 @@
-"""One pipeline for every program: a joint trace, its schedule, the two traces that run. Frozen data.
+"""One pipeline for every program: a joint trace, its schedule, the two traces that run.
 
 ::
 
@@ -25,16 +25,15 @@ from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import ScheduleError, Timeline
 from thunder_zero.traces.insert import launches_of, with_enter
 from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
+from thunder_zero.traces.split import split, with_frees
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import unwrap_return_value
-from thunder.executors.passes import del_last_used
-from thunder.transforms.autodiff import split_into_forward_and_backward
 
-Phases = tuple[TraceCtx, TraceCtx | None]
+TwoTraces = tuple[TraceCtx, TraceCtx | None]
 FORWARD_ALONE = "forward without backward"  # the name of a phase
 
 
@@ -89,7 +88,7 @@ def scheduled(joint: JointTrace) -> Scheduled:
     return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
 
 
-def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], Phases]) -> Program:
+def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
     """Return the traces that run. ``phases`` makes them of the scheduled one.
 
     Raises:
@@ -101,18 +100,11 @@ def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], Phases]) -> Prog
     return Program(scheduled, named[0], named[1] if backward is not None else None)
 
 
-def phases(trace: TraceCtx) -> Phases:
-    """Split a joint trace, and free each value after its last use."""
-    forward, backward = split(trace)
-    if backward is None:
-        return del_last_used(unwrap_return_value(forward)), None
-    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
-
-
-def split(trace: TraceCtx) -> Phases:
-    """Split a joint trace, if backward computes anything."""
-    is_split = is_joint(trace.bound_symbols[-1].args[0])
-    return split_into_forward_and_backward(trace) if is_split else (trace, None)
+def phases(trace: TraceCtx) -> TwoTraces:
+    """Split a joint trace, if backward computes anything, and free each value after its last use."""
+    if is_joint(trace.bound_symbols[-1].args[0]):
+        return split(trace)
+    return with_frees(unwrap_return_value(trace)), None
 
 
 def by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:

@@ -107,10 +107,11 @@ def makes_view(bsym: BoundSymbol) -> bool:
 
 def is_repeatable(bsym: BoundSymbol) -> bool:
     """Whether running a line twice gives the same values and has no side effect."""
+    if operator_of(bsym) is not None:
+        return NOT_REPEATABLE.isdisjoint(bsym.sym.tags or ()) and NOT_REPEATABLE.isdisjoint(bsym.tags)
     if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
         return False
-    names = () if operator_of(bsym) is not None else symbol_names(bsym)
-    return not any(name == "copy_" or draws_random_numbers(name) for name in names)
+    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))
 
 
 def _reduces_last(bsym: BoundSymbol) -> bool:

@@ -11,14 +11,11 @@ from pathlib import Path
 from traceback import walk_tb
 
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import is_namedtuple_instance
 
+from thunder_zero.compat.private import BatchNorm, InstanceNorm, OptimizedModule, SpectralNormed, WeightNormed
 from thunder_zero.compat.uncapturable import RefusedPart
 
 import thunder
@@ -56,13 +53,13 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
     ),
     RefusedPart(
-        lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
+        lambda module: isinstance(module, InstanceNorm) and module.track_running_stats,
         "has track_running_stats=True",
         "use track_running_stats=False",
         "Thunder does not update the running statistics of instance norms",
     ),
     RefusedPart(
-        lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
+        lambda module: isinstance(module, BatchNorm) and module.track_running_stats and module.momentum is None,
         "has momentum=None",
         "give it a momentum",
         "Thunder cannot trace a cumulative average",
@@ -74,12 +71,12 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         "Thunder cannot trace its collectives",
     ),
     RefusedPart(
-        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
+        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, SpectralNormed),
         "is under spectral_norm",
         "normalise the weight in forward",
     ),
     RefusedPart(
-        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
+        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, WeightNormed),
         "is under weight_norm",
         "compute g * v / v.norm(...) in forward",
     ),

@@ -6,12 +6,15 @@ looks of parameters and not which they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
+from thunder_zero.compat.aot import is_subclass
 from thunder_zero.sharded.placeholders import Placeholder
 
 Looks = tuple[str, str, tuple[Any, ...]]
@@ -23,13 +26,24 @@ def paths_of(inputs: Sequence[Any]) -> Paths:
     return tuple(value.path if isinstance(value, Placeholder) else None for value in inputs)
 
 
+def replaced(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    """Return the path of a parameter whose data the graph replaces, as by ``param.data = value``."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    for node, path in zip(nodes, paths_of(inputs), strict=True):
+        if path is not None and any(user.target is Tensor.set_ for user in node.users):
+            return path
+    return None
+
+
 def looks(graph: fx.GraphModule) -> Looks | None:
     """What two graphs have in common that compute the same, whatever dynamo captured them for (training or not); None
-    if a graph has tensors of its own."""
+    if a graph has tensors of its own, or inputs that are neither numbers nor plain tensors."""
     nodes = graph.graph.nodes
     if any(node.op == "get_attr" for node in nodes):
         return None
     examples = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
+    if any(is_subclass(each) or not isinstance(each, Tensor | int | float | None) for each in examples):
+        return None
     inputs = [
         (each.shape, each.dtype, each.device, each.stride(), each.requires_grad) if isinstance(each, Tensor) else each
         for each in examples
@@ -73,3 +87,11 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
         for node, example in nodes
         if isinstance(example, Tensor) and not isinstance(example, nn.Parameter)
     }
+
+
+def rebuilt(tree: Any, made: Mapping[int, Any]) -> Any:
+    """Return a structure with other values in the place of some, by their ids."""
+    if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        names = [field.name for field in fields(tree)]
+        return replace(tree, **{name: rebuilt(getattr(tree, name), made) for name in names})
+    return tree_map(lambda leaf: made.get(id(leaf), leaf), tree)

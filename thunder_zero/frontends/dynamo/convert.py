@@ -18,6 +18,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import getfile
 from keyword import iskeyword
 from pathlib import Path
@@ -27,7 +28,8 @@ import torch
 from torch import Tensor, fx
 
 from thunder_zero.compat.aot import Joint, input_of, is_backward, users_name
-from thunder_zero.traces.operators import draws_random_numbers, line
+from thunder_zero.traces.lift import proxies_in
+from thunder_zero.traces.operators import draws_random_numbers, line, read_for_shape
 from thunder_zero.traces.pipeline import JointTrace
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
@@ -42,6 +44,7 @@ from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
 NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[2]))
 TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
+device_of = cache(to_device)  # which reads a device's name, of each value
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
@@ -54,14 +57,16 @@ class Converted:
         values: what each value of the trace looks like, by name.
         tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
         constants: inputs that are tensors of the graph's own, by name.
-        tokens: inputs before the graph's, without gradients.
+        outputs: how many outputs of forward AOTAutograd takes, the first that the trace returns.
+        gradients: how many gradients, likewise.
     """
 
     joint: JointTrace
     values: Mapping[str, Any]
     tangents: Sequence[tuple[int, str]]
     constants: Mapping[str, Tensor]
-    tokens: int
+    outputs: int
+    gradients: int
 
 
 def convert(
@@ -84,11 +89,13 @@ class _Conversion:
     backward: bool
     synced: bool
     made: dict[fx.Node, Any] = field(default_factory=dict)  # values of the trace, by the nodes that they stand for
+    inputs: dict[int, Any] = field(default_factory=dict)  # of dynamo's graph, by their positions
     rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # of parameters
     full: dict[str, TensorProxy] = field(default_factory=dict)  # gathered parameters, by path
     paths: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    effects: list[Any] = field(default_factory=list)  # what lines of forward make that have an effect alone
     sent: set[str] = field(default_factory=set)  # values that a reduction reads
 
     def __post_init__(self) -> None:
@@ -104,7 +111,7 @@ class _Conversion:
         computed = [node for node in nodes if node.op in ("call_function", "get_attr") and self._is_part(node)]
         trace = TraceCtx()
         with tracectx(trace):
-            args = [self._input(node) for node in nodes if node.op == "placeholder" and node not in tangents]
+            args = [self._input(node) for node in joint.placeholders() if node not in tangents]
             args += [self._constant(node) for node in computed if node.op == "get_attr" and self._is_tensor(node)]
             for arg in args:
                 prims.unpack_trivial(arg, name=arg.name)
@@ -128,24 +135,31 @@ class _Conversion:
             flat = tuple(self._result(node) for node in outputs)
             result: dict[str, Any] = {"flat_args": args, "output": flat}
             if self.backward:
-                gradients: list[Any] = [None] * joint.tokens
-                gradients += [self._gradient(node, position, reduced) for position, (node, _) in self._numbered()]
-                gradients += [None] * (len(args) - len(gradients))
-                result |= {"output": tuple(gradients), "fw_flat_out": flat}
+                numbered = self._numbered()
+                of = [None if of is None else self.inputs.get(of) for _, (_, of) in numbered]
+                rest = [arg for arg in args if not any(arg is each for each in of)]
+                gradients = [self._gradient(node, position, reduced) for position, (node, _) in numbered]
+                gradients += [None] * len(rest)
+                result = {"flat_args": [*of, *rest], "output": tuple(gradients), "fw_flat_out": (*flat, *self.effects)}
             prims.python_return(result)
         trace._siginfo = SigInfo("computation")
         trace._siginfo.args = [(arg.name, None) for arg in args]
         trace.args = args
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
         facts = Facts(self.executor, self.executor.plan, self.paths, synced=self.synced)
-        return Converted(JointTrace(trace, facts), self.values, named, self.constants, joint.tokens)
+        made = JointTrace(trace, facts)
+        return Converted(made, self.values, named, self.constants, joint.outputs, len(joint.gradients()))
 
     def _refuse_writes(self) -> None:
         for position in self.joint.mutated:
             if position < len(self.path_of) and (path := self.path_of[position]) is not None:
+                raise RuntimeError(written(path))
+        for position in self.joint.subclass_gradients() if self.backward else ():
+            if (path := self.path_of[position]) is not None:
                 raise RuntimeError(
-                    f"forward writes to parameter {path!r}, of which each rank holds its own rows; write to a buffer, "
-                    f"or put the parameter's module into Policy.ignored"
+                    f"backward makes a gradient of parameter {path!r} that is a tensor subclass, as forward computes "
+                    f"with an input that is one, and gradients are reduced as plain tensors; give forward a plain "
+                    f"tensor, as DTensor.to_local makes one"
                 )
 
     def _is_part(self, node: fx.Node) -> bool:
@@ -161,6 +175,8 @@ class _Conversion:
         proxy = self._proxy(name if path is None else f"t_{path.replace('.', '_')}", node.meta["val"])
         if path is None:
             self.made[node] = proxy
+            if position is not None:
+                self.inputs[position] = proxy
             return proxy
         param, plan = self.executor.plan.by_name[path], self.executor.plan
         get_tracectx().names.discard(proxy.name)
@@ -172,6 +188,8 @@ class _Conversion:
             requires_grad=param.requires_grad,
         )
         self.paths[rows.name], self.rows[node] = path, rows
+        assert position is not None, "it has a path"
+        self.inputs[position] = rows
         return rows
 
     def _is_tensor(self, node: fx.Node) -> bool:
@@ -190,7 +208,7 @@ class _Conversion:
         proxy = TensorProxy(
             _free(name),
             shape=tuple(value.shape),
-            device=to_device(value.device),
+            device=device_of(value.device),
             dtype=to_dtype(value.dtype),
             requires_grad=False,
         )
@@ -229,13 +247,29 @@ class _Conversion:
         if node.target in SAME and not self.is_output(node):
             self.made[node] = self.made[node.all_input_nodes[0]]
             return
-        args, kwargs = _filled(node.args, self.made), _filled(node.kwargs, self.made)
+        args, kwargs = _filled(node.args, self.made | self._stand_ins(node)), _filled(node.kwargs, self.made)
         if isinstance(args, tuple) and node.target is operator.getitem and isinstance(args[0], tuple | list):
             self.made[node] = args[0][args[1]]
             return
-        name = self.names.get(node, node.name)
-        self.made[node] = output = self._proxies(node, name, node.meta.get("val"))
+        name, value = self.names.get(node, node.name), node.meta.get("val")
+        is_effect = not node.users and not is_backward(node) and node.is_impure()
+        self.made[node] = output = self._proxies(node, name, torch.empty(0) if is_effect and value is None else value)
+        if is_effect:  # an output of forward, or Thunder's split would take an assert for a line of backward
+            self.effects += proxies_in(output)
         _append(line(node.target, args, kwargs, output))
+
+    def _stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
+        """Return new tensors for the parameters of which a line of backward reads the shape alone, by their nodes:
+        where forward frees a parameter, backward would gather it again for its shape."""
+        found: dict[fx.Node, TensorProxy] = {}
+        for read in read_for_shape(node.target, node.args) if is_backward(node) else ():
+            param = self.executor.plan.by_name[self.paths[self.rows[read].name]] if read in self.rows else None
+            if param is not None and param.sharded and not param.resident and not param.kept_unsharded:
+                like = read.meta["val"]
+                found[read] = self._proxy(f"{node.name}_like", like)
+                options = {"dtype": like.dtype, "device": like.device}
+                _append(line(torch.ops.aten.empty.memory_format, (list(like.shape),), options, found[read]))
+        return found
 
     def is_output(self, node: fx.Node) -> bool:
         """Return whether the graph returns a node: autograd wants tensors of their own."""
@@ -295,11 +329,24 @@ class _Conversion:
     def _result(self, node: Any) -> Any:
         """Return an output of forward."""
         if node in self.rows:
-            raise RuntimeError(
-                f"forward returns the parameter {self.paths[self.rows[node].name]!r} itself, which is sharded; return "
-                f"a value computed from it, or read it with thunder_zero.full_state_dict"
-            )
+            raise RuntimeError(returned(self.paths[self.rows[node].name]))
         return self.made[node] if isinstance(node, fx.Node) else node
+
+
+def written(path: str) -> str:
+    """Return why a program is refused that writes to a parameter."""
+    return (
+        f"forward writes to parameter {path!r}, of which each rank holds its own rows; write to a buffer, or put the "
+        f"parameter's module into Policy.ignored"
+    )
+
+
+def returned(path: str) -> str:
+    """Return why a program is refused that returns a parameter."""
+    return (
+        f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, such as "
+        f"param * 1, or read it with thunder_zero.full_state_dict"
+    )
 
 
 def _append(bsym: BoundSymbol) -> None:

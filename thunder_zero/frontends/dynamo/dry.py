@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.types import py_sym_types
-from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat import aot, dynamo
-from thunder_zero.frontends.dynamo.captured import paths_of
+from thunder_zero.frontends.dynamo.captured import paths_of, rebuilt
 from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
 from thunder_zero.frontends.dynamo.convert import source_of
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
@@ -47,17 +46,7 @@ class Exported:
         """Return what forward returns, where the phase forward returns these."""
         places = self.joint.plain_outputs()
         made = {id(marker): outputs[place] for marker, place in zip(self.markers, places, strict=True)}
-        return _replaced(self.returned, made)
-
-
-def _replaced(tree: Any, made: Mapping[int, Any]) -> Any:
-    """Return a structure with values in the place of markers, by the markers' ids."""
-    if isinstance(tree, Memoryless):
-        return made[id(tree)]
-    if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
-        names = [field.name for field in fields(tree)]
-        return replace(tree, **{name: _replaced(getattr(tree, name), made) for name in names})
-    return tree_map_only(Memoryless, lambda marker: made[id(marker)], tree)
+        return rebuilt(self.returned, made)
 
 
 def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:

@@ -15,7 +15,6 @@ for each choice of paths. A parameter that is read between graphs raises, as not
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,13 +28,23 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.frontends.compilations import too_many
+from thunder_zero.frontends.compilations import too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
-from thunder_zero.frontends.dynamo.captured import Looks, Paths, looks, paths_of, shapes_of_inputs, shared_memory
+from thunder_zero.frontends.dynamo.captured import (
+    Looks,
+    Paths,
+    looks,
+    paths_of,
+    replaced,
+    shapes_of_inputs,
+    shared_memory,
+)
 from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
+from thunder_zero.frontends.dynamo.convert import returned, written
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
 from thunder_zero.traces.symbols import ZeroExecutor
 
@@ -139,17 +148,25 @@ class DynamoModule(ZeroModule):
         self._graphs.ran.clear()
         try:
             with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
-                return self._captured(*args, **kwargs)
+                output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
-        except dynamo.BackendFailed as error:
-            if not isinstance(error.inner_exception, aot.Untraced):
-                raise
-            raise RuntimeError(f"cannot trace {type(self.plain).__name__}: {error.inner_exception}") from error
+        except dynamo.NOT_TRACED as error:
+            name, inner = type(self.plain).__name__, getattr(error, "inner_exception", None)
+            if isinstance(inner, aot.Untraced):
+                raise RuntimeError(f"cannot trace {name}: {inner}") from error
+            sentence, cause = dynamo.failure(error, name)
+            raise RuntimeError(sentence) from cause
         except dynamo.TooManyPrograms as error:
             names = Counter(each.name for each in self._graphs.captured)
             shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
+        for tensor in tensors_in(output):
+            if isinstance(tensor, Placeholder):  # dynamo returns what it was given without a graph
+                raise RuntimeError(returned(tensor.path))
+        if len(self._graphs.ran) == 1 and self._graphs.ran[0].restored is None:
+            self._graphs.ran[0].note_returned(output)
+        return output
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
@@ -183,6 +200,8 @@ class DynamoModule(ZeroModule):
         same = (old for old in self._graphs.captured if of is not None and (old.looks, old.name, old.shared) == alike)
         old = next((old for old in same if old.joint.differentiates or not torch.is_grad_enabled()), None)
         if old is None:
+            if (path := replaced(graph, inputs)) is not None:
+                raise aot.Untraced(written(path))
             joint = aot.export(graph, inputs)
             recompute_checkpoints(joint)
             old = Captured(joint, name, of, alike[-1], shapes_of_inputs(graph))
@@ -209,18 +228,6 @@ class DynamoModule(ZeroModule):
     def _name(self) -> str:
         """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
         return self._graphs.names.setdefault(dynamo.function_number(), f"graph {len(self._graphs.names)}")
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected inside the block: a quarter of a compilation, which makes many objects that stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _alive(model: ref[DynamoModule]) -> DynamoModule:

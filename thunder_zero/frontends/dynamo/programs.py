@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from torch.autograd.graph import Node
 
 from thunder_zero.compat import aot
 from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
+from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
+from thunder_zero.frontends.dynamo.captured import rebuilt
 from thunder_zero.frontends.dynamo.convert import Converted, convert
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
@@ -33,6 +36,7 @@ from thunder_zero.traces.fuse import fused
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.missing_tangents import without_tangents
 from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.write import function_of
 
 from thunder.common import CompileData, transform_to_torch_types
 from thunder.core.compile_data import compile_data_and_stats
@@ -67,6 +71,8 @@ class Programs:
     state: State
     runtime: GraphCalls
     entries: dict[Mode, GraphEntry] = field(default_factory=dict)
+    restored: Callable[[Sequence[Any]], Any] | None = None  # makes what forward returns of what the trace does
+    _outputs: Sequence[ref[Any] | None] = ()  # of the last call, until ``restored`` is known
 
     def __post_init__(self) -> None:
         self._named = [path for path in self.paths if path is not None]
@@ -82,13 +88,32 @@ class Programs:
             rows = iter(self.runtime.take_rows(shards, self._named) if shards else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
-        return outputs if mode.differentiates else [_without_history(output, inputs) for output in outputs]
+        if not mode.differentiates:
+            given = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
+            outputs = [_without_history(output, given) for output in outputs]
+        if self.restored is None:
+            self._outputs = [ref(output) if isinstance(output, Tensor) else None for output in outputs]
+        return outputs
+
+    def note_returned(self, returned: Any) -> None:
+        """Note how what forward returned is made of what this graph did, its only one."""
+        places = self.joint.plain_outputs()
+        tensors = [None if output is None else output() for output in self._outputs]
+        markers = {id(each): object() for each in tensors if each is not None}
+        template = rebuilt(returned, markers)
+        place_of = {
+            id(markers[id(each)]): place for each, place in zip(tensors, places, strict=True) if each is not None
+        }
+        self.restored = lambda outputs: rebuilt(template, {marker: outputs[at] for marker, at in place_of.items()})
+        self._outputs = ()
 
     def _compile(self, mode: Mode) -> GraphEntry:
         converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
         phases = TracedPhases(converted, program, fuses=self.fuses)
         run = aot.compiled(self.joint, phases, self._look(mode))
-        return GraphEntry(mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran), run)
+        return GraphEntry(
+            mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran, restored=self.restored), run
+        )
 
     def _look(self, mode: Mode) -> Callable[[Node], None]:
         """Return what looks at each backward of a program."""
@@ -105,7 +130,7 @@ def program_of(
         return converted, pipeline.compiled(pipeline.scheduled(converted.joint), phases_of(fuses=fuses))
 
 
-def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.Phases]:
+def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
     """Return what makes the phases of a scheduled trace."""
     return (lambda trace: pipeline.phases(fused(trace))) if fuses else pipeline.phases
 
@@ -117,6 +142,14 @@ def as_thunder_compiles() -> Any:
 
 def _nothing() -> None:
     """What Thunder takes for the function that is compiled."""
+
+
+class _Backward(NamedTuple):
+    """A backward as a function, and the positions of the saved tensors and numbers that it takes."""
+
+    program: pipeline.Program
+    run: Callable[..., Any]
+    kept: Sequence[Sequence[int]]
 
 
 class TracedPhases:
@@ -131,21 +164,21 @@ class TracedPhases:
         self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
         self.saved: Sequence[Any] = [converted.values[proxy.name] for proxy in (*self._saved[0], *self._saved[1])]
         self._tangents, self._constants = converted.tangents, list(converted.constants.values())
-        self._tokens = converted.tokens
+        self._returned, self._gradients = converted.outputs, converted.gradients
         self._outputs = len(result[0]["output"]) if backward is not None else 0
-        self.computation_fn = transform_to_torch_types(forward).python_callable()
+        self.computation_fn = function_of(transform_to_torch_types(forward))
         self.ran, self._program, self._phases_of = program, program, phases_of(fuses=fuses)
-        self._backward = {} if backward is None else {frozenset[int](): (program, *self._callable(backward))}
+        self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Compute the outputs, and what backward reads."""
         given = (*args, *self._constants)
         args.clear()
         result = self.computation_fn(*given)
-        if not self._backward:
+        if self._program.backward is None:
             return list(result)
         data, (tensors, numbers) = result
-        return [*data["output"], *tensors, *numbers]
+        return [*data["output"][: self._returned], *tensors, *numbers]
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Compute the gradients of the inputs."""
@@ -154,7 +187,7 @@ class TracedPhases:
         args.clear()
         missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
         if missing not in self._backward:
-            self._backward[missing] = self._without([self._tangents[each][1] for each in missing])
+            self._backward[missing] = self._written(missing)
         self.ran, run, kept = self._backward[missing]
         cotangents: list[Any] = [None] * self._outputs
         for position, _ in reversed(self._tangents):
@@ -162,26 +195,33 @@ class TracedPhases:
         given = [[tensors[position] for position in kept[0]], [numbers[position] for position in kept[1]]]
         tensors.clear()
         gradients = run(given, cotangents)
-        return list(gradients[self._tokens : len(gradients) - len(self._constants)])
+        return list(gradients[: self._gradients])
 
-    def _without(self, missing: Sequence[str]) -> tuple[pipeline.Program, Callable[..., Any], Sequence[Sequence[int]]]:
-        """Make the backward for missing tangents, by their names, when it is needed first."""
+    def _written(self, missing: frozenset[int]) -> _Backward:
+        """Return the backward for missing tangents; garbage waits, as while forward is compiled."""
+        with uncollected():
+            program = self._without([self._tangents[each][1] for each in missing]) if missing else self._program
+            assert program.backward is not None, "it returns what is left of the gradients"
+            positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
+            taken = [proxy.name for proxy in proxies_in(program.backward.args[0])]
+            kept = [[at[name] for name in taken if name in at] for at in positions]
+            return _Backward(program, function_of(program.backward), kept)
+
+    def _without(self, missing: Sequence[str]) -> pipeline.Program:
+        """Return the program without missing tangents, by their names."""
         with as_thunder_compiles():
             made = pipeline.compiled(without_tangents(self._program.scheduled, missing), self._phases_of)
-        assert made.backward is not None, "it returns what is left of the gradients"
-        return replace(made, forward=self._program.forward), *self._callable(made.backward)
-
-    def _callable(self, backward: TraceCtx) -> tuple[Callable[..., Any], Sequence[Sequence[int]]]:
-        """Return a backward as a function, and the positions of the saved tensors and numbers that it takes."""
-        positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
-        taken = [proxy.name for proxy in proxies_in(backward.args[0])]
-        return backward.python_callable(), [[at[name] for name in taken if name in at] for at in positions]
+        return replace(made, forward=self._program.forward)
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
-    """Return an output of forward alone as no_grad makes it: AOTAutograd runs with gradients on, whatever the mode."""
-    has_one = isinstance(output, Tensor) and output.requires_grad and not any(output is value for value in inputs)
-    return output.detach() if has_one else output
+    """Return an output of forward alone as no_grad makes it: AOTAutograd runs with gradients on, whatever the mode. As
+    there, a view of an input says that it requires a gradient if the input does."""
+    if not isinstance(output, Tensor) or not output.requires_grad or any(output is value for value in inputs):
+        return output
+    bases = {id(value._base if value._is_view() else value) for value in inputs if isinstance(value, Tensor)}
+    with torch.no_grad():
+        return output.view_as(output) if output._is_view() and id(output._base) in bases else output.detach()
 
 
 class GraphCalls(Calls):

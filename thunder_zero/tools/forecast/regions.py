@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools.forecast.watch import Unwatched
 from thunder_zero.traces.work import work_of
@@ -56,7 +56,7 @@ def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tenso
     storage from now on, as long as it is alive."""
     trace = _lowered(region)
     inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
-    with _disable_current_modes(), Unwatched():  # type: ignore[no-untyped-call]
+    with disable_current_modes(), Unwatched():  # type: ignore[no-untyped-call]
         steps = _steps(trace, inside)
     results = [inside[proxy.name] for proxy in trace.bound_symbols[-1].flat_proxy_args]
     outputs = {_key(tensor): tensor for tensor in results if isinstance(tensor, Tensor)}

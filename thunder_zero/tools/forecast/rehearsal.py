@@ -11,11 +11,11 @@ from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.comm.backends import unsent_transport
 from thunder_zero.comm.staging import HostCopies
+from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.accumulation import Accumulation
 from thunder_zero.sharded.state import Share
@@ -92,7 +92,7 @@ class Rehearsal(Share):
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
-        with _disable_current_modes():
+        with disable_current_modes():
             digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process
         copies = HostCopies(META, offloaded=False)
         transport = unsent_transport(plan, backend, copies, "the model")

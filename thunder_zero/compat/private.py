@@ -1,0 +1,143 @@
+"""needed while: torch has these under private names alone.
+
+Each with what it is for and what would replace it; it is imported when it is first asked for. No other file of the
+package has a private name of torch, but for two modules that torch's documentation uses, ``torch.utils._pytree`` and
+``torch.utils._python_dispatch``, and for operators (``torch.ops``).
+
+>>> from thunder_zero.compat.private import aot_stage2_compile
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch._C import DispatchKeySet as DispatchKeySet
+    from torch._functorch.aot_autograd import JointWithDescriptors as JointWithDescriptors
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
+    StorageInfo = _StorageInfo
+
+
+class Private(NamedTuple):
+    """A private name: its module and what it is there, what it is for, and what would replace it."""
+
+    where: str
+    purpose: str
+    instead: str
+
+
+AOT = "torch._functorch._aot_autograd"
+EXPORT = "AOTAutograd's export made public, with the second stage beside it"
+DESCRIBED = "public descriptors of a joint graph's inputs and outputs"
+CAPTURE = "torch.compile telling a backend this by public names"
+SPLIT = "the above: a public export that runs forward and backward as two given functions"
+COALESCED = "a public way to launch collectives as one"
+AUTOGRAD = "a public question about the backward that runs"
+
+# fmt: off
+NAMES = {name: Private(*row) for name, row in {
+    # AOTAutograd: compat/aot.py
+    "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+        "traces forward and backward in one graph", EXPORT),
+    "JointWithDescriptors": ("torch._functorch.aot_autograd:JointWithDescriptors", "its result", EXPORT),
+    "aot_stage2_compile": (f"{AOT}.graph_compile:aot_stage2_compile",
+        "runs two functions under AOTAutograd's handling of autograd, writes and views", SPLIT),
+    "is_opaque_node": (f"{AOT}.graph_compile:is_opaque_node", "whether a value is a mesh or the like", EXPORT),
+    "runtime_wrappers": (f"{AOT}.runtime_wrappers:",
+        "its autograd function makes zeros of tangents that nobody made", "an option that leaves them None"),
+    "OutputType": (f"{AOT}.schemas:OutputType", "whether an output is a view of an input", EXPORT),
+    "SubclassCreationMeta": (f"{AOT}.schemas:SubclassCreationMeta", "how a tensor subclass is put together", EXPORT),
+    "GradAOTOutput": (f"{AOT}.descriptors:GradAOTOutput", "which output is which gradient", DESCRIBED),
+    "PlainAOTInput": (f"{AOT}.descriptors:PlainAOTInput", "which input of dynamo's graph one is", DESCRIBED),
+    "PlainAOTOutput": (f"{AOT}.descriptors:PlainAOTOutput", "which output of dynamo's graph one is", DESCRIBED),
+    "SubclassGetAttrAOTInput": (f"{AOT}.descriptors:SubclassGetAttrAOTInput", "a part of an input", DESCRIBED),
+    "SubclassGetAttrAOTOutput": (f"{AOT}.descriptors:SubclassGetAttrAOTOutput", "a part of an output", DESCRIBED),
+    "TangentAOTInput": (f"{AOT}.descriptors:TangentAOTInput", "which input is whose tangent", DESCRIBED),
+    "aot_config": ("torch._functorch.config:", "no donated buffers, autocast of backward as in eager", EXPORT),
+    "cleanup_recompute_tags": ("torch._functorch.partitioners:cleanup_recompute_tags",
+        "what checkpoints of neighbouring regions save", "tags that need no cleaning"),
+    "must_recompute": ("torch._functorch.partitioners:must_recompute", "what a checkpoint computes again",
+        "a public reading of the tag"),
+    "run_and_save_rng_state": ("torch._prims.rng_prims:run_and_save_rng_state",
+        "draws random numbers that backward draws again", "a public operator for it"),
+    "run_with_rng_state": ("torch._prims.rng_prims:run_with_rng_state", "draws them again", "likewise"),
+    "set_grad_enabled": ("torch._C:_set_grad_enabled", "how dynamo writes torch.no_grad into a graph",
+        "a public operator in graphs"),
+    "get_mkldnn_enabled": ("torch._C:_get_mkldnn_enabled", "traces an LSTM without mkldnn",
+        "torch.backends.mkldnn.flags without its warning of TF32"),
+    "set_mkldnn_enabled": ("torch._C:_set_mkldnn_enabled", "likewise", "likewise"),
+    # dynamo: compat/dynamo.py
+    "dynamo_config": ("torch._dynamo.config:", "limits, and what may be reordered or ignored", CAPTURE),
+    "BackendCompilerFailed": ("torch._dynamo.exc:BackendCompilerFailed", "an error of ours inside of dynamo", CAPTURE),
+    "FailOnRecompileLimitHit": ("torch._dynamo.exc:FailOnRecompileLimitHit", "too many programs", CAPTURE),
+    "TorchRuntimeError": ("torch._dynamo.exc:TorchRuntimeError", "an operator that takes no such tensors", CAPTURE),
+    "GraphCompileReason": ("torch._dynamo.output_graph:GraphCompileReason", "why a graph ended", CAPTURE),
+    "graph_break_reasons": ("torch._dynamo.utils:graph_break_reasons", "where graphs ended", CAPTURE),
+    "builder": ("torch._dynamo.variables.builder:", "takes a subclass of Tensor as a plain tensor", CAPTURE),
+    "TensorVariable": ("torch._dynamo.variables.tensor:TensorVariable", "notes what forward asks of tensors", CAPTURE),
+    "TorchInGraphFunctionVariable": ("torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
+        "notes whether forward asks for the grad mode", CAPTURE),
+    "CompileContext": ("torch._guards:CompileContext", "the number of the function that is compiled", CAPTURE),
+    "TracingContext": ("torch._guards:TracingContext", "the user's line that is compiled", CAPTURE),
+    "BatchNorm": ("torch.nn.modules.batchnorm:_BatchNorm", "all kinds of batch norm", "a public base class"),
+    "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "all kinds of instance norm", "likewise"),
+    "SpectralNormed": ("torch.nn.utils.parametrizations:_SpectralNorm", "whether a module is under spectral_norm",
+        "a public class"),
+    "WeightNormed": ("torch.nn.utils.parametrizations:_WeightNorm", "whether it is under weight_norm", "likewise"),
+    "OptimizedModule": ("torch._dynamo.eval_frame:OptimizedModule", "whether a module is under torch.compile",
+        "a public question"),
+    # operators: traces/
+    "OpOverload": ("torch._ops:OpOverload", "an operator's schema, tags and name", "the type made public"),
+    "HigherOrderOperator": ("torch._ops:HigherOrderOperator", "an operator that calls functions", "likewise"),
+    # autograd, functions, kernels: compat/torch_gaps.py
+    "peek_interpreter_stack": ("torch._C._functorch:peek_interpreter_stack", "whether torch.func or vmap is active",
+        "a public question"),
+    "will_engine_execute_node": ("torch._C:_will_engine_execute_node", "whether a backward adds to .grad", AUTOGRAD),
+    "current_graph_task_id": ("torch._C:_current_graph_task_id", "the number of the backward that runs", AUTOGRAD),
+    "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls when a backward ends",
+        "a public hook there"),
+    "select_conv_backend": ("torch._C:_select_conv_backend", "the kernel that a convolution takes",
+        "a public question"),
+    "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
+    "DispatchKeySet": ("torch._C:DispatchKeySet", "passes an operator on to the next kernel", "a public redispatch"),
+    "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "likewise", "likewise"),
+    "disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes",
+        "computes real numbers beside a forecast", "a public way out of modes"),
+    # processes and shards: compat/torch_gaps.py, sharded/, checkpoint/
+    "coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager", "launches collectives as one",
+        COALESCED),
+    "c10d_world": ("torch.distributed.distributed_c10d:_world", "the groups there are; what a failed launch left",
+        COALESCED),
+    "set_pg_timeout": ("torch.distributed.distributed_c10d:_set_pg_timeout", "how long collectives wait",
+        "a public setter"),
+    "REGISTRY_KEY": ("torch.distributed._composable.contract:REGISTRY_KEY", "refuses fully_shard of our models",
+        "a public registry"),
+    "custom_op_handlers": ("torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+        "ranks share what a gradient scaler finds", "a handler that shares for sharded gradients"),
+    "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",
+        "makes a DTensor of local rows without a collective or a copy", "DTensor.from_local as cheap as that"),
+    "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta", "its part", "likewise"),
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem:_StorageInfo", "where a part lies in a checkpoint's file",
+        "a public type"),
+    "narrow_tensor_by_index": ("torch.distributed._shard._utils:narrow_tensor_by_index",
+        "the part of a tensor that a checkpoint asks for", "a public function of torch.distributed.checkpoint"),
+}.items()}
+# fmt: on
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, path = NAMES[name].where.partition(":")
+    if module.startswith("torch._functorch"):
+        import_module("torch._dynamo")  # first: their modules import each other
+    found = import_module(module)
+    globals()[name] = attrgetter(path)(found) if path else found
+    return globals()[name]

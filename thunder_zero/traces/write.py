@@ -1,0 +1,60 @@
+"""Writes a trace as a Python function, each line once.
+
+In: a trace. Out: the function that Thunder's ``python_callable`` would make, whose text has no comments: Thunder makes
+what a line prints fifteen times, since it asks each line, twice for the text and once for the names, what it imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import thunder
+from thunder.core.baseutils import build_callable, is_base_printable
+from thunder.core.codeutils import module_shortname
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+
+HEADER = ("from thunder.executors.torchex import no_autocast", "@torch.no_grad()", "@no_autocast")
+
+
+def function_of(trace: TraceCtx) -> Callable[..., Any]:
+    """The trace as a function, which runs without gradients and without autocast, as traces do."""
+    names: dict[str, Any] = {}  # what the text calls and reads
+    text: list[str] = []
+    known: set[Symbol] = set()  # those whose names are there
+    signature = trace.siginfo()
+    with tracectx(trace):
+        text.append(signature.prettyprint(trace=trace, import_ctx=names, object_ctx=names))
+        for line in trace.bound_symbols:
+            text += _lines(line, names, known)
+    names |= {"torch": torch, "thunder": thunder}
+    name = signature.name
+    function: Callable[..., Any] = build_callable(name, "\n".join((*HEADER, *text)), f"thunder.{name}", names)
+    return function
+
+
+def _lines(line: BoundSymbol, names: dict[str, Any], known: set[Symbol]) -> list[str]:
+    """The text of a line. A line with nothing but values and plain constants prints them as they are, and needs the
+    names that its symbol needs."""
+    parts = line.output, line.args, line.kwargs
+    is_plain = all(map(_is_plain, parts)) and not line.header
+    if not is_plain or line.sym not in known:
+        imports, called, objects = line.gather_ctxs()
+        names |= {module_shortname(name): module for name, module in imports.items()} | called | objects
+    if not is_plain:
+        return list(line.python(indent=1, print_depth=1))
+    known.add(line.sym)
+    printed = line.sym.python_printer(line, *parts)
+    return [f"  {text}" for text in ([printed] if isinstance(printed, str) else printed)]
+
+
+def _is_plain(part: Any) -> bool:
+    if type(part) in (tuple, list):
+        return all(map(_is_plain, part))
+    if type(part) is dict:
+        return all(map(_is_plain, part.values()))
+    return isinstance(part, Proxy) or is_base_printable(part)
