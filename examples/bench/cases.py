@@ -76,7 +76,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of ``thunder.jit``."""
+        """Those of ``tz.compile``."""
         return {"executors": [torch_compile_ex]} if self.fused else {}
 
 

@@ -82,15 +82,12 @@ def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
 
 def build_zero(size: Size, stage: int, compiled: bool, **choices: Any) -> tuple[nn.Module, Step]:
     """The package with further fields of ``tz.Policy``."""
-    transform = tz.ZeroTransform(stage=stage, **choices)
-    return trains(thunder.jit(make_model(size), transforms=[transform], **executors(compiled)))
+    return trains(tz.compile(make_model(size), tz.Policy(stage, **choices), **executors(compiled)))
 
 
 def kept_unsharded_bytes(model: nn.Module) -> int:
     """Bytes of the parameters that backward reads and ZeRO-3 gathers once for both phases; 0 for other libraries."""
-    if not isinstance(model, thunder.ThunderModule) or not any(
-        isinstance(transform, tz.ZeroTransform) for transform in thunder.compile_data(model).transforms
-    ):
+    if not isinstance(model, tz.ZeroModule):
         return 0
     plan = tz.traces_of(model).plan
     once = [plan.by_name[path] for path in plan.kept_unsharded if plan.policy.stage == 3 and not is_spared(path)]

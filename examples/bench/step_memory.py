@@ -23,8 +23,6 @@ import thunder_zero as tz  # before thunder
 from examples.bench.cases import PEERS, TASKS, Case
 from examples.tensor_memory import Added, added_in_parts, bytes_held, parameters_of
 
-import thunder
-
 CPU = torch.device("cpu")
 PEER_RUNS = 3
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
@@ -117,10 +115,7 @@ def _rank(rank: int, case: Case, peer: str, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size)
     torch.manual_seed(0)
     model = TASKS[case.task].model().train(case.training)
-    if peer:
-        model = PEERS[peer](model)
-    else:
-        model = thunder.jit(model, transforms=[tz.ZeroTransform(case.policy)], **case.options)
+    model = PEERS[peer](model) if peer else tz.compile(model, case.policy, **case.options)
     found = measured_step(case, model, TASKS[case.task].inputs())
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(asdict(found)))

@@ -34,6 +34,7 @@ import importlib
 import multiprocessing.forkserver
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -42,6 +43,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -57,7 +59,8 @@ START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy
 STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
-LAST_LINES = 60  # of a rank that died
+LAST_LINES = 40  # of a rank that died, and of each of its stacks
+STACKS = re.compile(r"^(?=SIG\w+\(\d+\), PID|Fatal Python error)", re.MULTILINE)  # by torch, of each thread; by Python
 
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -224,12 +227,12 @@ class RanksPool:
             os.truncate(self._stderr_file(rank), 0)
 
     def _last_words(self, rank: int) -> str:
-        """Return the last lines that a rank wrote to stderr; at a fatal signal, torch writes the stacks of all threads,
-        of which this keeps the first one: that of the thread which got the signal."""
-        paragraphs = self._stderr_file(rank).read_text(errors="replace").split("\n\n")
-        stacks = [text for text in paragraphs if text.startswith("SIG")]
-        lines = "\n\n".join(text for text in paragraphs if text not in stacks[1:]).splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+        """Return the last lines that a rank wrote to stderr. After a fatal signal these include the C++ stack of the
+        thread that got it, without the stacks of the others, and the Python stacks."""
+        said, *stacks = STACKS.split(self._stderr_file(rank).read_text(errors="replace"))
+        told = [stack for stack in stacks if not stack.startswith("SIG") or "fatalSignalHandler" in stack]
+        lines = [said.splitlines()[-LAST_LINES:], *(stack.splitlines()[:LAST_LINES] for stack in told)]
+        return "\n".join(chain.from_iterable(lines))
 
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """The ranks that have replied or died; none if nothing happens for ``seconds``."""
@@ -374,9 +377,13 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
 
 def _leave_group() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()  # DTensor's results have meshes of these groups
+    # What DTensor keeps has meshes of these groups; a group that stays has three threads, which wake up all the time.
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import thunder_zero as tz
 from examples.bench.model import Size, make_model
@@ -111,3 +113,35 @@ def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
     ):
         assert replace(plan, memory_bytes=memory_bytes).sizes == Sizes(unit, 1, in_flight, in_flight)
     assert plan.sizes == Sizes(16 << 20, 2, 32 << 20, (32 << 20) - 1)  # of the CPU
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "dropped", "kernel"),
+    [
+        (torch.bfloat16, False, 0.1, "_scaled_dot_product_flash_attention"),
+        (torch.bfloat16, True, 0.0, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, False, 0.0, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_attention_is_a_gpus_kernel_and_saves_no_squares(
+    dtype: torch.dtype, masked: bool, dropped: float, kernel: str
+) -> None:
+    """Also with dropout, where torch traces the formula for the CPU. What it saves grows with the length."""
+
+    class Attends(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = super().forward(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind()
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril() if masked else None
+            return scaled_dot_product_attention(query, key, value, mask, dropped).sum()
+
+    def peak(length: int) -> int:
+        with torch.device("meta"):
+            module, x = Attends(32, 96, dtype=dtype), torch.empty(1, length, 32, dtype=dtype)
+        traces = tz.trace(module, x, world_size=2, device="h100")
+        assert traces.backward is not None
+        called = {line.sym.name for trace in (traces.forward, traces.backward) for line in trace.bound_symbols}
+        assert {name for name in called if "attention" in name} == {kernel, f"{kernel}_backward"}
+        return tz.tools.memory(traces).peak
+
+    assert masked or peak(2048) < 2.2 * peak(1024)
+    assert peak(64) > 0

@@ -116,18 +116,24 @@ class Joint:
         """Return the inputs and tangents that the phases get: no opaque objects."""
         return [node for node in self.graph.graph.nodes if node.op == "placeholder" and not is_opaque(node)]
 
+    @property
+    def returns_subclasses(self) -> bool:
+        """Whether an output of forward is a part of a tensor subclass."""
+        descs = self._output.meta["desc"][: self.outputs]
+        return any(isinstance(desc, SubclassGetAttrAOTOutput) for desc in descs)
+
     def plain_outputs(self) -> Sequence[int]:
         """Return the positions of the outputs of dynamo's graph among forward's, in their order.
 
         Raises:
             RuntimeError: an output is a tensor subclass.
         """
-        descs = self._output.meta["desc"][: self.outputs]
-        if any(isinstance(desc, SubclassGetAttrAOTOutput) for desc in descs):
+        if self.returns_subclasses:
             raise RuntimeError(
                 "forward returns a tensor subclass, such as a DTensor, which a trace of a model that does not run "
                 "cannot show; train a step of tz.compile and read tz.traces_of(model)"
             )
+        descs = self._output.meta["desc"][: self.outputs]
         found = {desc.idx: at for at, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)}
         return [found[number] for number in sorted(found)]
 

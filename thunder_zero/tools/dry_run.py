@@ -29,6 +29,7 @@ from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
+from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces import pipeline
@@ -78,9 +79,9 @@ def trace(
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
         executors: those of ``compile``, or of ``thunder.jit``, such as ``[torch_compile_ex]``.
         frontend: "dynamo": the program of :func:`thunder_zero.compile`. "thunder": that of ``thunder.jit``.
-        device: the sizes that the policy leaves open are those for this device, such as ``"h100"``; the
-            lines are still those of a run on the module's device, and of one on the CPU for a module on the meta
-            device (default: the module's).
+        device: the sizes that the policy leaves open, and the operators of attention, are those for this device, such
+            as ``"h100"``; other lines are those of a run on the module's device, and of one on the CPU for a module on
+            the meta device (default: the module's).
 
     Returns:
         The forward and backward traces, their timeline and the plan.
@@ -110,6 +111,11 @@ class Asked:
     synced: bool
     executors: Sequence[Executor] | None
     device: Device | str | None
+
+    @property
+    def for_gpu(self) -> bool:
+        """Whether the device is a GPU: one by name, or of a description, is; those that were calibrated are CPUs."""
+        return self.device is not None and not isinstance(device_of(self.device), Calibrated)
 
     def plan(self, policy: Policy | int) -> Plan:
         """The plan under another policy."""
@@ -165,7 +171,7 @@ class FromDynamo:
         require_known(asked.executors)
         self._asked, plan = asked, asked.plan(asked.policy)
         with _standing_in(asked.module, plan, _as_captured):
-            self._exported = export(asked.module, *asked.inputs(plan, shape_of))
+            self._exported = export(asked.module, *asked.inputs(plan, shape_of), for_gpu=asked.for_gpu)
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
     def under(self, policy: Policy | int) -> Traces:

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.types import py_sym_types
 
 from thunder_zero.compat import aot, dynamo
+from thunder_zero.frontends.dynamo.attention import as_on_gpu
 from thunder_zero.frontends.dynamo.captured import paths_of, rebuilt
 from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
 from thunder_zero.frontends.dynamo.convert import source_of
@@ -49,8 +50,8 @@ class Exported:
         return rebuilt(self.returned, made)
 
 
-def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
-    """Capture a module's forward for these arguments.
+def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, for_gpu: bool = False) -> Exported:
+    """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too.
 
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
@@ -61,6 +62,8 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         numbers.extend(node for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), py_sym_types))
+        if for_gpu:
+            as_on_gpu(graph)
         if not numbers:
             graphs.append((aot.export(graph, inputs), inputs))
         return run

@@ -164,7 +164,7 @@ class DynamoModule(ZeroModule):
         for tensor in tensors_in(output):
             if isinstance(tensor, Placeholder):  # dynamo returns what it was given without a graph
                 raise RuntimeError(returned(tensor.path))
-        if len(self._graphs.ran) == 1 and self._graphs.ran[0].restored is None:
+        if len(self._graphs.ran) == 1:
             self._graphs.ran[0].note_returned(output)
         return output
 

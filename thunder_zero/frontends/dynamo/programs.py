@@ -96,7 +96,9 @@ class Programs:
         return outputs
 
     def note_returned(self, returned: Any) -> None:
-        """Note how what forward returned is made of what this graph did, its only one."""
+        """Note once how what forward returned is made of what this graph did, its only one; not of subclasses."""
+        if self.restored is not None or self.joint.returns_subclasses:
+            return
         places = self.joint.plain_outputs()
         tensors = [None if output is None else output() for output in self._outputs]
         markers = {id(each): object() for each in tensors if each is not None}

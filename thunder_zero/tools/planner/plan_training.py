@@ -134,7 +134,7 @@ class _Comparison:
     @cached_property
     def _programs(self) -> SubjectPrograms:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return SubjectPrograms(self.subject, self.precision, shards, self.steps.tell)
+        return SubjectPrograms(self.subject, self.precision, shards, self.device, self.steps.tell)
 
     def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
@@ -147,7 +147,7 @@ class _Comparison:
                 levels = levels[-1:]
             while True:
                 policy = self._programs.policy(stage, levels[0])
-                one = self._programs.evaluate(policy, mesh, self.device)
+                one = self._programs.evaluate(policy, mesh)
                 needed = max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
@@ -197,8 +197,8 @@ def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
 MEASURED = ("each line takes as long as lines of its kind and size took where the device was measured",)
 DESCRIBED = (
     "the time is a lower bound: products at the device's peak, memory and wires at full speed, no time of the host",
-    "attention is one flash kernel each way (the trace's operator for CPUs stands for it); pointwise lines, views and "
-    "reductions that no product lies between are one kernel, as nvFuser or torch.compile makes them",
+    "attention is the kernel that torch chooses on a GPU; every other line that computes is a kernel of its own, as "
+    "tz.compile runs it",
 )
 
 

@@ -43,6 +43,7 @@ class SubjectPrograms:
     subject: Subject
     precision: MixedPrecision
     shards: int
+    device: Device
     tell: Callable[[str], None]
     interpreted: dict[int, ProgramSource] = field(default_factory=dict)
     compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
@@ -60,21 +61,21 @@ class SubjectPrograms:
         policy = Policy(stage, recompute=recompute, mixed_precision=self.precision)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def evaluate(self, policy: Policy, mesh: Mesh, device: Device) -> Evaluated:
+    def evaluate(self, policy: Policy, mesh: Mesh) -> Evaluated:
         """The memory and the time of a step of the whole model. Traces few of its alike blocks, more if those do not
         repeat, and all of them if none of them do."""
         blocks = self.subject.blocks
         for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(policy, 0)]:
             traced = min(count, blocks)
             try:
-                found = self._evaluated(policy, mesh, device, traced)
+                found = self._evaluated(policy, mesh, traced)
             except NotPeriodic:
                 continue
             self.enough[policy] = count
             return found
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, policy: Policy, mesh: Mesh, device: Device, traced: int) -> Evaluated:
+    def _evaluated(self, policy: Policy, mesh: Mesh, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(policy, mesh, traced)
@@ -82,7 +83,7 @@ class SubjectPrograms:
         with _collecting_later():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
-        return Evaluated(held, estimate_whole(traces, device, units, copies), traced)
+        return Evaluated(held, estimate_whole(traces, self.device, units, copies), traced)
 
     @cached_property
     def loss_bytes(self) -> int:
@@ -114,7 +115,8 @@ class SubjectPrograms:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
             one = self.subject
-            self.interpreted[traced] = programs_of(one.module, one.args, one.kwargs, policy, (self.shards, 0, 1))
+            world = self.shards, 0, 1
+            self.interpreted[traced] = programs_of(one.module, one.args, one.kwargs, policy, world, device=self.device)
         return self.interpreted[traced]
 
 

@@ -284,7 +284,7 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
 
 
 def code_of(row: PlanRow, policy: Policy, build: str) -> str:
-    """Python to paste: imports, the policy, the module, the mesh, and the model's transform. ``build`` makes
+    """Python to paste: imports, the policy, the module, the mesh, and the model. ``build`` makes
     ``module``: lines that import, and one that makes it."""
     *imports, made = build.splitlines()
     where, mesh = "", []
@@ -296,8 +296,7 @@ def code_of(row: PlanRow, policy: Policy, build: str) -> str:
     precision = policy.mixed_precision
     lines = [
         "import torch",
-        "import thunder_zero as tz  # before thunder",
-        "import thunder",
+        "import thunder_zero as tz",
         *imports,
         "",
         "policy = tz.Policy(",
@@ -312,7 +311,7 @@ def code_of(row: PlanRow, policy: Policy, build: str) -> str:
         ")",
         made,
         *mesh,
-        f"model = thunder.jit(module, transforms=[tz.ZeroTransform(policy{where})])",
+        f"model = tz.compile(module, policy{where})",
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
     ]
     return "\n".join(lines)

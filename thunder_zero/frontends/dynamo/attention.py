@@ -1,0 +1,48 @@
+"""Attention as a GPU computes it, in a graph of tensors on the CPU.
+
+For plans of GPUs, which run without one: there torch would trace the CPU's kernel, or with dropout the formula, which
+saves squares of the length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import scaled_dot_product_attention
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+HALF, WIDEST = (torch.float16, torch.bfloat16), 256
+
+
+def as_on_gpu(graph: fx.GraphModule) -> None:
+    """Let a graph call the operator that torch chooses on a GPU."""
+    for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+        node.target = attention
+    graph.recompile()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's scaled_dot_product_attention: flash in half precision without a mask, or else the efficient kernel, in
+    the order of torch's own choice (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``)."""
+    if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
+        made: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return made
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    made = EFFICIENT(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+    return made
