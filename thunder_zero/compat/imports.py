@@ -70,14 +70,24 @@ def _stand_in(name: str) -> Callable[..., None]:
     return dropped
 
 
-def _wrap_apply() -> None:
-    apply = torch.autograd.Function.apply
-    if isinstance(apply, BuiltinFunctionType):
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
-        def apply_in_python(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
-        torch.autograd.Function.apply = classmethod(apply_in_python)  # type: ignore[assignment]  # a method
+# By a method of Python Thunder knows autograd functions. It is one before torch 2.14; later dynamo cannot trace one.
+_IS_IN_C = isinstance(torch.autograd.Function.apply, BuiltinFunctionType)
+PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # one or none
+
+
+@contextmanager
+def _apply_in_python() -> Iterator[None]:
+    for apply in PYTHON_APPLY:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for _ in PYTHON_APPLY:
+            del torch.autograd.Function.apply
 
 
 def let_thunder_import() -> None:
@@ -94,7 +104,6 @@ def let_thunder_import() -> None:
         if sentence := untested(package, version(package)):
             warnings.warn(sentence, stacklevel=3)
     if "thunder" in sys.modules:
-        _wrap_apply()
         _register_plugins()
     else:
         sys.meta_path.insert(0, Finder())
@@ -115,8 +124,7 @@ class Finder(MetaPathFinder):
 
 
 def _import_with_parts(import_into: Callable[[ModuleType], None], thunder: ModuleType) -> None:
-    _wrap_apply()
-    with _dropped_methods(), warnings.catch_warnings():
+    with _apply_in_python(), _dropped_methods(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat.casts import fields_of
+from thunder_zero.compat.imports import PYTHON_APPLY
 from thunder_zero.compat.thunder.patches import Patch
 
 import thunder.torch as ltorch
@@ -74,6 +76,7 @@ def smoothed_loss(a: Any, target: Any, weight: Any, ignore_index: int, reduction
 
 
 PATCHES = (
+    *(Patch(torch.autograd.Function, "apply", apply) for apply in PYTHON_APPLY),
     Patch(jit_ext._general_jit_lookaside_map, nn.Module.named_parameters, partial(members, "parameter")),
     Patch(jit_ext._general_jit_lookaside_map, nn.Module.named_buffers, partial(members, "buffer")),
     Patch(jit_ext._general_jit_lookaside_map, fields_of, fields_as_constants),
