@@ -74,9 +74,9 @@ def test_it_trains_and_reports(zero3: tuple[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_tied_weights_in_bfloat16_under_torchrun(tmp_path: Path) -> None:
+def test_tied_weights_in_bfloat16(ranks_pool: RanksPool, tmp_path: Path) -> None:
     options = ("--stage", 1, "--tied", "--dtype", "bfloat16", "--out", tmp_path)
-    printed = output_of(start(*torchrun(), EXAMPLE, *TINY, *options))
+    printed = run_main(ranks_pool, "train_gpt", *TINY, *options)
     check_report(printed, tmp_path, 2 * TIED_MODEL, "2u", None)
 
 
