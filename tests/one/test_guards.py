@@ -134,8 +134,7 @@ def shard(module: nn.Module, stage: int = 3) -> ZeroModule:
     return model
 
 
-@stages
-@pytest.mark.parametrize("by_keyword", [False, *slow(True)])
+@pytest.mark.parametrize(("stage", "by_keyword"), [(3, False), *slow((0, True))])
 def test_each_form_of_a_call_gets_its_own_program(stage: int, by_keyword: bool) -> None:
     plain = Net()
     model = shard(Net(), stage)
