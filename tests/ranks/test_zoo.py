@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from examples.bench import zoo_table
 from examples.bench.families import BY_NAME
 from examples.bench.zoo_steps import eager, train
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 
 STAGES = zoo_table.STAGES
 FAST = {"Llama": (3,), "BERT": (2,), "Mixtral": (3,), "Whisper": (2,)}  # one text, one masked, experts, two halves
@@ -30,6 +30,14 @@ TEXT = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GP
 EXPERTS = ("Mixtral", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
 PICTURES = ("ViT", "CLIP", "SigLIP", "ResNet", "Segformer", "Qwen2-VL", "DETR")
 OTHERS = ("BERT", "T5", "Whisper", "wav2vec2")
+GROUPS = (TEXT, EXPERTS, PICTURES, OTHERS)  # of each launch
+
+
+@pytest.fixture(scope="module")
+def ranks_pool() -> Iterator[RanksPool]:
+    """A pool for these tests alone: ranks keep what dynamo and the libraries of the families keep, 0.4 GiB."""
+    with RanksPool() as pool:
+        yield pool
 
 
 def trained(rank: int, world_size: int, stages: dict[str, Sequence[int]]) -> None:
@@ -44,14 +52,22 @@ def trained(rank: int, world_size: int, stages: dict[str, Sequence[int]]) -> Non
             torch.compiler.reset()
 
 
-def left(*names: str) -> dict[str, tuple[int, ...]]:
-    """The stages that no fast case has."""
-    return {name: tuple(stage for stage in STAGES if stage not in FAST.get(name, ())) for name in names}
+def first_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the stage in which CI trains each family: one that no fast case has, and half of them in each."""
+    turns = {name: (STAGES[at % len(STAGES)],) for at, name in enumerate(BY_NAME)}
+    return {name: tuple({*STAGES} - {*FAST[name]}) if name in FAST else turns[name] for name in names}
+
+
+def other_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the stages that no case of CI has."""
+    tested = first_stages(names)
+    left = {name: tuple({*STAGES} - {*tested[name], *FAST.get(name, ())}) for name in names}
+    return {name: stages for name, stages in left.items() if stages}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.parametrize("stages", [FAST, *slow(left(*TEXT), left(*EXPERTS), left(*PICTURES), left(*OTHERS))])
+@pytest.mark.parametrize("stages", [FAST, *slow(*map(first_stages, GROUPS)), *deep(*map(other_stages, GROUPS))])
 def test_families_train_as_eager_does_with_every_gather_in_its_schedule(
     ranks_pool: RanksPool, stages: dict[str, Sequence[int]]
 ) -> None:
@@ -62,7 +78,12 @@ def test_families_train_as_eager_does_with_every_gather_in_its_schedule(
 
 
 def test_every_family_is_tested() -> None:
-    assert sorted((*TEXT, *EXPERTS, *PICTURES, *OTHERS)) == sorted(BY_NAME)
+    """In CI in one stage at least, and in both with the deep cases."""
+    cases: list[Mapping[str, Sequence[int]]] = [FAST, *map(first_stages, GROUPS), *map(other_stages, GROUPS)]
+    assert {name for case in cases[:5] for name in case} == set(BY_NAME)
+    assert sorted((name, stage) for case in cases for name, stages in case.items() for stage in stages) == sorted(
+        (name, stage) for name in BY_NAME for stage in STAGES
+    )
 
 
 def test_the_page_claims_what_was_measured() -> None:
