@@ -6,7 +6,7 @@ looks of parameters and not which they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -87,6 +87,13 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
         for node, example in nodes
         if isinstance(example, Tensor) and not isinstance(example, nn.Parameter)
     }
+
+
+def restoring(returned: Any, markers: Sequence[object], places: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes forward's result of what a phase returns. ``returned`` is that result with markers in the place
+    of a graph's outputs, which are at ``places`` among the phase's."""
+    at = dict(zip(map(id, markers), places, strict=True))
+    return lambda outputs: rebuilt(returned, {marker: outputs[place] for marker, place in at.items()})
 
 
 def rebuilt(tree: Any, made: Mapping[int, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch.types import py_sym_types
 
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.frontends.dynamo.attention import as_on_gpu
-from thunder_zero.frontends.dynamo.captured import paths_of, rebuilt
+from thunder_zero.frontends.dynamo.captured import paths_of, restoring
 from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
 from thunder_zero.frontends.dynamo.convert import source_of
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
@@ -45,9 +45,7 @@ class Exported:
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """Return what forward returns, where the phase forward returns these."""
-        places = self.joint.plain_outputs()
-        made = {id(marker): outputs[place] for marker, place in zip(self.markers, places, strict=True)}
-        return rebuilt(self.returned, made)
+        return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
 
 
 def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, for_gpu: bool = False) -> Exported:

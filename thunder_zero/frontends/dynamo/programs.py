@@ -26,7 +26,7 @@ from thunder_zero.compat import aot
 from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
-from thunder_zero.frontends.dynamo.captured import rebuilt
+from thunder_zero.frontends.dynamo.captured import rebuilt, restoring
 from thunder_zero.frontends.dynamo.convert import Converted, convert
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
@@ -91,7 +91,7 @@ class Programs:
         if not mode.differentiates:
             given = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
             outputs = [_without_history(output, given) for output in outputs]
-        if self.restored is None:
+        if self.restored is None and not self.joint.returns_subclasses:
             self._outputs = [ref(output) if isinstance(output, Tensor) else None for output in outputs]
         return outputs
 
@@ -99,14 +99,10 @@ class Programs:
         """Note once how what forward returned is made of what this graph did, its only one; not of subclasses."""
         if self.restored is not None or self.joint.returns_subclasses:
             return
-        places = self.joint.plain_outputs()
         tensors = [None if output is None else output() for output in self._outputs]
-        markers = {id(each): object() for each in tensors if each is not None}
-        template = rebuilt(returned, markers)
-        place_of = {
-            id(markers[id(each)]): place for each, place in zip(tensors, places, strict=True) if each is not None
-        }
-        self.restored = lambda outputs: rebuilt(template, {marker: outputs[at] for marker, at in place_of.items()})
+        markers = [object() for _ in tensors]
+        marked = {id(each): marker for each, marker in zip(tensors, markers, strict=True) if each is not None}
+        self.restored = restoring(rebuilt(returned, marked), markers, self.joint.plain_outputs())
         self._outputs = ()
 
     def _compile(self, mode: Mode) -> GraphEntry:
