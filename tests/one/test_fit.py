@@ -167,13 +167,13 @@ def test_prices_decide() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_interpretation_gives_the_traces_of_each_policy(fused: bool) -> None:
+def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     executors = [torch_compile_ex] if fused else None
-    interpreted = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
+    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
-        found, expected = interpreted.under(policy), traced(net, SHORT, policy, fused=fused)
+        found, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)
         assert (found.timeline, found.lifted, found.plan) == (expected.timeline, expected.lifted, expected.plan)
         for phase in ("forward", "backward", "epilogue"):
             one, other = (str(getattr(traces, phase)).partition("\n")[2] for traces in (found, expected))

@@ -94,8 +94,8 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     found = plan()
     # Each long part says what it does before it begins, with the rows that are done.
     told = [line.split()[1:3] for line in capsys.readouterr().err.splitlines()]
-    assert told[0] == ["0/7", "interprets"]
-    times = {"interprets": 1, "compiles": 2, "schedules": 2, "forecasts": 7, "simulates": 7}  # ZeRO: one joint trace
+    assert told[0] == ["0/7", "captures"]
+    times = {"captures": 1, "compiles": 4, "forecasts": 7, "simulates": 7}
     assert Counter(what for _, what in told) == times
     assert [done for done, what in told if what == "simulates"] == [f"{done}/7" for done in range(7)]
     meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]

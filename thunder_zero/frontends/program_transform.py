@@ -137,13 +137,10 @@ class ProgramTransform(Transform):
         take_rows(prologue, facts, executor.runtime.guard(self._tracing.lookups()))
         return prologue, computation, epilogue
 
-    def joint_trace(self, trace: TraceCtx) -> JointTrace:
-        """The lowered joint trace of the program that is compiled, with its facts."""
-        return JointTrace(room.sort_aliases(trace), self._compilation.facts)
-
     def _scheduled(self, trace: TraceCtx) -> TraceCtx:
-        self._compilation.scheduled = pipeline.scheduled(self.joint_trace(trace))
-        return self._compilation.scheduled.trace
+        of = self._compilation
+        of.scheduled = pipeline.scheduled(JointTrace(room.sort_aliases(trace), of.facts))
+        return of.scheduled.trace
 
     def _repaired(self, trace: TraceCtx) -> TraceCtx:
         return repaired(trace, self._compilation.scheduled, self.fusers)

@@ -1,7 +1,7 @@
 """``trace``: the traces of any rank of any world, in one process, without a process group.
 
-Thunder interprets a module once, and compiles it under many policies: for ``trace`` under one, for ``tz.tools.fit`` and
-``tz.tools.plan_training`` under those that they compare.
+Dynamo captures a module once, for programs under many policies: for ``trace`` one, for ``tz.tools.fit`` and
+``tz.tools.plan_training`` those that they compare. What Thunder makes of a module is for ``trace`` alone.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.compat import thunder as room
 from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
-from thunder_zero.frontends.compiled import Traces, registered
+from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import require_known
 from thunder_zero.frontends.dynamo.dry import export
 from thunder_zero.frontends.dynamo.programs import Mode, program_of
-from thunder_zero.frontends.program_transform import ProgramTransform, repaired
+from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
@@ -32,21 +31,12 @@ from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.traces import pipeline
-from thunder_zero.traces.insert import put_inputs_at_rest
-from thunder_zero.traces.lift import is_joint
-from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
-from thunder import compile_data, compile_stats
-from thunder.core import langctxs
+from thunder import compile_data
 from thunder.core.module import ThunderModule
-from thunder.core.trace import TraceCtx, from_trace
-from thunder.core.transform_common import unwrap_return_value
-from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
-from thunder.extend import Executor, FusionExecutor, TemporaryExecutor, get_always_executors
-from thunder.transforms.autodiff import split_into_forward_and_backward
+from thunder.extend import Executor
 
 
 def trace(
@@ -93,15 +83,20 @@ def trace(
             no such front end.
         RuntimeError: dynamo captures forward as several graphs.
     """
-    source = programs_of(
-        module, args, kwargs, policy, (world_size, rank, replicas), synced, executors, device, frontend=frontend
-    )
-    return source.under(policy)
+    if frontend not in FRONTENDS:
+        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(
+            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
+    _refuse_policy_fields(module, kwargs)
+    world = (world_size, rank, replicas)
+    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to capture: the arguments of :func:`programs_of`."""
+    """What to trace: the arguments of :func:`programs_of`."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -130,14 +125,6 @@ class Asked:
         return args, kwargs
 
 
-class ProgramSource(Protocol):
-    """A module and its arguments, captured once."""
-
-    def under(self, policy: Policy | int) -> Traces:
-        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
-        that are kept or computed again, bytes of buckets and in flight."""
-
-
 def programs_of(
     module: nn.Module,
     args: Sequence[Any],
@@ -147,25 +134,17 @@ def programs_of(
     synced: bool = True,
     executors: Sequence[Executor] | None = None,
     device: Device | str | None = None,
-    frontend: str = "dynamo",
 ) -> ProgramSource:
-    """Capture a module by a front end; most of the time that a compilation takes. The arguments are those of
-    :func:`trace`; ``world`` is the number of ranks, the rank, and replicas."""
-    if frontend not in FRONTENDS:
-        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
-    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(
-            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-        )
-    _refuse_policy_fields(module, kwargs)
-    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device))
+    """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
+    ``world`` is the number of ranks, the rank, and replicas."""
+    return ProgramSource(Asked(module, args, kwargs, policy, world, synced, executors, device))
 
 
 CPU = torch.device("cpu")
 
 
-class FromDynamo:
-    """A module that dynamo and AOTAutograd capture, as ``tz.compile`` does."""
+class ProgramSource:
+    """A module that dynamo and AOTAutograd capture once, as ``tz.compile`` does."""
 
     def __init__(self, asked: Asked) -> None:
         require_known(asked.executors)
@@ -175,7 +154,8 @@ class FromDynamo:
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
     def under(self, policy: Policy | int) -> Traces:
-        """See :class:`ProgramSource`."""
+        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
+        that are kept or computed again, bytes of buckets and in flight."""
         exported, fuses = self._exported, bool(self._asked.executors)
         executor = ZeroExecutor(self._asked.plan(policy), DryRuntime(self._mode.synced))
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
@@ -184,16 +164,8 @@ class FromDynamo:
         return Traces.of(program, others=others, restored=exported.restored)
 
 
-class _Lowered(Exception):
-    """Ends Thunder's part of a compilation where ours begins."""
-
-    def __init__(self, joint: JointTrace) -> None:
-        super().__init__()
-        self.joint = joint
-
-
-class _UpToSchedule(ProgramTransform):
-    """Raises the joint trace, before it is scheduled."""
+class DryTransform(ProgramTransform):
+    """Makes the programs that ZeroTransform would."""
 
     def __init__(self, plan: Plan, synced: bool) -> None:
         super().__init__()
@@ -205,61 +177,23 @@ class _UpToSchedule(ProgramTransform):
     def transform_module(self, model: ThunderModule) -> None:
         self.install(model, self._plan, self._runtime)
 
-    def _scheduled(self, trace: TraceCtx) -> TraceCtx:
-        raise _Lowered(self.joint_trace(trace))
+
+def _of_dynamo(asked: Asked) -> Traces:
+    return ProgramSource(asked).under(asked.policy)
 
 
-class FromThunder:
-    """A module that Thunder interprets, as ``thunder.jit`` does."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._asked, plan = asked, asked.plan(asked.policy)
-        self._lowered: dict[tuple[bool, ...], JointTrace] = {}  # by what is sharded
-        self._transform, self._jitted = self._of(plan)
-        with _standing_in(asked.module, plan, _as_computed):
-            args, kwargs = asked.inputs(plan, _without_memory)
-            self._acquired = _acquire(self._jitted, args, kwargs)
-
-    def under(self, policy: Policy | int) -> Traces:
-        """See :class:`ProgramSource`. Up to the schedule, policies that shard the same parameters have the same joint
-        trace: Thunder makes it once."""
-        plan, (_, computation, epilogue) = self._asked.plan(policy), self._acquired.traces
-        sharded = tuple(param.sharded for param in plan.params)
-        with _standing_in(self._asked.module, plan, _as_computed):
-            if sharded not in self._lowered:
-                self._lowered[sharded] = _lower(self._of(plan)[1], self._acquired)
-            joint = self._lowered[sharded]
-            joint = JointTrace(_copy(joint.trace), replace(joint.facts, plan=plan))
-            put_inputs_at_rest(joint.trace, joint.facts)  # all joint traces share these proxies
-            program = _as_thunder(self._jitted, lambda info: self._program(joint, info))
-        assert computation is not None
-        return Traces.of(program, epilogue=epilogue, fuses=self._transform.fuses, registered=registered(computation))
-
-    def _of(self, plan: Plan) -> tuple[_UpToSchedule, ThunderModule]:
-        transform = _UpToSchedule(plan, self._asked.synced)
-        return transform, thunder.jit(self._asked.module, transforms=[transform], executors=self._asked.executors)
-
-    def _program(self, joint: JointTrace, info: dict[str, Any]) -> Program:
-        """The rest of a compilation; Thunder's part of it as Thunder does it."""
-        info.update(self._acquired.info)
-        with thunder.compile_data_and_stats(compile_data(self._jitted), compile_stats(self._jitted)):
-            scheduled, fusers = pipeline.scheduled(joint), self._transform.fusers
-            name = type(self._asked.module).__name__
-            return pipeline.compiled(scheduled, lambda trace: _phases(trace, scheduled, fusers, name))
+def _of_thunder(asked: Asked) -> Traces:
+    """The traces that Thunder makes in the first call of a jitted module."""
+    plan = asked.plan(asked.policy)
+    transform = DryTransform(plan, asked.synced)
+    with _standing_in(asked.module, plan, _as_computed):
+        jitted = thunder.jit(asked.module, transforms=[transform], executors=asked.executors)
+        args, kwargs = asked.inputs(plan, _without_memory)
+        cached, *_ = compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
+    return transform.entry(cached).traces()
 
 
-def _phases(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor], module: str) -> pipeline.TwoTraces:
-    """What Thunder does from its fusers on."""
-    for fuser in fusers:
-        trace = fuser.fusion_pass(trace)
-    trace = _transform_for_operator_executor_execution(repaired(trace, scheduled, fusers), get_always_executors())
-    if not is_joint(trace.bound_symbols[-1].args[0]):
-        return unwrap_return_value(del_last_used(trace)), None
-    forward, backward = split_into_forward_and_backward(trace)
-    if backward is None:
-        return unwrap_return_value(del_last_used(forward)), None
-    room.require_unwritten(forward, module)
-    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
+FRONTENDS: dict[str, Callable[[Asked], Traces]] = {"dynamo": _of_dynamo, "thunder": _of_thunder}
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
@@ -328,69 +262,3 @@ def _device(original: Tensor) -> torch.device:
 def _without_memory(tensor: Tensor) -> Tensor:
     """A tensor on the CPU that looks like one on the meta device, with the memory of one element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Acquired:
-    """What Thunder makes of a module and its arguments before the first transform: prologue, computation and epilogue,
-    what its cache finds a program by, and the executor with the symbols that the interpreter made."""
-
-    traces: tuple[TraceCtx | None, ...]
-    info: Mapping[str, Any]
-    ad_hoc: TemporaryExecutor
-
-
-FRONTENDS: dict[str, Callable[[Asked], ProgramSource]] = {"dynamo": FromDynamo, "thunder": FromThunder}
-Made = TypeVar("Made")
-
-
-def _as_thunder(jitted: ThunderModule, run: Callable[[dict[str, Any]], Made]) -> Made:
-    """Run as Thunder compiles: in the module's language, with the information by which its cache finds a program."""
-
-    @langctxs.langctx(compile_data(jitted).langctx)
-    @thunder._with_cache_info_ctx
-    def inside() -> Made:
-        return run(thunder._get_cache_info())
-
-    made: Made = inside()
-    return made
-
-
-def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
-    data, stats = compile_data(jitted), compile_stats(jitted)
-    (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
-
-    def acquire(info: dict[str, Any]) -> _Acquired:
-        data.populate_cache_info(info, *args, **kwargs)
-        info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
-        return _Acquired(data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info, ad_hoc)
-
-    return _as_thunder(jitted, acquire)
-
-
-def _lower(jitted: ThunderModule, acquired: _Acquired) -> JointTrace:
-    """The lowered joint trace of what was acquired: a compilation that ends before the schedule."""
-    data, stats = compile_data(jitted), compile_stats(jitted)
-    data.executors_list = tuple(
-        acquired.ad_hoc if isinstance(executor, TemporaryExecutor) else executor for executor in data.executors_list
-    )
-
-    def lower(info: dict[str, Any]) -> JointTrace:
-        info.update(acquired.info)
-        try:
-            data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
-        except _Lowered as lowered:
-            return lowered.joint
-        raise AssertionError("Thunder calls the first executor")
-
-    return _as_thunder(jitted, lower)
-
-
-def _copy(trace: TraceCtx | None) -> TraceCtx | None:
-    """A trace of the same lines, of which transforms may rewrite some in place, and which may take new names."""
-    if trace is None:
-        return None
-    new = from_trace(trace)
-    new.names = set(trace.names)
-    new.bound_symbols = [line.from_bsym() for line in trace.bound_symbols]
-    return new

@@ -60,7 +60,7 @@ def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
 def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
     """A trace, before autodiff, whose parameter inputs are shards, synchronised at first use."""
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in facts.inputs}
-    put_inputs_at_rest(computation, facts)
+    _put_inputs_at_rest(computation, facts)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -119,7 +119,7 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
-def put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
+def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
     """Give the inputs that are parameters the shapes of their rows."""
     for proxy in trace.args:
         if path := facts.inputs.get(proxy.name):

@@ -107,7 +107,7 @@ class Runtime(Protocol):
 
 
 class DryRuntime:
-    """The runtime of a trace that is only read: no process group, nothing runs."""
+    """The runtime of a trace that is only read: no process group, and nothing runs but Thunder's prologue."""
 
     device = None
 
@@ -118,14 +118,20 @@ class DryRuntime:
         """Return 0: these programs never run."""
         return 0
 
+    def check_call(self, synced: bool, guard: int) -> None:
+        """A dry run has one program, which serves."""
+
+    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
+        """There are no rows."""
+        return tuple(shards)
+
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError(
             "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_call = take_rows = defer = reduce_deferred = _refuse
-    check_finite = wait_offloaded = _refuse
+    enter = all_gather = reduce = defer = reduce_deferred = check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""

@@ -47,9 +47,7 @@ class Tracing:
         data = compile_data(model)
         around = {"acquire_initial_trace": self._acquire, "apply_transforms_and_build_cache_entry": self._inside}
         for name, call in around.items():
-            function = partial(call, getattr(data, name))
-            _cell(data.get_computation_and_inputs, name).cell_contents = function
-            setattr(data, name, function)  # for those who call it by this name, as a dry run does
+            _cell(data.get_computation_and_inputs, name).cell_contents = partial(call, getattr(data, name))
 
     def lookups(self) -> tuple[Lookup, ...]:
         """Return what forward read in the last trace, once."""

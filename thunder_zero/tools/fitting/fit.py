@@ -111,11 +111,11 @@ def fit(
 
             def forecast(policy: Policy) -> tuple[Traces, Memory]:
                 tell("compiles a choice")
-                traces = interpreted.under(policy)
+                traces = captured.under(policy)
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
-            tell("interprets the module")
-            interpreted = programs_of(module, args, kwargs, asked, world, executors=executors)
+            tell("captures the module")
+            captured = programs_of(module, args, kwargs, asked, world, executors=executors)
             compiled, best = _chosen(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

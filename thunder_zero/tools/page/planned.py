@@ -38,8 +38,8 @@ def report_of(
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
     first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        interpreted = programs_of(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
-        traces, second = interpreted.under(first), [interpreted.under(other) for other in others]
+        captured = programs_of(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
+        traces, second = captured.under(first), [captured.under(other) for other in others]
     cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(
         traces,

@@ -45,7 +45,7 @@ class SubjectPrograms:
     shards: int
     device: Device
     tell: Callable[[str], None]
-    interpreted: dict[int, ProgramSource] = field(default_factory=dict)
+    captured: dict[int, ProgramSource] = field(default_factory=dict)
     compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)
 
@@ -100,24 +100,22 @@ class SubjectPrograms:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (policy, traced) not in self.compiled:
             with self.subject.with_blocks(traced), _collecting_later():
-                interpreted = self._interpreted(traced)
-                begun = (policy.stage > 0, traced) in {(one.stage > 0, blocks) for one, blocks in self.compiled}
-                doing = "schedules" if begun else "compiles"  # the sharded stages have one joint trace
-                self.tell(f"{doing} {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
-                self.compiled[policy, traced] = interpreted.under(policy)
+                captured = self._captured(traced)
+                self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
+                self.compiled[policy, traced] = captured.under(policy)
         traces = self.compiled[policy, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
         return _on_mesh(traces, plan)
 
-    def _interpreted(self, traced: int) -> ProgramSource:
-        """The module with few blocks, interpreted once for all policies and meshes."""
-        if traced not in self.interpreted:
-            self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
+    def _captured(self, traced: int) -> ProgramSource:
+        """The module with few blocks, captured once for all policies and meshes."""
+        if traced not in self.captured:
+            self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
             one = self.subject
             world = self.shards, 0, 1
-            self.interpreted[traced] = programs_of(one.module, one.args, one.kwargs, policy, world, device=self.device)
-        return self.interpreted[traced]
+            self.captured[traced] = programs_of(one.module, one.args, one.kwargs, policy, world, device=self.device)
+        return self.captured[traced]
 
 
 def _on_mesh(traces: Traces, plan: Plan) -> Traces:
