@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
@@ -396,13 +395,6 @@ PARTS: dict[str, Callable[[], bool]] = {
     "backward hooks": backward_hooks_are_not_called,
     "a named tuple": lambda: fails(linear(nn.Sequential), lambda part, x: Named(part(x), x)),
     "statistics of an instance norm": a_norm_of_instances_has_no_statistics,
-    "attention": lambda: fails(lambda: nn.MultiheadAttention(4, 2), lambda part, x: part(x, x, x, need_weights=False)),
-    "an RNN": lambda: fails(lambda: nn.LSTM(4, 4), lambda part, x: part(x)[0]),
-    "a cumulative average": lambda: fails(lambda: nn.BatchNorm1d(4, momentum=None)),
-    "weight norm": lambda: fails(linear(parametrizations.weight_norm)),
-    "the old weight norm": lambda: fails(linear(nn.utils.weight_norm)),
-    "spectral norm": lambda: fails(linear(parametrizations.spectral_norm)),
-    "the old spectral norm": lambda: fails(linear(nn.utils.spectral_norm)),
 }
 
 

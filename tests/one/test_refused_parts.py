@@ -45,26 +45,18 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
 
 
 # What Thunder does with each alone: silently wrong are backward hooks (not called) and the statistics of instance
-# norms (not updated); others fail with errors that name no module.
+# norms (not updated); others fail with errors that do not say what to do.
 MADE: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
     (compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
     (lambda: checkpoint(nn.Linear(4, 4)), ("_composable.checkpoint", "torch.utils.checkpoint")),
     (hooked, ("(Linear) has backward hooks", "never calls them", "model.parameters()")),
-    (lambda: nn.MultiheadAttention(4, 2), ("(MultiheadAttention)", "scaled_dot_product_attention")),
-    (lambda: nn.TransformerEncoderLayer(4, 2), ("part.self_attn", "scaled_dot_product_attention")),
-    (lambda: nn.LSTM(4, 4), ("(LSTM) is a recurrent layer", "loop of linear layers")),
     (
         lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
         ("track_running_stats=True", "does not update", "track_running_stats=False"),
     ),
-    (lambda: nn.BatchNorm1d(4, momentum=None), ("has momentum=None", "give it a momentum")),
     (lambda: nn.SyncBatchNorm(4), ("(SyncBatchNorm)", "each rank's own")),
     (lambda: nn.Embedding(4, 4, max_norm=1.0), ("has max_norm", "normalise the rows in forward")),
     (lambda: nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), ("has sparse=True", "use sparse=False")),
-    (normed(nn.utils.spectral_norm), ("is under spectral_norm", "in forward")),
-    (normed(parametrizations.spectral_norm), ("is under spectral_norm", "in forward")),
-    (normed(nn.utils.weight_norm), ("is under weight_norm", "in forward")),
-    (normed(parametrizations.weight_norm), ("is under weight_norm", "in forward")),
     (lambda: nn.DataParallel(nn.Linear(4, 4)), ("is a DataParallel", "inside of it")),
     (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), ("is a DistributedDataParallel", "inside")),
     (lambda: torch.jit.script(nn.Linear(4, 4)), ("ScriptModule", "before torch.jit.script")),
@@ -86,6 +78,27 @@ def test_a_submodule_that_thunder_gets_wrong() -> None:
     assert not missed, "every row has a case"
     with refused(RuntimeError, "'1.weight' of Sequential is a lazy module's", "with a batch before sharding"):
         shard(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+
+
+# What Thunder says of others is enough, in one sentence that names tz.compile.
+FAIL: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "LSTM": (lambda: nn.LSTM(4, 4), "Encountered exception TypeError: weak object has gone away; thunder_zero.compile"),
+    "old weight_norm": (normed(nn.utils.weight_norm), "torch._weight_norm, but it is not yet supported; thunder_zero"),
+    "weight_norm": (normed(parametrizations.weight_norm), "object of type 'generator' has no len(); thunder_zero"),
+    "spectral_norm": (normed(parametrizations.spectral_norm), "normalize: out is not None"),
+    "old spectral_norm": (normed(nn.utils.spectral_norm), "normalize: out is not None"),
+    "a cumulative average": (lambda: nn.BatchNorm1d(4, momentum=None), "casting a TensorProxy to a Python float"),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, dropout=0.0), "doing automatic registration for"),
+}
+
+
+@pytest.mark.parametrize("part", ["LSTM", "old weight_norm", *slow(*list(FAIL)[2:])])
+@pytest.mark.filterwarnings("ignore")
+def test_a_submodule_that_thunder_fails_on(part: str) -> None:
+    make, words = FAIL[part]
+    model = shard(nn.Sequential(nn.Linear(4, 4), make()))
+    with refused(NotImplementedError, "Thunder cannot trace Sequential: ", words, "compile(module, ...) trains it"):
+        model(X)
 
 
 Line = Callable[[Any, Tensor], Any]
@@ -157,7 +170,7 @@ def test_what_changes_for_a_while() -> None:
     """``update_bn``, ``functional_call`` and a part that changes: a sentence, and without them all is as before."""
     model = shard(Does(lambda module, y: None))
     before = model(X)
-    with refused(RuntimeError, "submodule 'norm' of Does (BatchNorm1d) has momentum=None", "give it a momentum"):
+    with refused(NotImplementedError, "Thunder cannot trace Does", "thunder_zero.compile"):
         update_bn([X], model)
     model.plain.norm.momentum = 0.1
     with refused(RuntimeError, "parameter 'layer.weight' was replaced", "torch.func.functional_call"):

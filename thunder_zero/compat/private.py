@@ -86,11 +86,8 @@ NAMES = {name: Private(*row) for name, row in {
         "notes whether forward asks for the grad mode", CAPTURE),
     "CompileContext": ("torch._guards:CompileContext", "the number of the function that is compiled", CAPTURE),
     "TracingContext": ("torch._guards:TracingContext", "the user's line that is compiled", CAPTURE),
-    "BatchNorm": ("torch.nn.modules.batchnorm:_BatchNorm", "all kinds of batch norm", "a public base class"),
-    "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "all kinds of instance norm", "likewise"),
-    "SpectralNormed": ("torch.nn.utils.parametrizations:_SpectralNorm", "whether a module is under spectral_norm",
-        "a public class"),
-    "WeightNormed": ("torch.nn.utils.parametrizations:_WeightNorm", "whether it is under weight_norm", "likewise"),
+    "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "all kinds of instance norm",
+        "a public base class"),
     "OptimizedModule": ("torch._dynamo.eval_frame:OptimizedModule", "whether a module is under torch.compile",
         "a public question"),
     # operators: traces/

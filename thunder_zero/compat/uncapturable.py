@@ -3,7 +3,7 @@
 In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and what to
 use instead (:func:`require_traceable`)::
 
-    submodule 'rnn' of Net (LSTM) is a recurrent layer, and Thunder cannot trace it; use a loop of linear layers, or ...
+    submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and Thunder cannot trace it; use the module ...
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNCAPTURABLE = (
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
     """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may have
-    become so: torch's ``update_bn``, for one, sets ``momentum=None``."""
+    become so: by a hook that is registered later, for one."""
     for path, module in root.named_modules():
         for part in parts:
             if part.is_it(module):

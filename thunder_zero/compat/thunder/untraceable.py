@@ -1,21 +1,20 @@
 """needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
 
-In: an error of Thunder. Out: in words what Thunder could not do (:func:`not_traced`, :func:`not_returned`). The
-submodules that it cannot trace are in ``UNTRACEABLE``.
+In: an error of Thunder. Out: in words what Thunder could not do (:func:`not_traced`, :func:`not_returned`).
+``UNTRACEABLE`` has the submodules with which it would be wrong without a word, or say what helps nobody.
 """
 
 from __future__ import annotations
 
+import re
 from inspect import getfile
 from pathlib import Path
 from traceback import walk_tb
 
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import is_namedtuple_instance
 
-from thunder_zero.compat.private import BatchNorm, InstanceNorm, OptimizedModule, SpectralNormed, WeightNormed
+from thunder_zero.compat.private import InstanceNorm, OptimizedModule
 from thunder_zero.compat.uncapturable import RefusedPart
 
 import thunder
@@ -23,11 +22,8 @@ from thunder.core.interpreter import InterpreterError
 from thunder.core.jit_ext import build_value_from_wrapped
 
 THUNDER = Path(getfile(thunder)).parent
+UNKNOWN = "Trying to call function "  # begins what Thunder says in the user's line of an operator that it does not have
 EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
-
-
-def _prepared_by(module: nn.Module, *kinds: type) -> bool:
-    return any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values())
 
 
 UNTRACEABLE: tuple[RefusedPart, ...] = (
@@ -43,42 +39,16 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
         "Thunder never calls them",
     ),
     RefusedPart(
-        lambda module: isinstance(module, nn.MultiheadAttention),
-        "is a MultiheadAttention",
-        "use linear layers and torch.nn.functional.scaled_dot_product_attention",
-    ),
-    RefusedPart(
-        lambda module: isinstance(module, nn.RNNBase),
-        "is a recurrent layer",
-        "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
-    ),
-    RefusedPart(
         lambda module: isinstance(module, InstanceNorm) and module.track_running_stats,
         "has track_running_stats=True",
         "use track_running_stats=False",
         "Thunder does not update the running statistics of instance norms",
     ),
     RefusedPart(
-        lambda module: isinstance(module, BatchNorm) and module.track_running_stats and module.momentum is None,
-        "has momentum=None",
-        "give it a momentum",
-        "Thunder cannot trace a cumulative average",
-    ),
-    RefusedPart(
         lambda module: isinstance(module, nn.SyncBatchNorm),
         "is a SyncBatchNorm",
         "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
         "Thunder cannot trace its collectives",
-    ),
-    RefusedPart(
-        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, SpectralNormed),
-        "is under spectral_norm",
-        "normalise the weight in forward",
-    ),
-    RefusedPart(
-        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, WeightNormed),
-        "is under weight_norm",
-        "compute g * v / v.norm(...) in forward",
     ),
 )
 
@@ -96,7 +66,8 @@ def not_traced(error: Exception) -> str | None:
     if not isinstance(error, NotImplementedError | InterpreterError):
         return None
     *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(error).partition("\n")[0].rstrip(".") if Path(frame.f_code.co_filename).is_relative_to(THUNDER) else None
+    from_thunder = Path(frame.f_code.co_filename).is_relative_to(THUNDER) or str(error).startswith(UNKNOWN)
+    return re.split(r"\n|\. | while tracing |, please use manual", str(error))[0].rstrip(".") if from_thunder else None
 
 
 def not_returned(error: Exception) -> str | None:
