@@ -47,7 +47,7 @@ from thunder_zero.compat.torch_gaps import UNSCALE
 
 import thunder
 import thunder.torch as ltorch
-from thunder.core import devices, dtypes, interpreter
+from thunder.core import devices, dtypes, interpreter, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.rematerialization import find_cut
 from thunder.core.symbol import Symbol
@@ -541,6 +541,7 @@ NEEDS = (
     Need("thunder/refused_calls.py", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
     Need("thunder/fusion_repair.py", a_fuser_reads_what_forward_gathered),
     Need("thunder/shortcuts.py", builtins_are_interpreted),
+    Need("thunders_work.py", lambda: not any("flop" in name.lower() for name in dir(prims.linear))),
     Need("torch_gaps.py: is_inside_function_transform", torch_has_no_public_names, TORCH),
     Need("thunder/untraceable.py", PARTS["backward hooks"], what="backward hooks"),
     Need("thunder/wrong_gradients.py", written_values_are_saved, what="a value"),

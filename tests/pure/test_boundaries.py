@@ -72,6 +72,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
     Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
     Room("compat/thunder/guards.py",IMPORT,NOT,NOT,     NOTHING),
+    Room("compat/thunders_work.py",NOT,NOT,    IMPORT,  rooms("schedule")),
     Room("compat/thunder/__init__.py",NOT,NOT, NOT,     rooms("lazy compat/thunder/fusion_repair "
                                                               "compat/thunder/guards")),
     Room("compat/thunder/",   IMPORT, NOT,     IMPORT,  rooms("compat/casts compat/imports compat/never_fuses "

@@ -1,76 +1,21 @@
-"""Classifies the work of a line (matmul, view, ...), finds views, counts FLOPs.
-
-The table of classes is conservative: a name that it does not list is OTHER work and makes no view. Lines that may copy,
-such as a reshape, are VIEW work but not in ``VIEWS``, since a trace does not know strides.
-"""
+"""Classifies the work of a line (matmul, view, ...), finds views, counts FLOPs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from math import prod
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 
+from thunder_zero.compat.thunders_work import NOT_CHEAP, OF_ROWS, VIEWS, WORK, flops_of_symbol
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.traces.operators import flops_of_line, is_cheap_line, is_view, operator_of, work_of_operator
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, gather_tags
 
-# Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
-NAMES = {
-    Work.ATTENTION: """
-        scaled_dot_product_attention cpu_flash_attention cpu_flash_attention_backward cpu_flash_attention_mask_backward
-        cudnn_sdpa_fwd cudnn_sdpa_bwd fa3_fwd fa3_bwd nv_sdpfa_fwd nv_sdpfa_bwd
-        sdpaex_grad_forward_scaled_dot_product_efficient_attention
-        sdpaex_scaled_dot_product_efficient_attention_backward
-        sdpafx_grad_forward_scaled_dot_product_efficient_attention
-        sdpafx_scaled_dot_product_efficient_attention_backward""",
-    Work.CONVOLUTION: """
-        convolution convolution_backward convolution_input_gradient convolution_weight_gradient conv1d conv2d conv3d
-        conv_transpose1d conv_transpose2d conv_transpose3d""",
-    Work.MATMUL: """
-        matmul linear addmm baddbmm bmm dot einsum mm mv outer te_functional_linear_bwd te_functional_linear_fwd
-        _grouped_mm torch.linalg.multi_dot""",
-    Work.INDEX: """
-        embedding embedding_backward take take_along_axis take_along_dim gather scatter scatter_add index_add index_copy
-        index_put index_select copy_with_setitem copy_with_setitem_impl sort argsort topk
-        torch.ops.aten.embedding_backward""",
-    Work.REDUCTION: """
-        amax amin prod sum var var_mean std argmax argmin cumsum softmax softmax_backward log_softmax logsumexp
-        layer_norm native_layer_norm layer_norm_backward batch_norm group_norm instance_norm nll_loss
-        adaptive_avg_pool2d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices
-        max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward
-        torch.ops.aten._adaptive_avg_pool2d_backward torch.ops.aten._log_softmax_backward_data
-        torch_nll_loss_backward_impl""",
-    Work.RANDOM: """
-        uniform uniform_philox ops.rngprims.philox_rand get_and_update_rng_state get_and_update_rng_state_impl
-        multinomial_helper""",
-    Work.POINTWISE: """
-        abs acos acosh add asin asinh atan atan2 atanh bitcast bitwise_and bitwise_left_shift bitwise_not bitwise_or
-        bitwise_right_shift bitwise_xor cat ceil clone contiguous convert_element_type copy_ copysign cos cosh
-        device_put digamma div empty eq erf erfc erfcinv erfinv exp exp2 expm1 flip floor fmod frexp full ge gelu
-        gelu_backward gt iota isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter
-        pad pow reciprocal remainder repeat round rsqrt sign signbit silu silu_backward sin sinh sqrt stack stride_order
-        sub tan tanh
-        tensor_from_sequence to torch.ops.aten.log_sigmoid_backward torch_div_prim_impl torch_erfcinv_impl
-        torch_pad_prim_impl torch_stride_order_prim_impl trunc where zero_cast zeta""",
-    Work.VIEW: """
-        broadcast_in_dim chunk diagonal expand expand_as flatten imag movedim narrow permute real reshape select
-        shallow_copy slice_prim split squeeze tensor_split torch_prims_reshape_impl torch_slice_prim_impl transpose
-        unbind unfold unsqueeze update_aliases view view_as""",
-    Work.NONE: "get_grad item python_return shape sink unpack_list unpack_tuple",
-}
-WORK = {name: work for work, names in NAMES.items() for name in names.split()}
-MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
-VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
-NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
-OF_ROWS = set(
-    ["amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum", "softmax"]
-)  # dims come second
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
@@ -151,102 +96,9 @@ def draws_random_numbers(name: str) -> bool:
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
-Shape = tuple[int, ...]
-Count = Callable[[list[Shape], BoundSymbol], int]  # of the shapes of the tensors among the arguments, in order
-
-
 def flops_of(bsym: BoundSymbol) -> int:
     """FLOPs of a line: by its own name, or else the sum of its subsymbols'. 0 for a name that nobody knows."""
     if operator_of(bsym) is not None:
         return flops_of_line(bsym)
-    count = COUNTS.get(bsym.sym.name)
-    return sum(map(flops_of, bsym.subsymbols)) if count is None else count(_shapes(bsym), bsym)
-
-
-def _shapes(bsym: BoundSymbol) -> list[Shape]:
-    """Of tensors that are arguments themselves or in a sequence (``addmm_vjp`` has its inputs in one)."""
-    return [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
-
-
-def _output(bsym: BoundSymbol) -> Shape:
-    return tuple(map(int, bsym.output.shape))
-
-
-def _product(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """``matmul``, ``linear`` and others: tensor ``left`` has the contracted dimension last."""
-    return 2 * prod(_output(bsym)) * shapes[left][-1]
-
-
-def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """The product is computed again, then the gradients of both factors: three products of the same size."""
-    right = shapes[left + 1]
-    return 3 * 2 * prod(shapes[left]) * (right[-1] if len(right) > 1 else 1)
-
-
-def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths: tuple[int, int] = (1, 1)) -> int:
-    """Products of (queries, keys) with widths of a head: so many times a query's, and a value's. Query heads may share
-    key heads. Forward has the scores, and their product with the values."""
-    of_query, of_key, of_value = shapes[query : query + 3]
-    width = widths[0] * of_query[-1] + widths[1] * of_value[-1]
-    return 2 * prod(of_query[:-1]) * of_key[-2] * width
-
-
-def _primitive_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """``convolution(a, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
-    return (_transposed_convolution if bsym.args[6] else _convolution)(shapes, bsym)
-
-
-def _convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """Each element of the output meets the filters of its group."""
-    return 2 * prod(_output(bsym)) * prod(shapes[1][1:])
-
-
-def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol, *, times: int = 1) -> int:
-    """Each element of the input does."""
-    return times * 2 * prod(shapes[0]) * prod(shapes[1][1:])
-
-
-def _convolution_input_gradient(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """As many as forward: ``(grad, input, weight, stride, padding, dilation, transposed, ...)``."""
-    return 2 * prod(shapes[1 if bsym.args[6] else 0]) * prod(shapes[2][1:])
-
-
-def _convolution_weight_gradient(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """As many as forward: ``(grad, input, weight_shape, has_bias, stride, padding, dilation, transposed, ...)``."""
-    channels_and_taps: int = prod(bsym.args[2][1:])
-    return 2 * prod(shapes[1 if bsym.args[7] else 0]) * channels_and_taps
-
-
-def _named(count: Count, names: str) -> dict[str, Count]:
-    return dict.fromkeys(names.split(), count)
-
-
-COUNTS: dict[str, Count] = {
-    **_named(_product, "matmul linear bmm mm mv dot"),
-    **_named(partial(_product, left=1), "addmm baddbmm"),  # a tensor is added to the product of the next two
-    **_named(_product_vjp, "bmm_vjp mm_vjp mv_vjp dot_vjp"),
-    **_named(partial(_product_vjp, left=1), "addmm_vjp baddbmm_vjp"),
-    **_named(
-        _attention,
-        """scaled_dot_product_attention cpu_flash_attention cudnn_sdpa_fwd fa3_fwd nv_sdpfa_fwd
-        sdpaex_grad_forward_scaled_dot_product_efficient_attention
-        sdpafx_grad_forward_scaled_dot_product_efficient_attention""",
-    ),
-    **_named(  # the scores again, then the gradients of weights, values, queries and keys; the output's comes first
-        partial(_attention, query=1, widths=(3, 2)),
-        """cpu_flash_attention_backward cudnn_sdpa_bwd fa3_bwd nv_sdpfa_bwd
-        sdpaex_scaled_dot_product_efficient_attention_backward
-        sdpafx_scaled_dot_product_efficient_attention_backward""",
-    ),
-    # the scores again, and the gradient of the weights
-    **_named(partial(_attention, query=1), "cpu_flash_attention_mask_backward"),
-    **_named(_primitive_convolution, "convolution"),
-    **_named(_convolution, "conv1d conv2d conv3d"),
-    **_named(_transposed_convolution, "conv_transpose1d conv_transpose2d conv_transpose3d"),
-    **_named(_convolution_input_gradient, "convolution_input_gradient"),
-    **_named(_convolution_weight_gradient, "convolution_weight_gradient"),
-    # the convolution is computed again, then the gradients of input and weight, which take as much each
-    **_named(
-        partial(_transposed_convolution, times=3), "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"
-    ),
-}
+    count = flops_of_symbol(bsym)
+    return sum(map(flops_of, bsym.subsymbols)) if count is None else count

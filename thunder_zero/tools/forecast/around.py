@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from thunder_zero.compat.thunders_work import WORK
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
@@ -20,7 +21,6 @@ from thunder_zero.tools.forecast.memory import begun
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import Watch
-from thunder_zero.traces.work import WORK
 
 NOTHING = ("empty", "new_empty")  # operators that begin so only allocate
 
