@@ -9,15 +9,10 @@ In one line each::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Unpack
-
-from torch import nn
 
 from thunder_zero.compat import thunder as room
 from thunder_zero.frontends.arguments import Arguments, check_arguments
-from thunder_zero.frontends.dynamo.compile import compile
-from thunder_zero.frontends.dynamo.module import DynamoModule
 from thunder_zero.frontends.refusals import require_untransformed
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.plan.policy import Policy
@@ -70,23 +65,21 @@ class Zero(Plugin):
         """A new transform for each module that is compiled."""
         return [ZeroTransform(self._policy, **self._arguments)]
 
-    def capture(self, module: nn.Module, executors: Sequence[Executor]) -> DynamoModule:
-        """The module as :func:`thunder_zero.compile` makes it."""
-        return compile(module, self._policy, executors=executors, **self._arguments)
-
 
 class Recipe(ThunderRecipe):
     """Thunder's default executors, on any machine, behind ours for attention and convolutions.
 
-    Args:
-        interpreter: ``"thunder.jit"``, or ``"thunder.fx"`` for dynamo (:func:`~thunder_zero.compile`).
-
     Raises:
-        ValueError: another interpreter.
+        ValueError: another interpreter than ``"thunder.jit"``.
     """
 
     def __init__(self, interpreter: str | Interpreter = Interpreter.THUNDER_JIT) -> None:
         super().__init__(plugins=None, interpreter=interpreter)
+        if self.interpreter is not Interpreter.THUNDER_JIT:
+            raise ValueError(
+                f"thunder_zero.Recipe is for thunder.jit, and was given interpreter={interpreter!r}; "
+                f"thunder_zero.compile(module, ...) lets dynamo capture the module"
+            )
 
     def setup_executors(self) -> list[Executor]:
         """Thunder's default executors, behind ours for attention and convolutions."""
@@ -95,22 +88,3 @@ class Recipe(ThunderRecipe):
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""
         self.plugins = list(plugins)
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Compile a module.
-
-        Raises:
-            TypeError: with dynamo, plugins other than one Zero, which would not reach the graphs.
-        """
-        if self.interpreter is Interpreter.THUNDER_JIT:
-            compiled: nn.Module = super().apply(model)
-            return compiled
-        zeros = [plugin for plugin in self.plugins if isinstance(plugin, Zero)]
-        if len(zeros) != 1 or len(self.plugins) != 1:
-            given = ", ".join(type(plugin).__name__ for plugin in self.plugins) or "none"
-            raise TypeError(
-                f"thunder_zero.Recipe(interpreter='thunder.fx') takes one plugin, thunder_zero.Zero, and was given "
-                f"{given}; leave the others out, or use thunder_zero.Recipe()"
-            )
-        usual = room.default_executors()  # for Thunder's operators, which the graphs do not have
-        return zeros[0].capture(model, [executor for executor in self.setup_executors() if executor not in usual])

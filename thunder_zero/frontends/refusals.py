@@ -90,8 +90,7 @@ def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
     if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
         yield (
             "ZeroTransform was given a graph without parameters, as ThunderFX (thunder.dynamo) makes them, so there is "
-            "nothing to shard; compile the module with thunder_zero.compile(module, ...), or thunder.compile with "
-            "recipe=thunder_zero.Recipe(interpreter='thunder.fx')"
+            "nothing to shard; compile the module with thunder_zero.compile(module, ...)"
         )
 
 
