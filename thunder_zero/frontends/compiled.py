@@ -8,7 +8,7 @@ for; ``Traces.lifted`` is the one that the passes were given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,6 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.traces.pipeline import Program
 
-from thunder.core.prims import OpTags
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 
@@ -46,8 +44,6 @@ class Traces:
         restored: makes what the model returns of what the forward trace does, as an epilogue does.
         lifted: the timeline before it was scheduled.
         fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
-        registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
-            their gradients.
     """
 
     forward: TraceCtx
@@ -60,7 +56,6 @@ class Traces:
     restored: Callable[[Sequence[Any]], Any] | None = field(default=None, repr=False)
     lifted: Timeline | None = None
     fuses: bool = False
-    registered: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         plan, stage = self.plan, STAGES[self.plan.policy.stage].name
@@ -131,15 +126,3 @@ def _summed_up(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
         f"  {phase}: {len(trace.bound_symbols)} lines, {kinds[Kind.GATHER]} gathers, {kinds[Kind.REDUCE]} reductions, "
         f"{size(sum(map(timeline.bytes_sent, timeline.ops)))} sent"
     )
-
-
-def registered(acquired: TraceCtx) -> tuple[str, ...]:
-    """The names of the operators of a trace that Thunder has from its automatic registration alone."""
-    return tuple(sorted(set(_registered(acquired.bound_symbols))))
-
-
-def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:
-    for bsym in lines:
-        if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
-            yield str(bsym.sym.id)
-        yield from _registered(bsym.subsymbols)

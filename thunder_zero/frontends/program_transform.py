@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ import torch
 from thunder_zero.compat import thunder as room
 from thunder_zero.compat.never_fuses import NeverFuses
 from thunder_zero.compat.uncapturable import RefusedPart, require_traceable
-from thunder_zero.frontends.compiled import Entry, Traces, registered
+from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.traces import pipeline
@@ -163,14 +164,11 @@ class ProgramTransform(Transform):
 
     def entry(self, cached: Any) -> Entry:
         """The program of an entry of Thunder's cache."""
-        traces, backward, epilogue = cached.computation_traces, cached.backward_traces, cached.epilogue_traces
+        traces, backward = cached.computation_traces, cached.backward_traces
+        epilogue = cached.epilogue_traces[-1] if cached.epilogue_traces else None
         scheduled = next(self.programs[trace] for trace in traces if trace in self.programs)
         program = Program(scheduled, traces[-1], backward[-1] if backward else None)
-
-        def shown() -> Traces:
-            others = {"epilogue": epilogue[-1] if epilogue else None, "registered": registered(traces[0])}
-            return Traces.of(program, fuses=self.fuses, **others)
-
+        shown = partial(Traces.of, program, fuses=self.fuses, epilogue=epilogue)
         return Entry(scheduled.facts.synced, cached.computation_fn, shown)
 
 
