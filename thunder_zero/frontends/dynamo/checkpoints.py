@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from thunder_zero.compat import aot
 from thunder_zero.compat.aot import (
     RUN_AND_SAVE_STATE,
     RUN_WITH_STATE,
@@ -31,7 +32,14 @@ from thunder_zero.compat.aot import (
 from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
-def recompute_checkpoints(joint: Joint) -> None:
+def joint_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+    """Return a graph of dynamo with its backward, which computes again what checkpoints tag."""
+    joint = aot.export(graph, inputs)
+    _compute_again(joint)
+    return joint
+
+
+def _compute_again(joint: Joint) -> None:
     """Change the joint graph so that backward computes again what checkpoints tag."""
     graph = joint.graph.graph
     let_checkpoints_end(joint.graph)

@@ -7,9 +7,9 @@ In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 from torch.types import py_sym_types
@@ -17,13 +17,9 @@ from torch.types import py_sym_types
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.frontends.dynamo.attention import as_on_gpu
 from thunder_zero.frontends.dynamo.captured import paths_of, restoring
-from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
+from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import source_of
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
-
-
-class _Stop(Exception):
-    """Ends a forward that is captured alone, before its graph runs."""
 
 
 @dataclass(frozen=True)
@@ -54,47 +50,46 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
     """
-    graphs: list[tuple[aot.Joint, Sequence[Any]]] = []
-    markers: list[Any] = []  # what the graph returns, once it is known
-    numbers: list[fx.Node] = []  # read from tensors: here dynamo captures them, in training it ends the graph
+    name = type(module).__name__
+    ran: list[tuple[aot.Joint, Sequence[Any], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        numbers.extend(node for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), py_sym_types))
+        # Numbers that are read from tensors dynamo captures here; in training it ends the graph.
+        numbers = [node for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), py_sym_types)]
+        if numbers:
+            return partial(_refuse_number, name, numbers[0])
         if for_gpu:
             as_on_gpu(graph)
-        if not numbers:
-            graphs.append((aot.export(graph, inputs), inputs))
-        return run
+        joint = joint_of(graph, inputs)
 
-    def run(*inputs: Any) -> tuple[Any, ...]:
-        if not markers:
-            raise _Stop
-        return tuple(markers)
+        def run(*args: Any) -> Sequence[Any]:
+            markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())
+            ran.append((joint, inputs, markers))
+            return markers
+
+        return run
 
     for kind in (Placeholder, Memoryless):
         dynamo.take_as_plain(kind)
     captured = dynamo.capture(module, backend, whole=True)
     with dynamo.whole(most=8, breaks=[]):
-        with suppress(_Stop):
-            captured(*args, **kwargs)
-        name = type(module).__name__
-        if numbers:
-            file, positions = source_of(numbers[0])
-            where = f" at {file}:{positions.lineno}" if positions else ""
-            raise RuntimeError(
-                f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows "
-                f"one graph; keep it a tensor, or train a step of tz.compile and read tz.traces_of(model, graph=0)"
-            )
-        if not graphs:
-            raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
-        joint, inputs = graphs[-1]
-        markers += [_marker(joint.results[place]) for place in joint.plain_outputs()]
         returned = captured(*args, **kwargs)
-    recompute_checkpoints(joint)
+    if not ran:
+        raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
+    joint, inputs, markers = ran[-1]
     paths = paths_of(inputs)
     names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     buffers = {at: names[id(value)] for at, value in enumerate(inputs) if not paths[at] and id(value) in names}
     return Exported(joint, paths, buffers, markers, returned)
+
+
+def _refuse_number(name: str, number: fx.Node, *inputs: Any) -> NoReturn:
+    file, positions = source_of(number)
+    where = f" at {file}:{positions.lineno}" if positions else ""
+    raise RuntimeError(
+        f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows one "
+        f"graph; keep it a tensor, or train a step of tz.compile and read tz.traces_of(model, graph=0)"
+    )
 
 
 def _marker(node: Any) -> Any:

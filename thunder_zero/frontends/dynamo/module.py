@@ -39,7 +39,7 @@ from thunder_zero.frontends.dynamo.captured import (
     shapes_of_inputs,
     shared_memory,
 )
-from thunder_zero.frontends.dynamo.checkpoints import recompute_checkpoints
+from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import returned, written
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
 from thunder_zero.frontends.refusals import PARTS
@@ -202,9 +202,7 @@ class DynamoModule(ZeroModule):
         if old is None:
             if (path := replaced(graph, inputs)) is not None:
                 raise aot.Untraced(written(path))
-            joint = aot.export(graph, inputs)
-            recompute_checkpoints(joint)
-            old = Captured(joint, name, of, alike[-1], shapes_of_inputs(graph))
+            old = Captured(joint_of(graph, inputs), name, of, alike[-1], shapes_of_inputs(graph))
         self._graphs.captured.append(old)
         return len(self._graphs.captured) - 1
 
