@@ -85,7 +85,6 @@ class Joint:
         outputs: how many outputs forward has, with values of inputs that it writes to. A tensor subclass counts as
             the tensors and objects that it holds.
         mutated: the positions of inputs that forward writes to.
-        tokens: how many inputs, the first ones, only order operators that have effects; they have no gradients.
     """
 
     graph: fx.GraphModule
@@ -93,7 +92,6 @@ class Joint:
     turns_on: bool
     outputs: int
     mutated: Sequence[int]
-    tokens: int
     names: Sequence[str]
     exported: JointWithDescriptors
 
@@ -280,7 +278,6 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         turns_on=turns_on,
         outputs=outputs,
         mutated=mutated,
-        tokens=len(meta.tokens),
         names=names,
         exported=exported,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from inspect import getfile
 from pathlib import Path
-from traceback import FrameSummary, extract_tb
+from traceback import FrameSummary, extract_tb, format_list
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from thunder_zero.compat.private import (
 ANY_NUMBER = 1 << 30
 MOST = 200  # characters of an error of torch's
 FRAME = re.compile(r'File "(.+)", line (\d+)')
-INSTALLED = f"{Path(getfile(torch)).parents[1]}/"  # packages, whose lines are not the user's
+NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
 TooManyPrograms = FailOnRecompileLimitHit
@@ -71,14 +71,20 @@ def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
     return raised if isinstance(raised, Exception) else error, list(error.real_stack)
 
 
+def users_line(stack: str) -> tuple[str, int] | None:
+    """Return the file and the number of the user's line in a stack's text: of the innermost frame that is neither
+    torch's nor ours."""
+    frames = [(file, int(number)) for file, number in FRAME.findall(stack) if not file.startswith(NOT_USERS)]
+    return frames[-1] if frames else None
+
+
 def failure(error: Exception, name: str) -> tuple[str, Exception]:
     """Return, as one sentence, why a model of this name could not be traced, and the error that says so itself."""
     cause: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     raised, frames = users_error(cause)
     text, _, lines = str(raised).partition("While executing")
-    found = [(frame.filename, frame.lineno) for frame in frames] if raised is not cause else FRAME.findall(lines)
-    of_user = [f" at {file}:{line}" for file, line in found if not file.startswith(INSTALLED)]
-    where, text = of_user[-1] if of_user else "", " ".join(text.split()).rstrip(".")
+    found = users_line(lines if raised is cause else "".join(format_list(frames)))
+    where, text = f" at {found[0]}:{found[1]}" if found else "", " ".join(text.split()).rstrip(".")
     text = text if len(text) <= MOST else f"{text[:MOST]} ..."
     return (
         f"cannot trace {name}: {type(raised).__name__}{where}: {text}; if the plain module trains, put what torch "
@@ -138,7 +144,7 @@ def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
     return is_whole and not asks
 
 
-_asked: list[str] = []  # since the last graph
+_asked: set[str] = set()  # since the last graph
 
 
 def _questions() -> bool:
@@ -160,7 +166,7 @@ def note_questions() -> None:
 def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(answer)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _asked.append(answer.__name__)
+        _asked.add(answer.__name__)
         return answer(*args, **kwargs)
 
     return noted

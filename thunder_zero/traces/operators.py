@@ -46,7 +46,7 @@ _UNTAGGED = {  # what torch has no tag for, by the names of operators
         lift_fresh_copy _conj_physical split_with_sizes_copy clone""",
 }
 UNTAGGED = {name: work for work, names in _UNTAGGED.items() for name in names.split()}
-NOT_CHEAP = frozenset(("empty", "empty_like", "_to_copy_device"))
+NOT_CHEAP = frozenset(("empty", "empty_like"))
 OVER_ROWS = frozenset(("_softmax", "_log_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm"))
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import dis
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import getfile
 from keyword import iskeyword
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from thunder_zero.compat.aot import Joint, input_of, is_backward, users_name
+from thunder_zero.compat.dynamo import users_line
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import draws_random_numbers, line, read_for_shape
 from thunder_zero.traces.pipeline import JointTrace
@@ -42,10 +40,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
-NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[2]))
 TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
 device_of = cache(to_device)  # which reads a device's name, of each value
-FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,7 @@ class _Conversion:
     def __post_init__(self) -> None:
         nodes = [node for node in self.joint.graph.graph.nodes if node.op == "call_function"]
         last = {users_name(node): node for node in nodes if node.target not in (*SAME, operator.getitem)}
+        self.gradients = self.joint.gradients()
         self.names = {node: name for name, node in last.items() if name is not None}  # as dynamo has them
 
     def run(self) -> Converted:
@@ -135,10 +132,9 @@ class _Conversion:
             flat = tuple(self._result(node) for node in outputs)
             result: dict[str, Any] = {"flat_args": args, "output": flat}
             if self.backward:
-                numbered = self._numbered()
-                of = [None if of is None else self.inputs.get(of) for _, (_, of) in numbered]
+                of = [None if of is None else self.inputs.get(of) for _, of in self.gradients]
                 rest = [arg for arg in args if not any(arg is each for each in of)]
-                gradients = [self._gradient(node, position, reduced) for position, (node, _) in numbered]
+                gradients = [self._gradient(node, number, reduced) for number, (node, _) in enumerate(self.gradients)]
                 gradients += [None] * len(rest)
                 result = {"flat_args": [*of, *rest], "output": tuple(gradients), "fw_flat_out": (*flat, *self.effects)}
             prims.python_return(result)
@@ -148,7 +144,7 @@ class _Conversion:
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
         facts = Facts(self.executor, self.executor.plan, self.paths, synced=self.synced)
         made = JointTrace(trace, facts)
-        return Converted(made, self.values, named, self.constants, joint.outputs, len(joint.gradients()))
+        return Converted(made, self.values, named, self.constants, joint.outputs, len(self.gradients))
 
     def _refuse_writes(self) -> None:
         for position in self.joint.mutated:
@@ -244,7 +240,7 @@ class _Conversion:
         if node.op == "get_attr":
             self.made.setdefault(node, getattr(self.joint.graph, str(node.target)))
             return
-        if node.target in SAME and not self.is_output(node):
+        if node.target in SAME and not self._is_output(node):
             self.made[node] = self.made[node.all_input_nodes[0]]
             return
         args, kwargs = _filled(node.args, self.made | self._stand_ins(node)), _filled(node.kwargs, self.made)
@@ -271,7 +267,7 @@ class _Conversion:
                 _append(line(torch.ops.aten.empty.memory_format, (list(like.shape),), options, found[read]))
         return found
 
-    def is_output(self, node: fx.Node) -> bool:
+    def _is_output(self, node: fx.Node) -> bool:
         """Return whether the graph returns a node: autograd wants tensors of their own."""
         return any(user.op == "output" for user in node.users)
 
@@ -294,20 +290,17 @@ class _Conversion:
 
     # Results
 
-    def _numbered(self) -> list[tuple[int, tuple[Any, int | None]]]:
-        return list(enumerate(self.joint.gradients()))
-
     def _ready(self) -> dict[fx.Node, list[int]]:
         """Return the positions of parameters' gradients by the nodes that make them."""
         ready: dict[fx.Node, list[int]] = {}
-        for position, (node, of) in self._numbered() if self.backward else ():
+        for position, (node, of) in enumerate(self.gradients) if self.backward else ():
             if isinstance(node, fx.Node) and of is not None and self.path_of[of] is not None:
                 ready.setdefault(node, []).append(position)
         return ready
 
     def _reduced(self, node: fx.Node, position: int) -> TensorProxy:
         """Return a parameter's reduced gradient. Each reads a value of its own: two may be one value, or an input."""
-        (_, of), grad = self.joint.gradients()[position], self.made[node]
+        (_, of), grad = self.gradients[position], self.made[node]
         path = self.path_of[of] if of is not None else None
         assert path is not None, "only parameters' gradients are reduced"
         if node.meta["val"].layout is not torch.strided:
@@ -376,9 +369,7 @@ def _filled(tree: Any, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def source_of(node: fx.Node) -> tuple[str | None, dis.Positions | None]:
-    """The user's file and line that a node comes from: the innermost frame that is neither torch's nor ours."""
-    frames = [found for found in FRAME.findall(node.stack_trace or "") if not found[0].startswith(NOT_USERS)]
-    if not frames:
+    """The user's file and line that a node comes from."""
+    if (found := users_line(node.stack_trace or "")) is None:
         return None, None
-    filename, line_number = frames[-1]
-    return filename, dis.Positions(int(line_number), int(line_number))
+    return found[0], dis.Positions(found[1], found[1])
