@@ -1,8 +1,14 @@
 """needed while: torch has these under private names alone.
 
 Each with what it is for and what would replace it; it is imported when it is first asked for. No other file of the
-package has a private name of torch, but for two modules that torch's documentation uses, ``torch.utils._pytree`` and
-``torch.utils._python_dispatch``, and for operators (``torch.ops``).
+package imports a private name of torch, but for two modules that torch's documentation uses, ``torch.utils._pytree``
+and ``torch.utils._python_dispatch``, and for operators (``torch.ops``). Files do read private attributes of objects
+that torch made:
+
+- of tensors ``_base``, ``_is_view``, ``_version`` and hooks; of storages ``_cdata``, which says whether two are one
+- of modules ``_parameters``, ``_buffers``, ``_modules`` and hooks; of recurrent layers ``_flat_weights``
+- of DTensors ``_local_tensor``; of operators ``_schema``; of process groups ``_get_backend``
+- of readers of checkpoints ``_slice_file``; of ``torch.autograd.profiler`` ``_is_profiler_enabled``, which changes
 
 >>> from thunder_zero.compat.private import aot_stage2_compile
 """
@@ -107,6 +113,8 @@ NAMES = {name: Private(*row) for name, row in {
     "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "likewise", "likewise"),
     "disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes",
         "computes real numbers beside a forecast", "a public way out of modes"),
+    "make_wrapper_subclass": ("torch:Tensor._make_wrapper_subclass", "tensors of any strides without memory",
+        "a public way to make them"),
     # processes and shards: compat/torch_gaps.py, sharded/, checkpoint/
     "coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager", "launches collectives as one",
         COALESCED),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from thunder_zero.compat.private import make_wrapper_subclass
 from thunder_zero.plan.params import Plan
 
 # What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
@@ -116,7 +117,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 def _without_memory(kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device) -> AnyTensor:
     strides = torch.empty(like.shape, device="meta").stride()
     options: Any = {"dtype": dtype, "device": device, "requires_grad": like.requires_grad, "storage_size": 0}
-    made: Any = Tensor._make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
+    made: Any = make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
     made.__class__ = kind
     return made  # type: ignore[no-any-return]
 
