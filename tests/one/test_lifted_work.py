@@ -115,6 +115,19 @@ def test_a_value_names_the_value_whose_memory_it_views(traces: tz.tools.Traces) 
     assert {values[name].base for name in wait.writes} == {""}
 
 
+def test_a_view_by_an_operator_of_torch_names_the_value_whose_memory_it_views() -> None:
+    class Turns(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).unflatten(1, (2, 4)).transpose(1, 2).clone().flatten(0, 1)
+
+    traces = tz.trace(Turns(8, 8), torch.zeros(3, 8), world_size=2)
+    values, names = traces.timeline.values, ("addmm", "view", "transpose", "clone", "_unsafe_view")
+    made = {name: calls(traces, name)[-1].writes[0] for name in ("t", *names)}
+    (wait,) = calls(traces, "zero_wait_coalesced")
+    assert [values[made[name]].base for name in names] == ["", made["addmm"], made["addmm"], "", made["clone"]]
+    assert values[made["t"]].base == wait.writes[0]
+
+
 def test_what_may_be_a_copy_is_not_called_a_view() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)))
     traces = tz.trace(module, torch.zeros(3, 8), world_size=2, frontend="thunder")
