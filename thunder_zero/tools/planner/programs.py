@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
+from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import STAGES, Policy
@@ -80,7 +79,7 @@ class SubjectPrograms:
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(policy, mesh, traced)
         self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
-        with _collecting_later():
+        with uncollected():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
         return Evaluated(held, estimate_whole(traces, self.device, units, copies), traced)
@@ -99,7 +98,7 @@ class SubjectPrograms:
     def _compiled(self, policy: Policy, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (policy, traced) not in self.compiled:
-            with self.subject.with_blocks(traced), _collecting_later():
+            with self.subject.with_blocks(traced), uncollected():
                 captured = self._captured(traced)
                 self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
                 self.compiled[policy, traced] = captured.under(policy)
@@ -132,15 +131,3 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 def adamw(params: object) -> torch.optim.Optimizer:
     """AdamW without the temporaries of torch's ``foreach``: fused, it has none."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Python's collector of cycles takes a quarter of a compilation's time; inside the block it waits."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
