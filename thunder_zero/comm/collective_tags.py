@@ -22,10 +22,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import SENDER, Waitable, WaitsBy, in_background
-from thunder_zero.comm.lost_ranks import CPU, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
+from thunder_zero.comm.handle import SENDER, Waitable, at_once
+from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
 from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
 from thunder_zero.plan.params import Param
 
@@ -45,7 +45,7 @@ TAG = 0x63746167  # "ctag": users hardly send under it
 SOMETHING = "a small collective of thunder_zero"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CollectiveTag:
     """What a rank does, as far as it can tell: two ranks with different tags must not communicate.
 
@@ -57,7 +57,7 @@ class CollectiveTag:
     text: str
     details: str = ""
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Tells this tag from all others."""
         return hashlib.sha256(f"{self.text}\n{self.details}".encode()).digest()[:DIGEST_BYTES]
@@ -67,6 +67,7 @@ class CollectiveTag:
         """Less than 2 ** ``TAG_BITS``; another tag has another number, but for one in four million."""
         return int.from_bytes(self.digest[:4], "big") % (1 << TAG_BITS)
 
+    @cached_property
     def message(self) -> bytes:
         """What travels, ``BYTES`` long."""
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
@@ -157,50 +158,51 @@ class AnnouncedTag:
         self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         peers = {rank: dist.get_group_rank(channel, rank) for rank in ranks}
-        message = torch.frombuffer(bytearray(tag.message()), dtype=torch.uint8)
+        message = torch.frombuffer(bytearray(tag.message), dtype=torch.uint8)
+        self._posted: list[_Posted] = []
 
-        def post() -> list[_Posted]:
+        def post() -> None:
             with naming_lost_ranks(channel):
                 slots = [bytearray(BYTES) for _ in ranks]
                 pairs = zip((torch.frombuffer(slot, dtype=torch.uint8) for slot in slots), peers.values(), strict=True)
                 receives = [dist.irecv(slot, None, channel, TAG, peer) for slot, peer in pairs]
                 sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
-            return list(zip(peers.items(), slots, receives, sends, strict=True))
+            self._posted += zip(peers.items(), slots, receives, sends, strict=True)
 
-        self._posted: Future[list[_Posted]] | None = in_background(SENDER, post)  # None: confirmed
+        self._end_of_post: Callable[[], None] | None = at_once(SENDER, post)  # None: confirmed
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
         """Wait for the peers' tags, once; raise if a peer is elsewhere or lost."""
-        if self._posted is None:
+        if self._end_of_post is None:
             return
         require_same_so_far(self._channel)
         _unconfirmed.pop(self._channel, None)
         with naming_tag(self._tag.text):
-            posted = self._posted.result()
-            for (rank, peer), slot, received, sent in posted:
+            self._end_of_post()
+            for (rank, peer), slot, received, sent in self._posted:
                 assert received is not None, "every rank of the group takes part"
                 assert sent is not None, "every rank of the group takes part"
                 with naming_lost_ranks(self._channel, peer, self._timeout):
                     received.wait(self._timeout)
                     # The peer posted its receive before it sent: it learns of a difference as well.
                     sent.wait(self._timeout)
-                _compare(self._tag, rank, bytes(slot), self._channel, posted)
-        self._posted = None
+                _compare(self._tag, rank, bytes(slot), self._channel, self._posted)
+        self._end_of_post, self._posted = None, []
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
     """Announce a tag by a collective for which the host waits."""
     messages = [b""] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
-        dist.all_gather_object(messages, tag.message(), group=group)
+        dist.all_gather_object(messages, tag.message, group=group)
     for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
         _compare(tag, rank, message, group, None)
 
 
 def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, keep: object) -> None:
     """Raise, now and from now on, if a peer's message is not that of this tag."""
-    if message == tag.message():
+    if message == tag.message:
         return
     here, there = dist.get_rank(), rank
     texts = {here: tag.text, there: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
@@ -292,12 +294,22 @@ class TaggedTransport(Forwarding):
         """A handle that compares tags before it waits."""
         if not self._announces:
             return handle
-        tag, announced = self._tag, self._announced_tag
+        return _Confirmed(handle, self._tag, self._announced_tag)
 
-        def wait() -> tuple[Tensor, ...]:
-            if announced is not None:
-                announced.confirm()
-            with naming_tag(tag.text):
-                return handle.wait()
 
-        return WaitsBy(wait)
+class _Confirmed:
+    """A handle that compares tags before it waits for another."""
+
+    __slots__ = "_announced", "_handle", "_tag"
+
+    def __init__(self, handle: Waitable, tag: CollectiveTag, announced: AnnouncedTag | None) -> None:
+        self._handle, self._tag, self._announced = handle, tag, announced
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Raise if a peer is elsewhere; or else wait as the handle does."""
+        if self._announced is not None:
+            self._announced.confirm()
+        try:
+            return self._handle.wait()
+        except LostRank as lost:  # as naming_tag, which would cost more, and every wait comes here
+            raise lost.at(self._tag.text) from lost.__cause__

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -90,34 +90,71 @@ EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
     """Run a task in the named thread, after all tasks that were given to it earlier."""
     future: Future[Result] = Future()
-    _tasks_of(thread).put((task, future))
+    _thread_of(thread).give(task, future)
     return future
 
 
+def at_once(thread: str, task: Callable[[], None]) -> Callable[[], None]:
+    """Run a short task in its place among those of the named thread: here, if that has nothing to do, which spares two
+    changes of threads and the fight for the interpreter's lock. Return what waits for its end, and raises its error."""
+    if not _thread_of(thread).is_idle:
+        return in_background(thread, task).result
+    try:
+        task()
+    except Exception as error:
+        return partial(_raise, error)
+    return _nothing
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _nothing() -> None:
+    """Wait for what has ended."""
+
+
+class _Background:
+    """A background thread, one for all transports: messages under a tag must leave in the same order on all ranks. It
+    is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._lock, self._given, self._ended = threading.Lock(), 0, 0
+        threading.Thread(target=self._serve, name=f"thunder_zero {name}", daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all tasks that were given to it have ended."""
+        return self._given == self._ended
+
+    def give(self, task: Callable[[], Any], future: Future[Any]) -> None:
+        """Run a task after the earlier ones."""
+        with self._lock:
+            self._given += 1
+            self._tasks.put((task, future))
+
+    def _serve(self) -> None:
+        while True:
+            task, future = self._tasks.get()
+            result, failure = None, None
+            try:
+                result = task()
+            except BaseException as error:
+                failure = error
+            del task  # before the future is done: the tensors that it held must be free by then
+            self._ended += 1
+            if failure is None:
+                future.set_result(result)
+            else:
+                future.set_exception(failure)
+            del future, result, failure
+
+
 @cache
-def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
-    """The queue of a background thread, one for all transports: messages under a tag must leave in the same order on
-    all ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
-    tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
-    at_exit(_let_end, thread)
-    return tasks
-
-
-def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        task, future = tasks.get()
-        result, failure = None, None
-        try:
-            result = task()
-        except BaseException as error:
-            failure = error
-        del task  # before the future is done: the tensors that it held must be free by then
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-        del future, result, failure
+def _thread_of(name: str) -> _Background:
+    at_exit(_let_end, name)
+    return _Background(name)
 
 
 def _let_end(thread: str) -> None:

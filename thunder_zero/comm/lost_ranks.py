@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -92,12 +93,20 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: tim
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, LostRank) or not says_lost(error):
-            raise
-        global_ranks = dist.get_process_group_ranks(group)
-        lost = [global_ranks[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
-        who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
-        raise LostRank(dist.get_rank(), who, str(error)) from error
+        raise_named(error, group, start, rank, timeout)
+
+
+def raise_named(
+    error: RuntimeError, group: ProcessGroup, start: float, rank: int | None = None, timeout: timedelta | None = None
+) -> NoReturn:
+    """Raise what :func:`naming_lost_ranks` makes of an error of a block that began at ``start``, of
+    ``time.monotonic``: for code that runs many times in a step, where a ``try`` costs nothing."""
+    if isinstance(error, LostRank) or not says_lost(error):
+        raise error
+    global_ranks = dist.get_process_group_ranks(group)
+    lost = [global_ranks[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
+    who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
+    raise LostRank(dist.get_rank(), who, str(error)) from error
 
 
 def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:

@@ -30,8 +30,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from math import prod
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
-from thunder_zero.comm.lost_ranks import naming_lost_ranks
+from thunder_zero.comm.lost_ranks import raise_named
 from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, outside_autograd
+from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param
 
@@ -76,69 +78,92 @@ class PairwiseGloo(Launching):
             fulls = [shard.new_empty(param.shape) for shard, param in zip(shards, params, strict=True)]
         else:
             fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
-        cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
-        own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
-        bucket_parts, outgoing = [], []
+        bucket, parts = Bucket(self._group, self._tag), []
         for members in messages(shards, self._world_size, sharded=True):
-            columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
-            slots = {rank: _one_buffer(column) for rank, column in columns.items()}
-            receives = self._post_receives(slots, self._tag)
-            outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
-            unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
-            bucket_parts.append(BucketPart(receives, unpack))
-        sends = self._post_sends(outgoing)
-        if into is None:
+            rows, of = [shards[at].detach() for at in members], [fulls[at] for at in members]
+            if into is None and self._are_even(of):
+                parts.append(self._gather_even(bucket, rows, of))
+            else:
+                parts.append(self._gather(bucket, rows, of, copies=into is None))
+        return Handle(bucket.posted(parts), tuple(fulls), self._pending)
+
+    def _gather_even(self, bucket: Bucket, shards: Sequence[Tensor], fulls: Sequence[Tensor]) -> BucketPart:
+        """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
+        all, and one unpacks them."""
+        sizes = [shard.numel() for shard in shards]
+        packed = shards[0].new_empty((self._world_size, sum(sizes)))
+        rows = packed.unbind()
+        torch.cat([shard.view(-1) for shard in shards], out=rows[self._rank])
+
+        def unpack() -> None:
+            slots = [full.view(self._world_size, -1) for full in fulls]
+            torch.split_with_sizes_copy(packed, sizes, 1, out=slots)
+
+        bucket.send(dict.fromkeys(self._peers, rows[self._rank]))
+        return bucket.receive({rank: rows[rank] for rank in self._peers}, unpack)
+
+    def _gather(self, bucket: Bucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool) -> BucketPart:
+        """Gather a parameter, or several that share a message; ``copies`` this rank's rows, too."""
+        cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
+        own = [shard.view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
+        columns = {rank: [cut[rank] for cut in cuts] for rank in self._peers}
+        slots = {rank: _one_buffer(column) for rank, column in columns.items()}
+        unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(shards) > 1 else None
+        bucket.send(dict.fromkeys(self._peers, _pack(own)))
+        if copies:
             for rows, cut in zip(own, cuts, strict=True):
-                cut[self._rank].copy_(rows)
-        return Handle([*bucket_parts, *sends], tuple(fulls), self._pending)
+                bucket.meanwhile(partial(cut[self._rank].copy_, rows))
+        return bucket.receive(slots, unpack)
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
-        cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
-        own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
-        bucket_parts, outgoing = [], []
+        bucket, bucket_parts = Bucket(self._group, self._tag), []
         for members in messages(means, self._world_size, sharded=True):
-            parts = [_pack([cuts[at][rank] for at in members]) for rank in range(self._world_size)]
-            mean = _one_buffer([own[at] for at in members])
-            bucket_parts.append(self._reduce(parts, mean))
-            outgoing.append({rank: parts[rank] for rank in self._peers})
-            if len(members) > 1:
-                bucket_parts.append(BucketPart((), _unpacking([(mean, [own[at] for at in members])])))
-        sends = self._post_sends(outgoing)
-        for mean, rows in zip(means, own, strict=True):
-            mean.view(-1)[rows.numel() :].zero_()
-        return Handle([*bucket_parts, *sends], means, self._pending)
+            of, own = [grads[at].detach() for at in members], [means[at].view(-1) for at in members]
+            if self._are_even(of):
+                parts = chunk_cat(of, 0, self._world_size).unbind()
+            else:
+                cuts = [self._cut_rows(grad.contiguous()) for grad in of]
+                parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self._world_size))
+                own = [self._without_padding(bucket, mean, cut) for mean, cut in zip(own, cuts, strict=True)]
+            mean = _one_buffer(own)
+            unpack = _unpacking([(mean, own)]) if len(members) > 1 else None
+            bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
+            bucket.send({rank: parts[rank] for rank in self._peers})
+        return Handle(bucket.posted(bucket_parts), means, self._pending)
+
+    def _without_padding(self, bucket: Bucket, mean: Tensor, cut: Sequence[Tensor]) -> Tensor:
+        rows = cut[self._rank].numel()
+        bucket.meanwhile(mean[rows:].zero_)
+        return mean[:rows]
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
-        bucket_parts, outgoing = [], []
+        bucket, bucket_parts, spreads = Bucket(self._group, self._tag), [], []
         for members in messages(means, self._world_size, sharded=False):
-            flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
-            slots = [means[at].view(-1) for at in members]
+            flat, slots = flatten([grads[at].detach() for at in members]), [means[at].view(-1) for at in members]
             mean = _one_buffer(slots)
+            unpack = _unpacking([(mean, slots)]) if len(members) > 1 else None
             if self._world_size == 2:
-                parts = [flat, flat]
-                bucket_parts.append(self._reduce(parts, mean))
+                bucket.send(dict.fromkeys(self._peers, flat))
+                bucket_parts.append(self._reduce(bucket, (flat, flat), mean, unpack))
             else:
-                parts = self._cut_rows(flat)
-                bucket_parts += self._reduce_and_spread(parts, mean)
-            outgoing.append({rank: parts[rank] for rank in self._peers})
-            if len(members) > 1:
-                bucket_parts.append(BucketPart((), _unpacking([(mean, slots)])))
-        return Handle([*bucket_parts, *self._post_sends(outgoing)], means, self._pending)
+                spreads.append(self._reduce_and_spread(bucket, self._cut_rows(flat), mean, unpack))
+        posted, *others = bucket.posted(bucket_parts)
+        averaged = [part for spread in spreads for part in spread(posted.finish)]
+        return Handle([posted, *averaged, *others], means, self._pending)
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        bucket_parts = [part for rank in self._peers for part in self._receive_all(rank, incoming.get(rank, ()))]
-        packed = [
-            {rank: _pack([outgoing[rank][at] for at in members])}
-            for rank in self._peers
-            for members in messages(outgoing.get(rank, ()), 1, sharded=True)
-        ]
-        return Handle([*bucket_parts, *self._post_sends(packed)], (), self._pending)
+        bucket = Bucket(self._group, self._tag)
+        bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
+        for rank in self._peers:
+            for members in messages(outgoing.get(rank, ()), 1, sharded=True):
+                bucket.send({rank: _pack([outgoing[rank][at] for at in members])})
+        return Handle(bucket.posted(bucket_parts), (), self._pending)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it in AVERAGER, after what was given to it before."""
@@ -149,70 +174,104 @@ class PairwiseGloo(Launching):
         other._tag, other._tag_of_means = tags_of(self._role, tag)
         return other
 
-    def _receive_all(self, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
-        """Receive what a rank trades, in the messages in which it sends it."""
-        for members in messages(slots, 1, sharded=True):
-            column = [slots[at] for at in members]
-            buffer = _one_buffer(column)
-            unpack = _unpacking([(buffer, column)]) if len(members) > 1 else None
-            yield BucketPart(self._post_receives({rank: buffer}, self._tag), unpack)
-
-    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> BucketPart:
+    def _reduce(
+        self, bucket: Bucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
+    ) -> BucketPart:
         """Write the mean of all ranks' parts for this rank into ``mean``; the caller sends ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
-        receives = self._post_receives(arrived, self._tag)
-        arrived[self._rank] = parts[self._rank]
-        in_rank_order = [arrived[rank] for rank in range(self._world_size)]
-        return BucketPart(receives, lambda: mean_into(mean, in_rank_order))
+        in_rank_order = [arrived.get(rank, parts[self._rank]) for rank in range(self._world_size)]
 
-    def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[BucketPart]:
-        """Average this rank's part of ``mean``, send it to all peers, and receive the other parts."""
+        def reduce() -> None:
+            mean_into(mean, in_rank_order)
+            if then is not None:
+                then()
+
+        return bucket.receive(arrived, reduce)
+
+    def _reduce_and_spread(
+        self, bucket: Bucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
+    ) -> Callable[[Wait], list[BucketPart]]:
+        """Average this rank's part of ``mean``, send it to all peers, and receive the other parts. The result is called
+        when the bucket is posted, with what waits for that."""
         slots = self._cut_rows(mean)
-        receives = self._post_receives({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
-        reduce = self._reduce(parts, slots[self._rank])
+        others = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
+        reduce = self._reduce(bucket, parts, slots[self._rank], None)
+        bucket.send({rank: parts[rank] for rank in self._peers})
         sent: list[Wait] = []
 
-        def average_then_send() -> None:
-            reduce.finish()
-            sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
+        def spread(posted: Wait) -> list[BucketPart]:
+            def average_then_send() -> None:
+                posted()
+                reduce.finish()
+                messages = dict.fromkeys(self._peers, slots[self._rank])
+                sent.extend(_start(send, messages, self._group, self._tag_of_means))
 
-        averaged = self.run_after(average_then_send)
-        return [BucketPart((averaged,)), BucketPart(receives), BucketPart(sent)]
+            return [BucketPart((self.run_after(average_then_send),)), others, BucketPart(sent)]
+
+        return spread
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
-        ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
-        row = tensor.numel() // max(1, tensor.shape[0])
-        return list(tensor.view(-1).split([(stop - start) * row for start, stop in ranges]))  # one call of torch
+        sizes = _elements_of_ranks(tuple(tensor.shape), self._world_size)
+        return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
-    def _post_sends(self, outgoing: Sequence[dict[int, Tensor]]) -> list[BucketPart]:
-        """Send a bucket's messages, given by rank, in the background; the result's waits wait for their end."""
-        sent: list[Wait] = []
+    def _are_even(self, fulls: Sequence[Tensor]) -> bool:
+        """Whether these share a message, and each rank owns as many rows of each."""
+        return len(fulls) > 1 and all(full.shape[0] % self._world_size == 0 for full in fulls)
 
-        def post() -> None:
-            for messages in outgoing:
-                sent.extend(self._send(messages, self._tag))
 
-        posted = self._post(post)
-        return [BucketPart((posted,)), BucketPart(sent)]
+class Bucket:
+    """The messages of one launch. One task of the sender thread posts them all: first what is received, then what is
+    sent."""
 
-    def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
-        return [self._start(send, message, rank, tag) for rank, message in messages.items() if message.numel()]
+    def __init__(self, group: ProcessGroup, tag: int) -> None:
+        self._group, self._tag = group, tag
+        self._receives: list[tuple[dict[int, Tensor], int, list[Wait]]] = []
+        self._sends: list[dict[int, Tensor]] = []
+        self._sent: list[Wait] = []
+        self._meanwhile: list[Callable[[], object]] = []
 
-    def _post_receives(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
-        """Receive messages, given by rank, in the background; the waits, called in order, return at the end."""
-        pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
+    def receive(self, slots: dict[int, Tensor], then: Callable[[], None] | None, tag: int | None = None) -> BucketPart:
+        """Receive messages, given by rank, and call ``then`` when all are there; the part waits for that."""
         received: list[Wait] = []
-        posted = self._post(lambda: received.extend(self._start(receive, slot, rank, tag) for slot, rank in pairs))
-        return chain((posted,), received)
+        self._receives.append((slots, self._tag if tag is None else tag, received))
+        return BucketPart(received, then)
 
-    def _post(self, task: Callable[[], None]) -> Wait:
-        """Run a task that starts messages, after all earlier ones, without blocking the caller."""
-        return in_background(SENDER, task).result
+    def send(self, messages: dict[int, Tensor]) -> None:
+        """Send messages, given by rank."""
+        self._sends.append(messages)
 
-    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
-        return message(tensor, rank, self._group, tag)
+    def meanwhile(self, work: Callable[[], object]) -> None:
+        """Do local work while messages travel."""
+        self._meanwhile.append(work)
+
+    def posted(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
+        """Start the messages, without blocking the caller. Return all that a handle waits for: the end of that, the
+        given parts, the end of what is sent."""
+        posted = in_background(SENDER, self._post).result
+        for work in self._meanwhile:
+            work()
+        return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
+
+    def _post(self) -> None:
+        for slots, tag, received in self._receives:
+            received += _start(receive, slots, self._group, tag)
+        for messages in self._sends:
+            self._sent += _start(send, messages, self._group, self._tag)
+
+
+def _start(message: Message, tensors: dict[int, Tensor], group: ProcessGroup, tag: int) -> list[Wait]:
+    """Start messages, given by rank; the waits return at their ends. An empty one is none."""
+    return [message(tensor, rank, group, tag) for rank, tensor in tensors.items() if tensor.numel()]
+
+
+def _receive_all(bucket: Bucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
+    """Receive what a rank trades, in the messages in which it sends it."""
+    for members in messages(slots, 1, sharded=True):
+        column = [slots[at] for at in members]
+        buffer = _one_buffer(column)
+        yield bucket.receive({rank: buffer}, _unpacking([(buffer, column)]) if len(members) > 1 else None)
 
 
 def tags_of(role: int, tag: int) -> tuple[int, int]:
@@ -223,30 +282,51 @@ def tags_of(role: int, tag: int) -> tuple[int, int]:
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
     """Start sending to a rank of the group; nothing else sends messages."""
-    with naming_lost_ranks(group, rank):
+    start = monotonic()
+    try:
         work = dist.isend(message, group=group, group_dst=rank, tag=tag)
+    except RuntimeError as error:
+        raise_named(error, group, start, rank)
     return partial(_end, work, group, rank)
 
 
 def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
     """Start receiving from a rank of the group into ``slot``."""
-    with naming_lost_ranks(group, rank):
+    start = monotonic()
+    try:
         work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
+    except RuntimeError as error:
+        raise_named(error, group, start, rank)
     return partial(_end, work, group, rank)
 
 
 def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
     assert work is not None, "every rank of the group takes part"
-    with naming_lost_ranks(group, rank):
+    start = monotonic()
+    try:
         work.wait()
+    except RuntimeError as error:
+        raise_named(error, group, start, rank)
+
+
+@cache
+def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
+    """How many elements of a tensor each rank owns."""
+    ranges = [layout.row_range(shape[0], world_size, rank) for rank in range(world_size)]
+    return [(stop - start) * prod(shape[1:]) for start, stop in ranges]
 
 
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
     """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
     Their order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
     parts = 1 if sharded else world_size
-    small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
-    large = [[at] for at in range(len(tensors)) if at not in set(small)]
+    small: list[int] = []
+    large: list[list[int]] = []
+    for at, tensor in enumerate(tensors):
+        if tensor.nbytes < PACK_BELOW_BYTES * parts:
+            small.append(at)
+        else:
+            large.append([at])
     return [small, *large] if small else large
 
 
@@ -283,8 +363,7 @@ def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[
 
     def unpack() -> None:
         for message, tensors in pairs:
-            pieces = torch.split(message, [tensor.numel() for tensor in tensors])
-            for tensor, piece in zip(tensors, pieces, strict=True):
-                tensor.copy_(piece)
+            sizes = [tensor.numel() for tensor in tensors]
+            torch.split_with_sizes_copy(message, sizes, out=list(tensors))
 
     return unpack

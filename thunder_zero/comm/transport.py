@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def outside_autograd(launch: Function) -> Function:
     """A launch that autograd does not see, whose results it may save: under inference mode they would be refused."""
-    return torch.inference_mode(False)(torch.no_grad()(launch))
+    outside = torch.inference_mode(False)(torch.no_grad()(launch))
+
+    @wraps(launch)
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        # A program runs without gradients anyway, and to enter both modes again costs more than to ask.
+        inside = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        return (outside if inside else launch)(*args, **kwargs)
+
+    return cast(Function, launched)
 
 
 class Transport(ABC):

@@ -109,6 +109,8 @@ NAMES = {name: Private(*row) for name, row in {
     "select_conv_backend": ("torch._C:_select_conv_backend", "the kernel that a convolution takes",
         "a public question"),
     "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
+    "chunk_cat": ("torch:_chunk_cat", "cuts many gradients into the rows of ranks in one call", "it made public"),
+    "flatten": ("torch._utils:_flatten_dense_tensors", "one vector of many gradients in one call", "it made public"),
     "DispatchKeySet": ("torch._C:DispatchKeySet", "passes an operator on to the next kernel", "a public redispatch"),
     "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "likewise", "likewise"),
     "disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes",
