@@ -60,7 +60,7 @@ def measure(rank: int, names: list[str], steps: int, profile: str, store: str) -
     gc.freeze()  # what compiling left is not traversed in every collection: this is about steps
     used: dict[str, list[float]] = {name: [] for name in names}
     taken: dict[str, list[float]] = {name: [] for name in names}
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.thread_time)
     for _ in range(ROUNDS):
         for name, step in contestants.items():
             dist.barrier()

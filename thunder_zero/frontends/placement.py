@@ -9,7 +9,8 @@ an error in a sentence or None. They are made once, right after the module was s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -83,15 +84,15 @@ def intact(model: ThunderModule, state: State) -> list[Check]:
     ...`` would be ignored silently, or would train something other than the plan."""
     plain: nn.Module = model._model
     modules = list(plain.named_modules())
-    checks: list[Check] = []
+    holders: list[tuple[dict[str, Any], str, str]] = []
     for path, module in modules:
-        checks += [_stays(module._parameters, "parameter", path), _stays(module._modules, "submodule", path)]
+        holders += [(module._parameters, "parameter", path), (module._modules, "submodule", path)]
+    checks = [_all_stay(holders)]
     kinds = {"attribute": vars(plain), "submodule": plain._modules, "buffer": plain._buffers}
     kinds["parameter"] = plain._parameters
     names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
     checks += [_hides_none(of, names) for of in (model._modules, model._parameters, model._buffers, vars(model))]
-    checks.append(_adds_no_parameter(model, plain))
-    return [*checks, *(_as_planned(path, shard) for path, shard in state.shards.items())]
+    return [*checks, _adds_no_parameter(model, plain), _all_as_planned(state.shards)]
 
 
 def nones_stay(plain: nn.Module) -> list[Check]:
@@ -102,9 +103,13 @@ def nones_stay(plain: nn.Module) -> list[Check]:
 
 def require_intact(checks: Iterable[Check]) -> None:
     """Raise for the first thing that was changed."""
-    for check in checks:
-        if (sentence := check()) is not None:
-            raise RuntimeError(sentence)
+    if (sentence := first_error(checks)) is not None:
+        raise RuntimeError(sentence)
+
+
+def first_error(checks: Iterable[Check]) -> str | None:
+    """Return what the first check says that finds something."""
+    return next((sentence for check in checks if (sentence := check()) is not None), None)
 
 
 def _hooks_stay(module: nn.Module, path: str) -> Check:
@@ -120,6 +125,23 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
             f"thunder_zero sharded the module, whose traces would not call it; do this before sharding, or hook the "
             f"sharded model itself"
         )
+
+    return check
+
+
+def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
+    """Dicts of modules, each with its kind and its module's path, hold the same objects in the same order. They are
+    compared all at once, and looked at one by one only if something changed."""
+    dicts = [holder for holder, _, _ in holders]
+    counts = list(map(len, dicts))
+    expected = [value for holder in dicts for value in holder.values()]
+    checks = [_stays(*each) for each in holders]
+
+    def check() -> str | None:
+        found = chain.from_iterable(map(dict.values, dicts))
+        if list(map(len, dicts)) == counts and all(map(is_, found, expected)):
+            return None
+        return first_error(checks)
 
     return check
 
@@ -188,6 +210,25 @@ def _hides_none(holder: Mapping[str, Any], names: Mapping[str, str]) -> Check:
     def check() -> str | None:
         found = names.keys() & holder
         return None if not found else _replaced(f"{names[min(found)]} {min(found)!r}", None, holder[min(found)])
+
+    return check
+
+
+def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
+    """All shards are as they were made. They are compared all at once, and looked at one by one only if one changed."""
+    tensors = list(shards.values())
+    checks = [_as_planned(path, shard) for path, shard in shards.items()]
+    shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
+    trains = [shard.requires_grad for shard in tensors]
+
+    def check() -> str | None:
+        if (
+            [shard.shape for shard in tensors] == shapes
+            and [shard.untyped_storage()._cdata for shard in tensors] == memory  # _memory_of, without 150 calls
+            and [shard.requires_grad for shard in tensors] == trains
+        ):
+            return None
+        return first_error(checks)
 
     return check
 

@@ -89,7 +89,8 @@ class Calls:
         self._state.resident.expect_step()
         self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
         params = [self._plan.by_name[path] for path in paths]
-        sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
+        add = self._with_deferred if self._accumulation.paths else sum_and_cast
+        sums = [add(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):
             handle = self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
         self._state.labels.gradients_are_made(paths)

@@ -109,7 +109,8 @@ def watch(state: State, module: nn.Module) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param in parameters_of(optimizer):
+    stepped = parameters_of(optimizer)
+    for param in stepped if sharded_model.may_be_replaced(stepped) else ():
         if (before := sharded_model.replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "

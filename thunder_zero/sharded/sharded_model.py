@@ -107,13 +107,16 @@ class ShardEntry(NamedTuple):
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
 _entries = WeakTensorKeyDictionary()
+_replaced_ids: set[int] = set()  # of the plain modules' parameters in it; where one is gone, another tensor may have it
 
 
 def register(state: State, module: nn.Module) -> None:
     """Enter a model's tensors; the plain module still has its own parameters."""
     _states.add(state)
     for path, shard in state.shards.items():
-        _entries[module.get_parameter(path)] = ShardEntry(weakref.ref(state), path, is_shard=False)
+        original = module.get_parameter(path)
+        _entries[original] = ShardEntry(weakref.ref(state), path, is_shard=False)
+        _replaced_ids.add(id(original))
         _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
 
 
@@ -150,6 +153,11 @@ def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | N
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
     """:func:`owner_of` each of these."""
     return list(map(owner_of, params))
+
+
+def may_be_replaced(params: Iterable[Tensor]) -> bool:
+    """Whether :func:`replaced` may find any of these; a quick look, before every step of an optimizer."""
+    return not _replaced_ids.isdisjoint(map(id, params))
 
 
 def replaced(param: Tensor) -> tuple[State, Param] | None:

@@ -11,6 +11,7 @@ operator: its tags, its schema, its registry of FLOPs. A short table has what to
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -50,6 +51,36 @@ NOT_CHEAP = frozenset(("empty", "empty_like"))
 OVER_ROWS = frozenset(("_softmax", "_log_softmax", "_safe_softmax", "native_layer_norm", "_fused_rms_norm"))
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+DIRECT = {  # functions of torch that take the same arguments to the same kernels, in half the time
+    torch.ops.aten.addmm.default: torch.addmm,
+    torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.t.default: torch.Tensor.t,
+    torch.ops.aten.transpose.int: torch.Tensor.transpose,
+    torch.ops.aten.view.default: torch.Tensor.view,
+}
+
+
+def bound(text: str) -> tuple[str, dict[str, Any]]:
+    """Return text that calls operators by names of one word, and what these names are.
+
+    >>> bound("y = torch.ops.aten.relu.default(x)")[0]
+    'y = aten_relu_default(x)'
+    """
+    called: dict[str, Any] = {}
+
+    def name(found: re.Match[str]) -> str:
+        space, packet, overload = found.groups()
+        name = f"{space}_{packet}_{overload}"
+        if name not in called:
+            operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
+            called[name] = DIRECT.get(operator, operator._op)  # what its ``__call__`` calls
+        return name
+
+    return CALL.sub(name, text), called
 
 
 @cache

@@ -2,14 +2,20 @@
 
 In: a trace. Out: the function that Thunder's ``python_callable`` would make, whose text has no comments: Thunder makes
 what a line prints fifteen times, since it asks each line, twice for the text and once for the names, what it imports.
+What runs calls torch's operators by names that are bound here: to look one up in ``torch.ops`` and to pass its
+``__call__`` takes as long as a view, and most lines are views. Tracebacks show the text.
 """
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
+
+from thunder_zero.traces.operators import bound
 
 import thunder
 from thunder.core.baseutils import build_callable, is_base_printable
@@ -33,7 +39,11 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
             text += _lines(line, names, known)
     names |= {"torch": torch, "thunder": thunder}
     name = signature.name
-    function: Callable[..., Any] = build_callable(name, "\n".join((*HEADER, *text)), f"thunder.{name}", names)
+    shown = "\n".join((*HEADER, *text))
+    run, called = bound(shown)
+    function: Callable[..., Any] = build_callable(name, run, f"thunder.{name}", {**names, **called})
+    filename = unwrap(function).__code__.co_filename
+    linecache.cache[filename] = len(shown), None, shown.splitlines(keepends=True), filename
     return function
 
 
