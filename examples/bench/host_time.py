@@ -1,4 +1,4 @@
-"""Host time of a training step on two ranks: CPU time of a rank and step, of all its threads, in turn for each contestant.
+"""CPU time of a training step on two ranks, of all threads of a rank, in turn for each contestant.
 
     python examples/bench/host_time.py                       the table
     python examples/bench/host_time.py --only zero3 --profile zero3.prof    cProfile of rank 0's main thread
@@ -15,10 +15,13 @@ import argparse
 import cProfile
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
