@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ class Handle:
     never frees memory that the backend still writes to.
     """
 
-    def __init__(self, parts: Iterable[BucketPart], results: tuple[Tensor, ...], pending: set[Handle]) -> None:
+    def __init__(self, parts: Iterable[BucketPart], results: Sequence[Tensor], pending: set[Handle]) -> None:
         self._parts = deque(parts)
-        self._results: tuple[Tensor, ...] | None = results
+        self._results: Sequence[Tensor] | None = results  # a part may make them
         self._pending = pending
         pending.add(self)
 
@@ -74,7 +74,7 @@ class Handle:
             raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
         results, self._results = self._results, None
-        return results
+        return tuple(results)
 
     def settle(self) -> None:
         """Wait for all messages and drop the inputs; ``wait`` still returns the results."""

@@ -33,6 +33,7 @@ from copy import copy
 from functools import cache, partial
 from math import prod
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,33 +75,28 @@ class PairwiseGloo(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        if into is None:
-            fulls = [shard.new_empty(param.shape) for shard, param in zip(shards, params, strict=True)]
-        else:
-            fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
         bucket, parts = Bucket(self._group, self._tag), []
+        shapes = [param.shape for param in params]
+        fulls: list[Any] = [None] * len(shards)
         for members in messages(shards, self._world_size, sharded=True):
-            rows, of = [shards[at] for at in members], [fulls[at] for at in members]
-            if into is None and self._are_even(of):
-                parts.append(self._gather_even(bucket, rows, of))
-            else:
-                parts.append(self._gather(bucket, rows, of, copies=into is None))
-        return Handle(bucket.posted(parts), tuple(fulls), self._pending)
+            rows = [shards[at] for at in members]
+            if into is None and self._are_even(members, shapes):
+                parts.append(self._gather_even(bucket, rows, partial(_cut, fulls, members, shapes)))
+                continue
+            for at in members:
+                fulls[at] = shards[at].new_empty(shapes[at]) if into is None else into[at].detach()[: shapes[at][0]]
+            parts.append(self._gather(bucket, rows, [fulls[at] for at in members], copies=into is None))
+        return Handle(bucket.posted(parts), fulls, self._pending)
 
-    def _gather_even(self, bucket: Bucket, shards: Sequence[Tensor], fulls: Sequence[Tensor]) -> BucketPart:
+    def _gather_even(self, bucket: Bucket, shards: Sequence[Tensor], cut: Callable[..., None]) -> BucketPart:
         """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
-        all, and one unpacks them."""
+        all, and one cuts what has arrived into them."""
         sizes = [shard.numel() for shard in shards]
         packed = shards[0].new_empty((self._world_size, sum(sizes)))
         rows = packed.unbind()
         torch.cat([shard.view(-1) for shard in shards], out=rows[self._rank])
-
-        def unpack() -> None:
-            slots = [full.view(self._world_size, -1) for full in fulls]
-            torch.split_with_sizes_copy(packed, sizes, 1, out=slots)
-
         bucket.send(dict.fromkeys(self._peers, rows[self._rank]))
-        return bucket.receive({rank: rows[rank] for rank in self._peers}, unpack)
+        return bucket.receive({rank: rows[rank] for rank in self._peers}, partial(cut, packed, sizes, 1))
 
     def _gather(self, bucket: Bucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool) -> BucketPart:
         """Gather a parameter, or several that share a message; ``copies`` this rank's rows, too."""
@@ -117,19 +113,28 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        shapes = [_shard_shape(param.shape, self._world_size) for param in params]
-        means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
+        full_shapes = [param.shape for param in params]
+        shapes = [_shard_shape(shape, self._world_size) for shape in full_shapes]
+        sizes = [_numel(shape) for shape in shapes]
+        nbytes = [size * grad.itemsize for size, grad in zip(sizes, grads, strict=True)]
+        means: list[Any] = [None] * len(grads)
         bucket, bucket_parts = Bucket(self._group, self._tag), []
-        for members in messages(means, self._world_size, sharded=True):
-            of, own = [grads[at] for at in members], [means[at].view(-1) for at in members]
-            if self._are_even(of):
+        for members in grouped(nbytes, PACK_BELOW_BYTES):
+            of = [grads[at] for at in members]
+            unpack: Callable[[], None] | None
+            if self._are_even(members, full_shapes):
                 parts = chunk_cat(of, 0, self._world_size).unbind()
+                mean = torch.empty_like(parts[0])
+                unpack = partial(_cut, means, members, shapes, mean, [sizes[at] for at in members], 0)
             else:
+                for at in members:
+                    means[at] = grads[at].new_empty(shapes[at])
                 cuts = [self._cut_rows(grad.contiguous()) for grad in of]
                 parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self._world_size))
-                own = [self._without_padding(bucket, mean, cut) for mean, cut in zip(own, cuts, strict=True)]
-            mean = _one_buffer(own)
-            unpack = _unpacking([(mean, own)]) if len(members) > 1 else None
+                flat = [means[at].view(-1) for at in members]
+                own = [self._without_padding(bucket, rows, cut) for rows, cut in zip(flat, cuts, strict=True)]
+                mean = _one_buffer(own)
+                unpack = _unpacking([(mean, own)]) if len(members) > 1 else None
             bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
             bucket.send({rank: parts[rank] for rank in self._peers})
         return Handle(bucket.posted(bucket_parts), means, self._pending)
@@ -141,12 +146,17 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        means = tuple(grad.new_empty(grad.shape) for grad in grads)
+        shapes = [grad.shape for grad in grads]
+        means: list[Any] = [None] * len(grads)
         bucket, bucket_parts, spreads = Bucket(self._group, self._tag), [], []
-        for members in messages(means, self._world_size, sharded=False):
-            flat, slots = flatten([grads[at] for at in members]), [means[at].view(-1) for at in members]
-            mean = _one_buffer(slots)
-            unpack = _unpacking([(mean, slots)]) if len(members) > 1 else None
+        for members in messages(grads, self._world_size, sharded=False):
+            flat, unpack = flatten([grads[at] for at in members]), None
+            if len(members) > 1:
+                mean = torch.empty_like(flat)
+                unpack = partial(_cut, means, members, shapes, mean, [grads[at].numel() for at in members], 0)
+            else:
+                means[members[0]] = grads[members[0]].new_empty(shapes[members[0]])
+                mean = means[members[0]].view(-1)
             if self._world_size == 2:
                 bucket.send(dict.fromkeys(self._peers, flat))
                 bucket_parts.append(self._reduce(bucket, (flat, flat), mean, unpack))
@@ -216,9 +226,9 @@ class PairwiseGloo(Launching):
         sizes = _elements_of_ranks(tuple(tensor.shape), self._world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
-    def _are_even(self, fulls: Sequence[Tensor]) -> bool:
-        """Whether these share a message, and each rank owns as many rows of each."""
-        return len(fulls) > 1 and all(full.shape[0] % self._world_size == 0 for full in fulls)
+    def _are_even(self, members: Sequence[int], shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether parameters share a message, and each rank owns as many rows of each."""
+        return len(members) > 1 and all(shapes[at][0] % self._world_size == 0 for at in members)
 
 
 class Bucket:
@@ -314,7 +324,7 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
         raise_named(error, group, start, rank)
 
 
-_shard_shape = cache(layout.shard_shape)
+_shard_shape, _numel = cache(layout.shard_shape), cache(prod)
 
 
 @cache
@@ -327,11 +337,15 @@ def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
     """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
     Their order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
-    parts = 1 if sharded else world_size
+    return grouped([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES * (1 if sharded else world_size))
+
+
+def grouped(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """The positions of tensors that share a message, by their sizes: those below the limit share one."""
     small: list[int] = []
     large: list[list[int]] = []
-    for at, tensor in enumerate(tensors):
-        if tensor.nbytes < PACK_BELOW_BYTES * parts:
+    for at, size in enumerate(nbytes):
+        if size < limit:
             small.append(at)
         else:
             large.append([at])
@@ -363,6 +377,21 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
     """A 1-D buffer for such a message: a single tensor itself, or new memory for several."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+@outside_autograd
+def _cut(
+    results: list[Any],
+    members: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    packed: Tensor,
+    sizes: Sequence[int],
+    dim: int,
+) -> None:
+    """Cut a packed message into new tensors, the results at these positions."""
+    split: Any = torch.split_with_sizes_copy  # which torch's types give no result
+    for at, piece in zip(members, split(packed, sizes, dim), strict=True):
+        results[at] = piece.resize_(shapes[at])  # it has as many elements; a view would hold a tensor more
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
