@@ -75,7 +75,7 @@ class PairwiseGloo(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        bucket, parts = Bucket(self._group, self._tag), []
+        bucket, parts = GlooBucket(self._group, self._tag), []
         shapes = [param.shape for param in params]
         fulls: list[Any] = [None] * len(shards)
         for members in messages(shards, self._world_size, sharded=True):
@@ -88,7 +88,7 @@ class PairwiseGloo(Launching):
             parts.append(self._gather(bucket, rows, [fulls[at] for at in members], copies=into is None))
         return Handle(bucket.posted(parts), fulls, self._pending)
 
-    def _gather_even(self, bucket: Bucket, shards: Sequence[Tensor], cut: Callable[..., None]) -> BucketPart:
+    def _gather_even(self, bucket: GlooBucket, shards: Sequence[Tensor], cut: Callable[..., None]) -> BucketPart:
         """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
         all, and one cuts what has arrived into them."""
         sizes = [shard.numel() for shard in shards]
@@ -98,7 +98,9 @@ class PairwiseGloo(Launching):
         bucket.send(dict.fromkeys(self._peers, rows[self._rank]))
         return bucket.receive({rank: rows[rank] for rank in self._peers}, partial(cut, packed, sizes, 1))
 
-    def _gather(self, bucket: Bucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool) -> BucketPart:
+    def _gather(
+        self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
+    ) -> BucketPart:
         """Gather a parameter, or several that share a message; ``copies`` this rank's rows, too."""
         cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
         own = [shard.view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
@@ -118,7 +120,7 @@ class PairwiseGloo(Launching):
         sizes = [_numel(shape) for shape in shapes]
         nbytes = [size * grad.itemsize for size, grad in zip(sizes, grads, strict=True)]
         means: list[Any] = [None] * len(grads)
-        bucket, bucket_parts = Bucket(self._group, self._tag), []
+        bucket, bucket_parts = GlooBucket(self._group, self._tag), []
         for members in grouped(nbytes, PACK_BELOW_BYTES):
             of = [grads[at] for at in members]
             unpack: Callable[[], None] | None
@@ -139,7 +141,7 @@ class PairwiseGloo(Launching):
             bucket.send({rank: parts[rank] for rank in self._peers})
         return Handle(bucket.posted(bucket_parts), means, self._pending)
 
-    def _without_padding(self, bucket: Bucket, mean: Tensor, cut: Sequence[Tensor]) -> Tensor:
+    def _without_padding(self, bucket: GlooBucket, mean: Tensor, cut: Sequence[Tensor]) -> Tensor:
         rows = cut[self._rank].numel()
         bucket.meanwhile(mean[rows:].zero_)
         return mean[:rows]
@@ -148,7 +150,7 @@ class PairwiseGloo(Launching):
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         shapes = [grad.shape for grad in grads]
         means: list[Any] = [None] * len(grads)
-        bucket, bucket_parts, spreads = Bucket(self._group, self._tag), [], []
+        bucket, bucket_parts, spreads = GlooBucket(self._group, self._tag), [], []
         for members in messages(grads, self._world_size, sharded=False):
             flat, unpack = flatten([grads[at] for at in members]), None
             if len(members) > 1:
@@ -168,7 +170,7 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        bucket = Bucket(self._group, self._tag)
+        bucket = GlooBucket(self._group, self._tag)
         bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
         for rank in self._peers:
             for members in messages(outgoing.get(rank, ()), 1, sharded=True):
@@ -185,7 +187,7 @@ class PairwiseGloo(Launching):
         return other
 
     def _reduce(
-        self, bucket: Bucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
+        self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
         """Write the mean of all ranks' parts for this rank into ``mean``; the caller sends ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
@@ -200,7 +202,7 @@ class PairwiseGloo(Launching):
         return bucket.receive(arrived, reduce)
 
     def _reduce_and_spread(
-        self, bucket: Bucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
+        self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> Callable[[Wait], list[BucketPart]]:
         """Average this rank's part of ``mean``, send it to all peers, and receive the other parts. The result is called
         when the bucket is posted, with what waits for that."""
@@ -231,7 +233,7 @@ class PairwiseGloo(Launching):
         return len(members) > 1 and all(shapes[at][0] % self._world_size == 0 for at in members)
 
 
-class Bucket:
+class GlooBucket:
     """The messages of one launch. One task of the sender thread posts them all: first what is received, then what is
     sent."""
 
@@ -276,7 +278,7 @@ def _start(message: Message, tensors: dict[int, Tensor], group: ProcessGroup, ta
     return [message(tensor, rank, group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
 
-def _receive_all(bucket: Bucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
+def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
     """Receive what a rank trades, in the messages in which it sends it."""
     for members in messages(slots, 1, sharded=True):
         column = [slots[at] for at in members]
