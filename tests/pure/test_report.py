@@ -192,11 +192,21 @@ LONG = "t_transformer_h_0_attention_projection_of_the_output_with_a_very_long_na
         ("(aa, bb, cc, dd, ee, ff, gg, hh, ii, jj, kk, ll) = wait(f)", ["(aa, ... 11 more) = wait(f)"]),
         ("del aaaaaaaa, bbbbbbbb, cccccccc, dddddddd, eeeeeeee, ffffffff", ["del aaaaaaaa, ... 5 more"]),
         ("a = f('x, y(z, w', 'it\\'s')", ["a = f('x, y(z, w', \"it's\")"]),
-        (f"a = {LONG}", [f"a = {LONG[:25]}…"]),
+        (f"a = {LONG}", ["a =", f"    {LONG[:25]}…"]),
     ],
 )
 def test_code_folds_to_its_width(code: str, expected: list[str]) -> None:
-    assert fold(code, 30) == expected
+    assert fold(code, [30]) == expected
+
+
+def test_calls_of_operators_are_whole_and_use_the_whole_width_below_the_columns() -> None:
+    code = "(y, y_1) = aten._attention(q.view([8, 4]).transpose(1, 2), k.view([8, 4]).transpose(1, 2), 0.0, True)"
+    assert fold(code, [30, 60]) == [
+        "(y, y_1) = aten._attention(",
+        "    q.view([8, 4]).transpose(1, 2),",
+        "    k.view([8, 4]).transpose(1, 2), 0.0, True)",
+    ]
+    assert fold(f"a = aten.mm(x, {LONG})", [30, 30, 90]) == ["a = aten.mm(x,", "", f"    {LONG})"]
 
 
 NAMES = st.text("abc", min_size=1, max_size=40)
@@ -206,7 +216,7 @@ TUPLES = st.lists(NAMES, min_size=2, max_size=9).map(lambda names: f"({', '.join
 @given(NAMES, st.lists(NAMES | TUPLES, max_size=9), st.integers(20, 60))
 def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -> None:
     code = f"{target} = f({', '.join(args)})"
-    lines = fold(code, width)
+    lines = fold(code, [width])
     assert max(map(len, lines)) <= width
     assert "... 1 more" not in " ".join(lines)
     if len(code) <= width:

@@ -163,11 +163,17 @@ def input_of(node: fx.Node) -> int | None:
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
-def users_name(node: fx.Node) -> str | None:
-    """Return the name that dynamo has for the value of a node, after the user's variable or the function that made it;
-    None for a line of backward."""
+def users_value(node: fx.Node) -> tuple[int, str] | None:
+    """Return which graph of dynamo's a node comes from, such as that of a checkpoint, and the name that its value has
+    there, after the user's variable or the function that made it; None for a line of backward."""
     sources = node.meta.get("from_node")
-    return sources[0].name if sources else None
+    return (sources[0].graph_id, sources[0].name) if sources else None
+
+
+def sequence_number(node: fx.Node) -> int | None:
+    """Return the number that autograd gives to a line of forward and to those of backward that compute its gradient."""
+    number: int | None = node.meta.get("seq_nr")
+    return number
 
 
 def _argument(node: fx.Node) -> str:

@@ -68,7 +68,7 @@ def _compute_again(joint: Joint) -> None:
             kwargs = fx.map_arg(node.kwargs, lambda each: copy(each, before))
             target: Any = RUN_WITH_STATE if node in draws else node.target
             with graph.inserting_before(before):
-                again[node] = graph.call_function(target, read, kwargs)
+                again[node] = graph.create_node("call_function", target, read, kwargs, f"{node.name}_again")
             again[node].meta = {**node.meta, "partitioner_tag": "is_backward", "recompute": None}
         return again[node]
 

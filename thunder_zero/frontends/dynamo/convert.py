@@ -2,12 +2,13 @@
 
 ::
 
-    primals_2 (a parameter, full)    t_h_0_w (its rows);  p0 = zero_all_gather(t_h_0_w, 'h.0.w');  w = zero_wait(p0)
-    mm = aten.mm(x, primals_2)   ->  mm = torch.ops.aten.mm.default(x, w)
+    primals_2 (a parameter, full)    t_h_0_w (its rows); p0 = zero_all_gather(t_h_0_w, 'h.0.w'); h_0_w = zero_wait(p0)
+    mm = aten.mm(x, primals_2)   ->  y = torch.ops.aten.mm.default(x, h_0_w)
     tangents_1                       tangents_1 = get_grad(loss)
-    return (loss, mm_9)              p9 = zero_reduce_scatter(mm_9, 'h.0.w');  g = zero_wait(p9);  return
+    return (loss, mm_9)              p9 = zero_reduce_scatter(h_0_w_grad, 'h.0.w'); t_h_0_w_grad = zero_wait(p9); return
 
 A parameter is gathered before the first line that reads it; its gradient is reduced right after the line that makes it.
+Values have the user's names where dynamo has them, and parameters, their rows and gradients the parameter's path.
 The trace is what Thunder would have after autodiff and lowering, so all that follows is the same for both front ends.
 """
 
@@ -15,19 +16,21 @@ from __future__ import annotations
 
 import dis
 import operator
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from keyword import iskeyword
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from thunder_zero.compat.aot import Joint, input_of, is_backward, users_name
+from thunder_zero.compat.aot import Joint, input_of, is_backward, sequence_number, users_value
 from thunder_zero.compat.dynamo import users_line
 from thunder_zero.traces.lift import proxies_in
-from thunder_zero.traces.operators import draws_random_numbers, line, read_for_shape
+from thunder_zero.traces.operators import draws_random_numbers, is_view, line, read_for_shape
 from thunder_zero.traces.pipeline import JointTrace
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
@@ -95,10 +98,11 @@ class _Conversion:
     sent: set[str] = field(default_factory=set)  # values that a reduction reads
 
     def __post_init__(self) -> None:
-        nodes = [node for node in self.joint.graph.graph.nodes if node.op == "call_function"]
-        last = {users_name(node): node for node in nodes if node.target not in (*SAME, operator.getitem)}
         self.gradients = self.joint.gradients()
-        self.names = {node: name for name, node in last.items() if name is not None}  # as dynamo has them
+        self.names = _names(self.joint.graph.graph)
+        self.users = frozenset(self.names.values())
+        for node, (first, *_) in self._ready().items():
+            self.names[node] = f"{self._path_of_gradient(first)}_grad"
 
     def run(self) -> Converted:
         joint = self.joint
@@ -168,7 +172,7 @@ class _Conversion:
         position = input_of(node)
         path = None if position is None else self.path_of[position]
         name = node.name if position is None else self.joint.names[position]
-        proxy = self._proxy(name if path is None else f"t_{path.replace('.', '_')}", node.meta["val"])
+        proxy = self._proxy(name if path is None else f"t_{path}", node.meta["val"])
         if path is None:
             self.made[node] = proxy
             if position is not None:
@@ -240,7 +244,7 @@ class _Conversion:
         if node.op == "get_attr":
             self.made.setdefault(node, getattr(self.joint.graph, str(node.target)))
             return
-        if node.target in SAME and not self._is_output(node):
+        if node.target in SAME and not _is_output(node):
             self.made[node] = self.made[node.all_input_nodes[0]]
             return
         args, kwargs = _filled(node.args, self.made | self._stand_ins(node)), _filled(node.kwargs, self.made)
@@ -262,29 +266,34 @@ class _Conversion:
             param = self.executor.plan.by_name[self.paths[self.rows[read].name]] if read in self.rows else None
             if param is not None and param.sharded and not param.resident and not param.kept_unsharded:
                 like = read.meta["val"]
-                found[read] = self._proxy(f"{node.name}_like", like)
+                found[read] = self._proxy(f"{param.path}_like", like)
                 options = {"dtype": like.dtype, "device": like.device}
                 _append(line(torch.ops.aten.empty.memory_format, (list(like.shape),), options, found[read]))
         return found
 
-    def _is_output(self, node: fx.Node) -> bool:
-        """Return whether the graph returns a node: autograd wants tensors of their own."""
-        return any(user.op == "output" for user in node.users)
-
     def _proxies(self, node: fx.Node | None, name: str, value: Any) -> Any:
-        """Return proxies for what a node makes, with the names of the nodes that take one of several."""
+        """Return proxies for what a node makes. Of several values the first has the node's name if it is what the user
+        gets, as of a layer norm; others have their positions, too."""
         if not isinstance(value, tuple | list):
             return self._proxy(name, value)
-        takers = {user.args[1]: user for user in (node.users if node else ()) if user.target is operator.getitem}
-        named = {position: (taker, taker.name) for position, taker in takers.items()}
-        items = [(*named.get(position, (None, f"{name}_{position}")), each) for position, each in enumerate(value)]
-        return tuple(self._proxies(*item) for item in items)
+        getters = (user for user in (node.users if node else ()) if user.target is operator.getitem)
+        takers: dict[Any, fx.Node] = {getter.args[1]: getter for getter in getters}
+        others = [taker for position, taker in takers.items() if position and taker not in self.names]
+        parts = [f"{name}_{position}" for position in range(len(value))]
+        if not self.users.isdisjoint(parts):
+            parts = [f"{name}__{position}" for position in range(len(value))]
+        if not any(users_value(taker) is None or _read_by_forward(taker) for taker in others):
+            parts[:1] = [name]
+        names = dict(enumerate(parts)) | {
+            position: self.names[taker] for position, taker in takers.items() if taker in self.names
+        }
+        return tuple(self._proxies(takers.get(at), names[at], each) for at, each in enumerate(value))
 
     def _gathered(self, node: fx.Node) -> TensorProxy:
         """Return the full parameter; inputs that are one parameter share it."""
         path = self.paths[self.rows[node].name]
         if path not in self.full:
-            self.full[path] = self.executor.lower_synchronize(self.rows[node], path)
+            self.full[path] = _renamed(self.executor.lower_synchronize(self.rows[node], path), path)
             self.values[self.full[path].name] = node.meta["val"]
         return self.full[path]
 
@@ -300,9 +309,7 @@ class _Conversion:
 
     def _reduced(self, node: fx.Node, position: int) -> TensorProxy:
         """Return a parameter's reduced gradient. Each reads a value of its own: two may be one value, or an input."""
-        (_, of), grad = self.gradients[position], self.made[node]
-        path = self.path_of[of] if of is not None else None
-        assert path is not None, "only parameters' gradients are reduced"
+        path, grad = self._path_of_gradient(position), self.made[node]
         if node.meta["val"].layout is not torch.strided:
             raise RuntimeError(
                 f"backward makes a sparse gradient of parameter {path!r}, as an embedding with sparse=True does, and "
@@ -313,8 +320,14 @@ class _Conversion:
             _append(line(torch.ops.aten.clone.default, (self.made[node],), {}, grad))
         self.sent.add(grad.name)
         param = self.executor.plan.by_name[path]
-        reduced: TensorProxy = self.executor.wait(self.executor.reduction(param)(grad, param.path))
-        return reduced
+        reduced = self.executor.wait(self.executor.reduction(param)(grad, param.path))
+        return _renamed(reduced, f"t_{path}_grad")
+
+    def _path_of_gradient(self, position: int) -> str:
+        _, of = self.gradients[position]
+        path = None if of is None else self.path_of[of]
+        assert path is not None, "only parameters' gradients are reduced"
+        return path
 
     def _gradient(self, node: Any, position: int, reduced: Mapping[int, TensorProxy]) -> Any:
         return reduced.get(position, self.made.get(node) if isinstance(node, fx.Node) else None)
@@ -346,10 +359,72 @@ def _append(bsym: BoundSymbol) -> None:
     get_tracectx().bound_symbols.append(bsym)
 
 
-def _free(name: str) -> str | None:
-    """The name, if no other value of the trace has it; None: Thunder finds one."""
-    is_taken = name in TAKEN or iskeyword(name) or name.startswith("zero_") or get_tracectx().has_name(name)
-    return name if name.isidentifier() and not is_taken else None
+def _names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return what values are called: as dynamo calls them, with a number where several graphs of dynamo's have a name.
+    What a checkpoint computes again in backward is called after its original. Of other lines of backward, those that
+    make several values are called after the line whose gradient they compute."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    forward, again = (_users_values(node for node in nodes if is_backward(node) is phase) for phase in (False, True))
+    names: dict[tuple[int, str], str] = {}
+    taken: set[str] = set()
+    for value in (*forward, *again):
+        if value not in names:
+            names[value] = _first_free(value[1], taken)
+            taken.add(names[value])
+    made_by = {sequence_number(node): users_value(node) for node in nodes if not is_backward(node)}
+    found = {node: names[value] for value, node in forward.items()}
+    found |= {node: f"{names[value]}_again" for value, node in again.items()}
+    for node in nodes:
+        if is_backward(node) and users_value(node) is None and isinstance(node.meta.get("val"), tuple | list):
+            name = names.get(made_by.get(sequence_number(node)) or (0, ""))
+            found |= {node: f"{name}_backward"} if name else {}
+    return found
+
+
+def _users_values(nodes: Iterable[fx.Node]) -> dict[tuple[int, str], fx.Node]:
+    """Return the nodes that make the values that dynamo has names for. The last line of a function makes its value; a
+    view that one line reads leaves the name to what it is a view of, since printing folds it into that line."""
+    found: dict[tuple[int, str], fx.Node] = {}
+    for node in nodes:
+        value = users_value(node)
+        if value is None or node.target in (*SAME, operator.getitem):
+            continue
+        readers = sum(is_backward(user) is is_backward(node) for user in node.users)
+        is_folded = is_view(node.target) and readers == 1 and not _is_output(node)
+        if value not in found or is_view(found[value].target) or not is_folded:
+            found[value] = node
+    return found
+
+
+def _read_by_forward(node: fx.Node) -> bool:
+    return any(not is_backward(user) and user.target not in SAME for user in node.users)
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Return whether the graph returns a node: autograd wants tensors of their own."""
+    return any(user.op == "output" for user in node.users)
+
+
+def _renamed(proxy: TensorProxy, name: str) -> TensorProxy:
+    """Give what the last line makes another name."""
+    trace = get_tracectx()
+    trace.names.discard(proxy.name)
+    renamed = proxy.replace_name(_free(name))
+    trace.bound_symbols[-1] = trace.bound_symbols[-1].from_bsym(output=renamed)
+    return renamed
+
+
+def _free(name: str) -> str:
+    """Return a name, or a path, as a name that no other value of the trace has, and no symbol of ours."""
+    name = re.sub(r"\W", "_", name)
+    name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
+    return _first_free(name, get_tracectx().names)
+
+
+def _first_free(name: str, names: Collection[str]) -> str:
+    """Return the name, with a number if these names, or those that Python or Thunder's traces have, contain it."""
+    numbered = (name if number == 0 else f"{name}_{number}" for number in count())
+    return next(each for each in numbered if each not in names and each not in TAKEN and not iskeyword(each))
 
 
 def _filled(tree: Any, env: Mapping[fx.Node, Any]) -> Any:

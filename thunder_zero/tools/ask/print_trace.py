@@ -13,7 +13,7 @@ from rich.console import Console
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule.timeline import Op
+from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
@@ -21,6 +21,7 @@ from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
+from thunder_zero.traces.operators import operator_of
 
 import thunder
 from thunder.core.codeutils import get_source_line
@@ -65,8 +66,8 @@ def print_trace(
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter, and the number of the others.
-        every_line: print views as lines of their own, and operators by their full names; by default a view that one
-            operator reads stands inside of it, as in ``aten.mm(x, aten.t(w))``.
+        every_line: print each line as it runs. By default views stand where they are read, as in
+            ``aten.mm(x, w.t())``, and unpacking, and the ``del`` of activations, are left out.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
         rank: of the default process group, the one that prints; a process without a group is rank 0.
 
@@ -97,18 +98,33 @@ def print_trace(
 
 
 def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
-    """The rows of one phase, "forward" or "backward"; none if there is no backward. Without ``every_line``, views stand
-    inside of the lines that read them."""
+    """The rows of one phase, "forward" or "backward"; none if there is no backward. Without ``every_line``, those to
+    show: each has the bytes after the lines behind it that are not shown."""
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
     all_rows = rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
     if every_line:
         return all_rows
+    freed: dict[int, list[str]] = {}
+    for op in traces.timeline.ops:
+        if op.kind is Kind.FREE and op.backward is (phase == "backward"):
+            freed.setdefault(op.source[0], []).extend(op.reads)
     with tracectx(trace):
-        codes = dict(shown(trace))
-    kept = [(row, codes.get(row.line.position)) for row in all_rows]
-    return tuple(replace(row, line=replace(row.line, code=code)) for row, code in kept if code is not None)
+        lines = {line.position: line for line in shown(trace, freed)}
+    at = {row.line.position: row for row in all_rows}
+    found: list[Row] = []
+    for row in all_rows:
+        if line := lines.get(row.line.position):
+            view = at.get(row.line.position if line.view is None else line.view, row)
+            means = row if row.params else view
+            new = replace(row.line, code=line.code)
+            found.append(replace(row, line=new, params=means.params, gradients=means.gradients))
+        elif found:
+            before = found[-1].line
+            after = replace(before, alive=row.line.alive, peak=before.peak or row.line.peak)
+            found[-1] = replace(found[-1], line=after)
+    return tuple(found)
 
 
 def _print_phase(
@@ -142,27 +158,29 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
 
 
 def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """The lines of a trace, without the comments that name its inputs. Only forward's get an origin: few lines of
-    backward have one, and that is the origin of a line of forward."""
+    """The lines of a trace, without the comments that name its inputs."""
     run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
     last = max(run, default=0)
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
             code = "\n".join(bsym.python(indent=0, print_depth=1))
             if any(not line.startswith("#") for line in code.splitlines()):
-                origin = _origin(bsym) if phase == "forward" else ""
+                origin = _origin(bsym, phase)
                 line = run.get(min(position, last))  # the return allocates nothing
                 is_peak = forecast is not None and line is forecast.peak_line and position <= last
                 peak = line.highest if line and is_peak else None
                 yield SourceLine(code, position, origin, line.total if line else None, peak)
 
 
-def _origin(bsym: BoundSymbol) -> str:
-    """``gpt.py:98  x = self.embedding(tokens)``; "" for a line of Thunder's own."""
+def _origin(bsym: BoundSymbol, phase: str) -> str:
+    """``gpt.py:98  x = self.embedding(tokens)``, ``gradient of gpt.py:98  ...``; "" for a line of Thunder's own."""
     name, positions = bsym.source_filename, bsym.source_positions
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""
-    return f"{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
+    if phase == "backward" and operator_of(bsym) is None:  # few have one, that of a line of forward
+        return ""
+    of = "gradient of " if phase == "backward" else ""
+    return f"{of}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:

@@ -1,82 +1,188 @@
-"""Shortens the code of traces for printing: names of operators, views inside of their readers.
+"""Shortens the code of traces for printing: views stand inside of lines, no activation is deleted.
 
 ::
 
     t = torch.ops.aten.t.default(w)
-    view = torch.ops.aten.view.default(x, [16, 16])    ->    addmm = aten.addmm(b, aten.view(x, [16, 16]), aten.t(w))
-    addmm = torch.ops.aten.addmm.default(b, view, t)         del w, x
-    del t, view, w, x
+    del w
+    view = torch.ops.aten.view.default(x, [16, 4])
+    addmm = torch.ops.aten.addmm.default(b, view, t)     ->    y = aten.addmm(b, x.view([16, 4]), w.t()).view([4, 4, 4])
+    del b, t, view                                             del b, w
+    y = torch.ops.aten.view.default(addmm, [4, 4, 4])
+    del addmm
+
+Views that undo one another are left out, as in ``w.t().t()``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from thunder_zero.traces.operators import operator_of
+from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.work import makes_view
 
 from thunder.core import prims
+from thunder.core.codeutils import prettyprint
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.executors.pythonex import clear_mutable_collection
 
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
-NAME = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*")
+METHODS = frozenset(dir(Tensor))
+HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id)
 
 
-def shown(trace: TraceCtx) -> Iterator[tuple[int, str]]:
-    """Yield the lines to show, by position, as code. What views inside of other lines are views of is deleted with the
-    last of them."""
-    folded = _views_of_one_reader(trace)
-    expressions: dict[str, str] = {}
-    root: dict[str, str] = {}  # of a folded view: the value in whose place it stands
-    alive: Counter[str] = Counter()  # of a root: its folded views, and itself
+@dataclass(frozen=True, slots=True)
+class ShownLine:
+    """A line to show: its code, its position, and that of a view that it makes, too."""
+
+    code: str
+    position: int
+    view: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A view: the operator's name, its other arguments, and the shape of what it makes."""
+
+    name: str
+    args: str
+    shape: tuple[Any, ...]
+
+    def of(self, code: str) -> str:
+        """Return the code of the view of what some code makes."""
+        given = ", ".join(part for part in (code, self.args) if part)
+        return f"{code}.{self.name}({self.args})" if self.name in METHODS else f"aten.{self.name}({given})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Views of views of a value."""
+
+    root: TensorProxy
+    steps: tuple[_Step, ...] = ()
+
+    def then(self, step: _Step) -> _Chain:
+        """Return the chain with one view more, without those that it undoes."""
+        steps = self.steps
+        if steps and steps[-1].name == step.name == "view":
+            steps = steps[:-1]
+        elif steps and step.name in ("t", "transpose") and (steps[-1].name, steps[-1].args) == (step.name, step.args):
+            return _Chain(self.root, steps[:-1])
+        is_same = step.name == "view" and step.shape == (steps[-1].shape if steps else _shape(self.root))
+        return _Chain(self.root, steps if is_same else (*steps, step))
+
+    def of(self, code: str) -> str:
+        """Return the code of these views of what some code makes."""
+        for step in self.steps:
+            code = step.of(code)
+        return code
+
+
+def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
+    """Yield the lines to show. ``freed`` are the gathered parameters whose memory a ``del`` line frees, by position."""
+    views = _views(trace)
+    folded = {name: views.chains[name].of(views.chains[name].root.name) for name in views.folded}
+    hidden = {*views.folded, *views.instead.values()}
+    position_of = {proxy.name: at for at, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs}
     for position, bsym in enumerate(trace.bound_symbols):
+        made = [proxy.name for proxy in bsym.flat_proxy_outs]
         if bsym.sym.id is prims.PrimIDs.DEL:
-            if names := list(_dead([proxy.name for proxy in bsym.flat_proxy_args], root, alive)):
-                yield position, f"del {', '.join(names)}"
-            continue
-        code = OPERATOR.sub(r"aten.\1(", "\n".join(bsym.python(indent=0, print_depth=1)))
-        made, equals, call = code.partition(" = ")
-        if equals and operator_of(bsym) is not None:
-            call = _filled(call, expressions)
-            code = f"{made}{equals}{call}"
-        if position in folded:
-            name, of = folded[position]
-            expressions[name], root[name] = call, root.get(of, of)
-            alive[root[name]] = max(alive[root[name]], 1) + 1
-        else:
-            yield position, code
+            if position in freed:
+                yield ShownLine(f"del {', '.join(freed[position])}", position)
+        elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(made):
+            if operator_of(bsym) is None:
+                yield ShownLine(_line(bsym), position)
+                continue
+            name, _, call = OPERATOR.sub(r"aten.\1(", _python(bsym)).rpartition(" = ")
+            if makes_view(bsym):
+                chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
+                call = chain.of(chain.root.name)
+            call = NAME.sub(lambda found: folded.get(found[0], found[0]), call)
+            view = views.instead.get(name)
+            if view is not None:
+                name, call = view, views.chains[view].of(call)
+            yield ShownLine(f"{name} = {call}" if name else call, position, position_of.get(view or ""))
 
 
-def _views_of_one_reader(trace: TraceCtx) -> dict[int, tuple[str, str]]:
-    """Return the views that one operator alone reads: by position, their names, and what they are views of."""
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The views of a trace.
+
+    Attributes:
+        chains: what each is a view of, by name.
+        folded: those that one operator alone reads: they stand inside of it.
+        instead: those that alone read what an operator makes, by its name: they stand in its place.
+    """
+
+    chains: Mapping[str, _Chain]
+    folded: frozenset[str]
+    instead: Mapping[str, str]
+
+
+def _views(trace: TraceCtx) -> _Views:
     reads: Counter[str] = Counter()
-    others: set[str] = set()
+    others: set[str] = set()  # read by what is no operator
+    made: dict[str, BoundSymbol] = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id is not prims.PrimIDs.DEL:
             names = {proxy.name for proxy in bsym.flat_proxy_args}
             reads.update(names)
-            if operator_of(bsym) is None:
-                others |= names
-    found = {}
-    for position, bsym in enumerate(trace.bound_symbols):
-        made = [proxy.name for proxy in bsym.flat_proxy_outs]
-        is_view = operator_of(bsym) is not None and makes_view(bsym) and len(made) == 1
-        if is_view and reads[made[0]] == 1 and made[0] not in others:
-            found[position] = made[0], bsym.flat_proxy_args[0].name
-    return found
+            others.update(() if operator_of(bsym) else names)
+            made.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
+    chains: dict[str, _Chain] = {}
+    folded: set[str] = set()
+    instead: dict[str, str] = {}
+    for bsym in trace.bound_symbols:
+        if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and makes_view(bsym):
+            of, name = bsym.flat_proxy_args[0], bsym.output.name
+            chain = chains[name] = (chains[of.name] if of.name in folded else _Chain(of)).then(_step(bsym))
+            if reads[name] == 1 and name not in others:
+                folded.add(name)
+            elif reads[chain.root.name] == 1 and _is_operator_of_one(made.get(chain.root.name)):
+                instead[chain.root.name] = name
+    return _Views(chains, frozenset(folded), instead)
 
 
-def _dead(names: list[str], root: Mapping[str, str], alive: Counter[str]) -> Iterator[str]:
-    """Yield the names to show as deleted: a value with views inside of other lines goes with the last of them."""
-    for name in names:
-        of = root.get(name, name)
-        if alive[of]:
-            alive[of] -= 1
-        if not alive[of]:
-            yield of
+def _is_operator_of_one(bsym: BoundSymbol | None) -> bool:
+    """Return whether a line calls an operator that makes one value, and no view."""
+    return (
+        bsym is not None
+        and operator_of(bsym) is not None
+        and isinstance(bsym.output, TensorProxy)
+        and not makes_view(bsym)
+    )
 
 
-def _filled(code: str, expressions: Mapping[str, str]) -> str:
-    return NAME.sub(lambda found: expressions.get(found[0], found[0]), code)
+def _step(bsym: BoundSymbol) -> _Step:
+    name = bsym.sym.name.removeprefix("_unsafe_")
+    args = ", ".join([*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(a)}" for key, a in bsym.kwargs.items())])
+    return _Step(name, args, _shape(bsym.output) if isinstance(bsym.output, TensorProxy) else ())
+
+
+def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
+    """Return a shape that can be compared: Thunder would trace that numbers are."""
+    return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
+
+
+def _line(bsym: BoundSymbol) -> str:
+    """Return the code of a line that calls no operator. What several parameters are called is said once, by the names
+    of their values; a return has what is returned and what is saved."""
+    if isinstance(bsym.sym.executor, ZeroExecutor) and len(bsym.args) == 2 and isinstance(bsym.args[0], tuple | list):
+        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({prettyprint(tuple(bsym.args[0]))})"
+    if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
+        result, (tensors, numbers) = bsym.args
+        return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *numbers))}"
+    return _python(bsym)
+
+
+def _python(bsym: BoundSymbol) -> str:
+    return "\n".join(bsym.python(indent=0, print_depth=1))

@@ -25,9 +25,12 @@ from thunder_zero.tools.printing.words import WIDTH
 
 INDENT = " " * 4  # of continuation lines
 WHOLE_LINES = 2  # a statement of at most so many lines is shown whole
+OPERATOR_ITEMS = 4  # so many items of each collection in a call of an operator are shown at least
 TOKENS = re.compile(
-    r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<comma>, )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
+    r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+    r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
+METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # as in x.view(
 MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 
 
@@ -62,18 +65,25 @@ def place_of(plan: Plan) -> str:
     return f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}{copies}"
 
 
-def fold(code: str, width: int) -> list[str]:
-    """Lines of at most ``width`` characters that show the statements of ``code``, without its comments. A long
-    statement shows the first items of its collections and arguments, as many as fit into the least number of lines, and
-    the number of the others."""
-    return [line for statement in ast.parse(code).body for line in _fold(_unparse(statement), width)]
+def fold(code: str, widths: Sequence[int]) -> list[str]:
+    """Lines that show the statements of ``code``, without its comments. ``widths`` are the most characters of each
+    line, the last those of all that follow. A long statement shows the first items of its collections and arguments,
+    as many as fit into the least number of lines, and the number of the others; operators show all arguments."""
+    lines: list[str] = []
+    for statement in ast.parse(code).body:
+        lines += _fold(statement, widths[min(len(lines), len(widths) - 1) :])
+    return lines
 
 
-def fill(pieces: Sequence[str], width: int, indent: str = "") -> list[str]:
-    """Joins pieces into lines of at most ``width`` characters, of which later ones are indented; pieces stay whole."""
-    lines, line = [], ""
+def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list[str]:
+    """Joins pieces into lines, of which later ones are indented. ``widths`` are the most characters of each line, the
+    last those of all that follow. Pieces stay whole, but for one that is longer than any line."""
+    lines: list[str] = []
+    line = ""
     for piece in pieces:
-        if line.strip() and len((line + piece).rstrip()) > width:
+        while len((line + piece).rstrip()) > (width := widths[min(len(lines), len(widths) - 1)]):
+            if not line.strip() and width == max(widths[len(lines) :], default=width):
+                break
             lines.append(line.rstrip())
             line = indent
         line += clip(piece, width - len(line))
@@ -85,14 +95,25 @@ def clip(text: str, width: int) -> str:
     return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
-def _fold(code: str, width: int) -> list[str]:
-    best = fill(_pieces(code, width), width, INDENT)
+def _fold(statement: ast.stmt, widths: Sequence[int]) -> list[str]:
+    code = _unparse(statement)
+    best = fill(_pieces(code, widths), widths, INDENT)
     if len(best) <= WHOLE_LINES:
         return best
-    for items in range(MOST_ITEMS, 0, -1):
-        lines = fill(_pieces(_shortened(code, items), width), width, INDENT)
+    least = OPERATOR_ITEMS if _calls_operator(statement) else 1
+    for items in range(MOST_ITEMS, least - 1, -1):
+        lines = fill(_pieces(_shortened(code, items), widths), widths, INDENT)
         best = lines if len(lines) < len(best) else best
     return best
+
+
+def _calls_operator(statement: ast.AST) -> bool:
+    """Return whether a statement calls ``aten.mm`` or a method, such as ``x.view``."""
+    return isinstance(statement, ast.Assign | ast.Expr) and any(map(_is_operator, ast.walk(statement.value)))
+
+
+def _is_operator(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 
 def _shortened(code: str, items: int) -> str:
@@ -108,7 +129,7 @@ def _shortened(code: str, items: int) -> str:
 def _collection(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Tuple | ast.List):
         return node.elts
-    if isinstance(node, ast.Call):
+    if isinstance(node, ast.Call) and not _is_operator(node):
         return node.args
     return node.targets if isinstance(node, ast.Delete) else []
 
@@ -120,19 +141,24 @@ def _unparse(statement: ast.stmt) -> str:
     return ast.unparse(statement)
 
 
-def _pieces(code: str, width: int) -> list[str]:
-    """Parts between which a line may break: arguments of the outermost call, and items of long arguments."""
+def _pieces(code: str, widths: Sequence[int]) -> list[str]:
+    """Parts between which a line may break: the equals sign, arguments of the outermost call, and items of arguments
+    that fit into no line. The arguments of a method stay together."""
     breaks: list[tuple[int, int]] = []  # place, depth
-    depth = 0
+    methods: list[bool] = []  # of the parentheses that are open
     for token in TOKENS.finditer(code):
-        depth += {"opens": 1, "closes": -1}.get(str(token.lastgroup), 0)
-        is_call = token.lastgroup == "opens" and re.match(r"\w", code[token.start() - 1])
-        if is_call or token.lastgroup == "comma":
-            breaks.append((token.end(), depth))
+        kind = token.lastgroup
+        if kind == "opens":
+            methods.append(METHOD.search(code, 0, token.end()) is not None)
+        elif kind == "closes":
+            methods.pop()
+        is_call = kind == "opens" and re.match(r"\w", code[token.start() - 1])
+        if (is_call or kind == "comma" or (kind == "equals" and not methods)) and not any(methods):
+            breaks.append((token.end(), len(methods) or 1))
 
     def split(start: int, stop: int, depth: int) -> list[str]:
-        part = code[start:stop]
-        if len(part.rstrip()) <= width - len(INDENT) or all(deep < depth for _, deep in breaks):
+        part, room = code[start:stop], (min(widths) if depth < 2 else max(widths)) - len(INDENT)
+        if len(part.rstrip()) <= room or all(deep < depth for _, deep in breaks):
             return [part]
         places = [start, *(place for place, deep in breaks if deep == depth and start < place < stop), stop]
         return [piece for ends in pairwise(places) for piece in split(*ends, depth + 1)]

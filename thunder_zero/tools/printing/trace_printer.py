@@ -56,7 +56,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Conso
         if row.line.origin not in ("", origin):
             origin = row.line.origin
             _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
-        for text in _lines(row, plan, syntax, columns, changed=row.gathered != gathered):
+        for text in _lines(row, plan, syntax, columns, width, changed=row.gathered != gathered):
             _print(console, text)
         if row.line.peak is not None:
             _print(console, Text(f"# the peak of the step: {size(row.line.peak)} alive in the line above", "bold red"))
@@ -97,16 +97,18 @@ def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
     _print(console, Text(total(rows), "bold"))
 
 
-def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, *, changed: bool) -> Iterator[Text]:
-    """The lines of a row: code on the left, its meaning on the right; either side may need several lines. If nothing is
-    sent, the parameters use that column too."""
-    code = syntax.highlight("\n".join(fold(row.line.code, columns.code))).split("\n", allow_blank=False)
+def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *, changed: bool) -> Iterator[Text]:
+    """The lines of a row: code on the left, its meaning on the right; either side may need several lines. Where nothing
+    is on the right, the code uses the whole width. If nothing is sent, the parameters use that column too."""
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
     words = re.split(r"(?<= )", label(row.params, plan, gradients=row.gradients))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
+    labels = fill(parts, [width])
+    folded = fold(row.line.code, [columns.code] * len(labels) + [whole])
+    code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
     style = QUIET if row.kind is None or not row.params else STYLES[row.kind]
-    for number, (left, params) in enumerate(zip_longest(code, fill(parts, width))):
+    for number, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
         first = number == 0
         text = left.copy() if left else Text()
         if params or first:
