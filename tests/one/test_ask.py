@@ -363,6 +363,15 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
     assert code == 0
     assert "\n# forward, ZeRO-2, rank 3 of 4" in out
+    printed = {}
+    for how in (("--all",), (), ("--frontend", "thunder")):
+        code, printed[how], _ = run(capsys, "trace", place, "--world-size", 4, *how)
+        assert code == 0
+    assert [[word in out for word in ("torch.ops.aten", " aten.", "C0")] for out in printed.values()] == [
+        [True, False, True],
+        [False, True, False],
+        [False, False, False],
+    ]
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
     lines = json.loads(out)["lines"]
     launched = [line for line in lines if line["sent"]]

@@ -106,7 +106,7 @@ def test_a_sharded_model_inside_of_something_else() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     scripts: tuple[Callable[[Any], object], ...] = (torch.jit.script, lambda one: torch.jit.trace(one, X))
     for script in scripts:
-        with refused(RuntimeError, "torch.jit cannot look into what Thunder compiled of Net", "tz.full_parameters"):
+        with refused(RuntimeError, "torch.jit cannot look into the compiled programs of Net", "tz.full_parameters"):
             script(model)
     with refused(TypeError, "thunder.jit was given a function that calls Net", "not jitted"):
         thunder.jit(lambda x: model(x) * 2)(X)

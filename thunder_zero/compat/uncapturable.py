@@ -3,7 +3,7 @@
 In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and what to
 use instead (:func:`require_traceable`)::
 
-    submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and Thunder cannot trace it; use the module ...
+    submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and no front end can capture it; use the module ...
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ UNCAPTURABLE = (
         _has_composable_checkpoint,
         "is under torch.distributed._composable.checkpoint",
         "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
-        "Thunder cannot trace its hooks",
+        "no front end can capture its hooks",
     ),
     RefusedPart(
         lambda module: isinstance(module, torch.jit.ScriptModule),
         "is a ScriptModule",
         "use the module before torch.jit.script",
+        "no front end can capture it",
     ),
 )
 

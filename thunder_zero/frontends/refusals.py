@@ -131,11 +131,11 @@ def refuse_tools(name: str) -> None:
     """Raise inside of torch's tools that look into a model or its backward."""
     if is_inside_function_transform():  # whose tensors have no memory that programs could read
         raise RuntimeError(
-            f"{name} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
+            f"{name} was called inside of torch.func or vmap, which cannot look into compiled programs; give it "
             f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
         )
     if torch.compiler.is_exporting():
-        raise RuntimeError(f"torch.export cannot look into what Thunder compiled of {name}; {EXPORT}")
+        raise RuntimeError(f"torch.export cannot look into the compiled programs of {name}; {EXPORT}")
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
         raise RuntimeError(
             f"torch.autograd.detect_anomaly cannot read the gradients of {name}, some of which are DTensors or have no "

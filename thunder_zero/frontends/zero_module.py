@@ -222,9 +222,9 @@ class ZeroModule(ShardedModel, ThunderModule):
                 )
         return self
 
-    @torch.compiler.disable(reason=f"Thunder compiles a sharded model; {EXPORT}")
+    @torch.compiler.disable(reason=f"a sharded model has compiled programs of its own; {EXPORT}")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
+        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves its programs as they are."""
         return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -261,7 +261,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     def __jit_ignored_attributes__(self) -> NoReturn:
         """Asked for by ``torch.jit`` before it reads the attributes, those of DistributedDataParallel among them."""
         raise RuntimeError(
-            f"torch.jit cannot look into what Thunder compiled of {type(self._model).__name__}; give it the plain "
+            f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
         )
 

@@ -3,7 +3,7 @@
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
-thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--device h100] [--json]
+thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--all] [--json]
 thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
 thunder-zero doctor [--json]
@@ -141,7 +141,14 @@ def _trace(add: Add) -> None:
     show.add_argument("--phase", choices=PHASES, default="both", help="(default: both)")
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
-    show.add_argument("--json", action="store_true", help="print JSON: each line, its meaning, bytes")
+    show.add_argument("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
+    show.add_argument(
+        "--frontend",
+        choices=("dynamo", "thunder"),
+        default="dynamo",
+        help="dynamo: what tz.compile runs; thunder: what thunder.jit runs (default: dynamo)",
+    )
+    show.add_argument("--json", action="store_true", help="print JSON: each line as it runs, its meaning, bytes")
 
 
 def _report(add: Add) -> None:
@@ -218,13 +225,13 @@ def _show_trace(options: argparse.Namespace) -> None:
     from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
 
     module, inputs = module_and_inputs(options.place)
-    world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}
+    world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device", "frontend")}
     with naming_the_users_line(options.place):
         traces = trace(module, *inputs, policy=options.stage, **world)
     if options.json:
         print(json.dumps(json_of(traces, options.phase, unit=options.unit, fold=options.fold), indent=1))
     else:
-        print_trace(traces, options.phase, unit=options.unit, fold=options.fold)
+        print_trace(traces, options.phase, unit=options.unit, fold=options.fold, every_line=options.all)
 
 
 def _write_report(options: argparse.Namespace) -> None:

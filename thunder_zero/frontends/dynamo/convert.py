@@ -4,7 +4,7 @@
 
     primals_2 (a parameter, full)    t_h_0_w (its rows); p0 = zero_all_gather(t_h_0_w, 'h.0.w'); h_0_w = zero_wait(p0)
     mm = aten.mm(x, primals_2)   ->  y = torch.ops.aten.mm.default(x, h_0_w)
-    tangents_1                       tangents_1 = get_grad(loss)
+    tangents_1                       loss_grad = get_grad(loss)
     return (loss, mm_9)              p9 = zero_reduce_scatter(h_0_w_grad, 'h.0.w'); t_h_0_w_grad = zero_wait(p9); return
 
 A parameter is gathered before the first line that reads it; its gradient is reduced right after the line that makes it.
@@ -216,8 +216,9 @@ class _Conversion:
         return proxy
 
     def _tangent(self, node: fx.Node, of: fx.Node) -> None:
-        self.made[node] = self._proxy(node.name, node.meta["val"])
-        _append(prims.get_grad.bind(self._result(of), output=self.made[node]))
+        result = self._result(of)
+        self.made[node] = self._proxy(f"{result.name}_grad", node.meta["val"])
+        _append(prims.get_grad.bind(result, output=self.made[node]))
 
     # Lines
 
