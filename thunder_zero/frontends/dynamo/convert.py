@@ -43,7 +43,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
-TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
+TAKEN = frozenset(  # by Thunder's traces
+    ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
+)
 device_of = cache(to_device)  # which reads a device's name, of each value
 
 

@@ -20,6 +20,7 @@ from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.printing.text import short
 from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
 from thunder_zero.traces.operators import operator_of
 
@@ -224,4 +225,4 @@ def code_of(op: Op, traces: Traces) -> str:
         raise ValueError("the timeline has a backward phase, and the traces have none")
     with tracectx(trace):
         lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
-    return " ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#"))
+    return short(" ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#")))

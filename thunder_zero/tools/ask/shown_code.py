@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thunder_zero.tools.printing.text import short
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.work import makes_view
@@ -34,8 +35,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.pythonex import clear_mutable_collection
 
-OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
-NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*")
+NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # of a value, not of an argument
 METHODS = frozenset(dir(Tensor))
 HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id)
 
@@ -102,7 +102,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
             if operator_of(bsym) is None:
                 yield ShownLine(_line(bsym), position)
                 continue
-            name, _, call = OPERATOR.sub(r"aten.\1(", _python(bsym)).rpartition(" = ")
+            name, _, call = short(_python(bsym)).rpartition(" = ")
             if makes_view(bsym):
                 chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
                 call = chain.of(chain.root.name)

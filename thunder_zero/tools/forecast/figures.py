@@ -22,7 +22,7 @@ from textwrap import wrap
 from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.text import clip
+from thunder_zero.tools.printing.text import clip, short
 from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 
 
@@ -218,4 +218,4 @@ def _tensor(storage: Storage, memory: Memory) -> str:
 
 def _statement(code: str) -> str:
     """The first line of a statement, without the comment that has its shape."""
-    return code.splitlines()[0].partition("  #")[0]
+    return short(code.splitlines()[0].partition("  #")[0])

@@ -26,6 +26,7 @@ from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
 from thunder_zero.tools.page.collectives import Bar, Collective, why_exposed, why_there
 from thunder_zero.tools.printing.line_meanings import Row, label
+from thunder_zero.tools.printing.text import short
 
 DIGESTS, LOSS = "digests", "loss"  # phases beside those of the traces and OPTIMIZER_STEP
 AROUND = {
@@ -99,7 +100,7 @@ class PageProgram:
             memory, now = ran.get((phase, position), memory), max(now, end)
             named = self.traces.plan.by_name[row.params[0]].unit if row and row.params else unit
             unit = named if row and row.kind is Kind.COMPUTE else unit
-            code = row.line.code if row else AROUND[phase]
+            code = short(row.line.code) if row else AROUND[phase]
             yield PageLine(phase, code, row, named if row else "", own, start, now, memory)
 
     def _rows(self) -> Iterator[tuple[str, Row | None]]:

@@ -30,6 +30,7 @@ TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
     r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
+OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
 METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # as in x.view(
 MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 
@@ -63,6 +64,11 @@ def place_of(plan: Plan) -> str:
     """``ZeRO-3, rank 0 of 8, one of 2 copies``."""
     copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
     return f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}{copies}"
+
+
+def short(code: str) -> str:
+    """The code with torch's operators as ``aten.mm``, not ``torch.ops.aten.mm.default``."""
+    return OPERATOR.sub(r"aten.\1(", code)
 
 
 def fold(code: str, widths: Sequence[int]) -> list[str]:
@@ -142,9 +148,9 @@ def _unparse(statement: ast.stmt) -> str:
 
 
 def _pieces(code: str, widths: Sequence[int]) -> list[str]:
-    """Parts between which a line may break: the equals sign, arguments of the outermost call, and items of arguments
-    that fit into no line. The arguments of a method stay together."""
-    breaks: list[tuple[int, int]] = []  # place, depth
+    """Parts between which a line may break: "del", the equals sign, arguments of the outermost call, and items of
+    arguments that fit into no line. The arguments of a method stay together."""
+    breaks = [(len("del "), 1)] if code.startswith("del ") else []  # place, depth
     methods: list[bool] = []  # of the parentheses that are open
     for token in TOKENS.finditer(code):
         kind = token.lastgroup
