@@ -37,7 +37,7 @@ from thunder.executors.pythonex import clear_mutable_collection
 
 NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # of a value, not of an argument
 METHODS = frozenset(dir(Tensor))
-HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id)
+HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
 
 
 @dataclass(frozen=True, slots=True)
