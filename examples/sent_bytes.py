@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,21 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thunder_zero.comm import pairwise
+
 
 @contextmanager
 def counted_sends() -> Iterator[Counter[torch.dtype]]:
     """Collect the bytes of the messages that this rank sends inside of the block, by their dtype.
 
     Only messages of floats count: parameters and gradients. The words by which ranks agree where they are travel as
-    integers. Between CPUs (gloo) every message is such a send; NCCL's collectives send by themselves and are not seen.
+    integers. Between CPUs (gloo) every message is a send of thunder_zero's, or of torch's ``isend``; NCCL's collectives
+    send by themselves and are not seen.
     """
     sent: Counter[torch.dtype] = Counter()
-    send = dist.isend
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-        if tensor.is_floating_point():
-            sent[tensor.dtype] += tensor.nbytes
-        return send(tensor, *args, **kwargs)
+    def counting(send: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.is_floating_point():
+                sent[tensor.dtype] += tensor.nbytes
+            return send(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "isend", counted):
+        return counted
+
+    with ExitStack() as stack:
+        for of, name in ((pairwise, "send"), (dist, "isend")):
+            stack.enter_context(mock.patch.object(of, name, counting(getattr(of, name))))
         yield sent

@@ -14,6 +14,7 @@ the calls that reach the backend, so that a buffer which is added there is forec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
+from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
@@ -153,6 +154,23 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu" if "cpu" in supported else supported[0])
 
 
+class UnsentBucket(GlooBucket):
+    """gloo's messages that are not sent; each keeps its tensor alive until it is waited for."""
+
+    def run(self, post: Callable[[], None]) -> Wait:
+        """Run it here and now."""
+        post()
+        return lambda: None
+
+    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+        """Return waits that keep the tensors."""
+        return [partial(_kept, tensor) for tensor in tensors.values() if tensor.numel()]
+
+
+def _kept(tensor: Tensor) -> None:
+    """Wait for nothing."""
+
+
 class UnsentPairwiseGloo(PairwiseGloo):
     """gloo's transport without its messages and threads."""
 
@@ -160,12 +178,8 @@ class UnsentPairwiseGloo(PairwiseGloo):
         """Run it when its result is waited for."""
         return start
 
-    def _post(self, task: Callable[[], None]) -> Wait:
-        task()
-        return lambda: None
-
-    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
-        return lambda: tensor  # a message keeps its tensor alive until it is waited for
+    def _bucket(self) -> GlooBucket:
+        return UnsentBucket(self._group, self._tag)
 
 
 class _NotLaunched:

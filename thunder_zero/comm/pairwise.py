@@ -75,7 +75,7 @@ class PairwiseGloo(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        bucket, parts = GlooBucket(self._group, self._tag), []
+        bucket, parts = self._bucket(), []
         shapes = [param.shape for param in params]
         fulls: list[Any] = [None] * len(shards)
         for members in messages(shards, self._world_size, sharded=True):
@@ -120,7 +120,7 @@ class PairwiseGloo(Launching):
         sizes = [_numel(shape) for shape in shapes]
         nbytes = [size * grad.itemsize for size, grad in zip(sizes, grads, strict=True)]
         means: list[Any] = [None] * len(grads)
-        bucket, bucket_parts = GlooBucket(self._group, self._tag), []
+        bucket, bucket_parts = self._bucket(), []
         for members in grouped(nbytes, PACK_BELOW_BYTES):
             of = [grads[at] for at in members]
             unpack: Callable[[], None] | None
@@ -150,7 +150,7 @@ class PairwiseGloo(Launching):
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         shapes = [grad.shape for grad in grads]
         means: list[Any] = [None] * len(grads)
-        bucket, bucket_parts, spreads = GlooBucket(self._group, self._tag), [], []
+        bucket, bucket_parts, spreads = self._bucket(), [], []
         for members in messages(grads, self._world_size, sharded=False):
             flat, unpack = flatten([grads[at] for at in members]), None
             if len(members) > 1:
@@ -170,7 +170,7 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        bucket = GlooBucket(self._group, self._tag)
+        bucket = self._bucket()
         bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
         for rank in self._peers:
             for members in messages(outgoing.get(rank, ()), 1, sharded=True):
@@ -217,11 +217,14 @@ class PairwiseGloo(Launching):
                 posted()
                 reduce.finish()
                 messages = dict.fromkeys(self._peers, slots[self._rank])
-                sent.extend(_start(send, messages, self._group, self._tag_of_means))
+                sent.extend(self._bucket().started(send, messages, self._tag_of_means))
 
             return [BucketPart((self.run_after(average_then_send),)), others, BucketPart(sent)]
 
         return spread
+
+    def _bucket(self) -> GlooBucket:
+        return GlooBucket(self._group, self._tag)
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
@@ -261,21 +264,24 @@ class GlooBucket:
     def posted(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
         """Start the messages, without blocking the caller. Return all that a handle waits for: the end of that, the
         given parts, the end of what is sent."""
-        posted = in_background(SENDER, self._post).result
+        posted = self.run(self._post)
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
 
+    def run(self, post: Callable[[], None]) -> Wait:
+        """Run what starts the messages, in the sender thread; return what waits for its end."""
+        return in_background(SENDER, post).result
+
+    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+        """Start messages, given by rank; the waits return at their ends. An empty one is none."""
+        return [message(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
+
     def _post(self) -> None:
         for slots, tag, received in self._receives:
-            received += _start(receive, slots, self._group, tag)
+            received += self.started(receive, slots, tag)
         for messages in self._sends:
-            self._sent += _start(send, messages, self._group, self._tag)
-
-
-def _start(message: Message, tensors: dict[int, Tensor], group: ProcessGroup, tag: int) -> list[Wait]:
-    """Start messages, given by rank; the waits return at their ends. An empty one is none."""
-    return [message(tensor, rank, group, tag) for rank, tensor in tensors.items() if tensor.numel()]
+            self._sent += self.started(send, messages, self._tag)
 
 
 def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
