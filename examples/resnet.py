@@ -31,8 +31,6 @@ from torch.nn import functional as F
 
 import thunder_zero as tz  # before thunder
 
-import thunder
-
 RECIPE_BATCH = 1024  # images; the learning rate is in proportion to the batch (Goyal et al., arXiv 1706.02677)
 EXPANSION = 4  # outputs of a bottleneck block, over its width
 WARM_UP, DECAY_EVERY = 5, 30  # epochs
@@ -124,7 +122,7 @@ class Trainer:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = ResNet(options.blocks, options.width, options.classes).to(ranks.device)
         self.buffers = bytes_held(module.buffers())
-        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=options.stage)])
+        self.model = tz.compile(module, stage=options.stage)
         self.lr = options.lr * options.batch / RECIPE_BATCH
         self.optimizer = torch.optim.SGD(self.model.parameters(), self.lr, momentum=0.9, weight_decay=1e-4)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(

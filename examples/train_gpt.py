@@ -34,8 +34,6 @@ from unit_life import print_life
 import thunder_zero as tz  # before thunder
 from thunder_zero.schedule.lifetimes import gathered_bytes
 
-import thunder
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATIONS = 10  # per run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
@@ -137,7 +135,7 @@ class Trainer:
         policy = tz.Policy(
             options.stage, reshard_after_forward=options.reshard_after_forward or None, mixed_precision=precision
         )
-        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
+        self.model = tz.compile(module, policy)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=options.lr or size.learning_rate,

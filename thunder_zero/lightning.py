@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from thunder_zero.comm.group import hybrid_mesh
 from thunder_zero.frontends.arguments import Arguments, CheckedArguments, check_arguments
+from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.frontends.plugin import zero
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import ZeroModule
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=30)  # the default of torch and Fabric
 SET_BY_LIGHTNING = ("process_group", "mesh", "device")
+FRONTENDS = ("thunder", "dynamo")
 SUPPORTED = [  # they leave modules that Thunder compiles as they are
     kind
     for of in (of_fabric, of_trainer)
@@ -79,6 +81,7 @@ class Sharding:
     given: CheckedArguments
     mesh_shape: tuple[int, int] | None
     jit_options: Mapping[str, Any]
+    frontend: str
 
     @classmethod
     def of(
@@ -86,16 +89,23 @@ class Sharding:
         policy: Policy | int | None,
         mesh_shape: tuple[int, int] | None,
         jit_options: Mapping[str, Any] | None,
+        frontend: str,
         arguments: Arguments,
     ) -> Sharding:
         """Check a strategy's arguments; raises as :class:`ZeroStrategy` does."""
         require_left_to_lightning(arguments)
         if not isinstance(policy, Policy):
             arguments.setdefault("broadcast_from", 0)
-        return cls(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}))
+        if frontend not in FRONTENDS:
+            raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
+        if jit_options and frontend != "thunder":
+            raise TypeError(
+                f"jit_options are those of thunder.jit, and frontend is {frontend!r}; leave one of them out"
+            )
+        return cls(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}), frontend)
 
     def sharded(self, module: nn.Module, device: torch.device) -> ZeroModule:
-        """Jit the module with ZeroTransform, or shard a jitted module; a collective."""
+        """Compile the module, or jit it with ZeroTransform, or shard a jitted module; a collective."""
         if isinstance(module, ZeroModule):
             raise RuntimeError(
                 f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
@@ -104,6 +114,8 @@ class Sharding:
         sources = self.given.sources
         mesh = None if self.mesh_shape is None else hybrid_mesh(self.mesh_shape, device)
         where = Arguments(device=device, mesh=mesh, init=sources.init, weights=sources.weights)
+        if not isinstance(module, ThunderModule) and self.frontend == "dynamo":
+            return compile(module, self.given.policy, **where)
         if not isinstance(module, ThunderModule):
             options = dict(self.jit_options)
             transforms = [*options.pop("transforms", ()), ZeroTransform(self.given.policy, **where)]
@@ -140,6 +152,7 @@ class ZeroStrategy(DDPStrategy):
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         mesh_shape: the number of copies of the model, and the number of ranks that share one (hybrid sharding); if
             None, all ranks share one copy.
+        frontend: "thunder": ``thunder.jit`` compiles the module; "dynamo": :func:`thunder_zero.compile` does.
         jit_options: further arguments of ``thunder.jit``, such as ``{"executors": [...]}``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: those of DDPStrategy, which Fabric
             sets from its own arguments.
@@ -159,6 +172,7 @@ class ZeroStrategy(DDPStrategy):
         policy: Policy | int | None = None,
         *,
         mesh_shape: tuple[int, int] | None = None,
+        frontend: str = "thunder",
         jit_options: Mapping[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -180,7 +194,7 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._sharding = Sharding.of(policy, mesh_shape, jit_options, arguments)
+        self._sharding = Sharding.of(policy, mesh_shape, jit_options, frontend, arguments)
         # An attribute of Fabric's strategies: Fabric.no_backward_sync calls this object's method.
         self._backward_sync_control = NoBackwardSync()
 
@@ -306,7 +320,8 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
     compiles. Checkpoints have full tensors under the names of the plain module, as without a strategy.
 
     Args:
-        policy, mesh_shape, jit_options, process_group_backend, timeout, arguments: as of :class:`ZeroStrategy`.
+        policy, mesh_shape, frontend, jit_options, process_group_backend, timeout, arguments: as of
+            :class:`ZeroStrategy`.
 
     Raises:
         ValueError, TypeError: as :class:`ZeroStrategy`.
@@ -317,13 +332,14 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         policy: Policy | int | None = None,
         *,
         mesh_shape: tuple[int, int] | None = None,
+        frontend: str = "thunder",
         jit_options: Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         **arguments: Unpack[Arguments],
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._sharding = Sharding.of(policy, mesh_shape, jit_options, arguments)
+        self._sharding = Sharding.of(policy, mesh_shape, jit_options, frontend, arguments)
         self._sharded: ZeroModule | None = None
 
     @property

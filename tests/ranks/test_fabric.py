@@ -144,6 +144,8 @@ def check_weights(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 # Training and checkpoints
 
+FRONTEND = {0: "dynamo", 1: "thunder", 2: "dynamo", 3: "thunder"}  # of each stage
+
 
 @pytest.fixture(scope="module")
 def right() -> Right:
@@ -155,7 +157,7 @@ def right() -> Right:
 
 def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
     """Train, save after two steps, and continue."""
-    with fabric_on(rank, world_size, stage=stage) as fabric:
+    with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
         torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
         model, optimizer = set_up(fabric, Net(), stage)
         lines = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
@@ -173,7 +175,7 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Ri
 
 def go_on(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
     """Load the file and finish the training."""
-    with fabric_on(rank, world_size, stage=stage) as fabric:
+    with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
         torch.manual_seed(99)  # other weights
         model, optimizer = set_up(fabric, Net(), stage)
         state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -241,6 +243,8 @@ def misuse_strategies(rank: int, world_size: int) -> None:
 
     says(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
     says(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
+    says(lambda: ZeroStrategy(frontend="torch"), "ValueError", "choose 'thunder' or 'dynamo'")
+    says(lambda: ZeroStrategy(frontend="dynamo", jit_options={"cache": "no caching"}), "TypeError", "thunder.jit")
     says(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
     says(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
     says(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")

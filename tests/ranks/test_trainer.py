@@ -100,7 +100,7 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
 
 
-def trainer_on(rank: int, world_size: int, stage: int = 3, **options: Any) -> Any:
+def trainer_on(rank: int, world_size: int, stage: int = 3, frontend: str = "thunder", **options: Any) -> Any:
     """As torchrun would start it; Lightning's environment reads these variables when it is asked."""
     from lightning.pytorch import Trainer
 
@@ -109,7 +109,7 @@ def trainer_on(rank: int, world_size: int, stage: int = 3, **options: Any) -> An
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "LOCAL_WORLD_SIZE": f"{world_size}"}
     options = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_checkpointing": False} | options
-    strategy = ZeroTrainerStrategy(stage=stage)
+    strategy = ZeroTrainerStrategy(stage=stage, frontend=frontend)
     return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, logger=False, **options)
 
 
@@ -128,10 +128,10 @@ def train_and_refuse(rank: int, world_size: int, folder: Path) -> dict[str, Weig
     first.save_checkpoint(folder / "saved.ckpt")
     before = first.callback_metrics["val"].item()
     assert first.validate(model, loader(), verbose=False)[0]["val"] == pytest.approx(before)
-    resumed, path = trainer_on(rank, world_size, stage=1, **whole), folder / "saved.ckpt"
+    resumed, path = trainer_on(rank, world_size, stage=1, frontend="dynamo", **whole), folder / "saved.ckpt"
     found["resumed in another stage"] = fitted(resumed, model_for(), ckpt_path=path, weights_only=False)
     found["in mixed precision"] = fitted(trainer_on(rank, world_size, 2, precision="bf16-mixed", **whole), model_for())
-    found["manual"] = fitted(trainer_on(rank, world_size), model_for(manual=True))
+    found["manual"] = fitted(trainer_on(rank, world_size, frontend="dynamo"), model_for(manual=True))
 
     def refused(words: str, model: Any, **options: Any) -> None:
         says(lambda: fitted(trainer_on(rank, world_size, **options), model), *words.split(": ", 1))
