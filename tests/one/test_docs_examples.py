@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]
     loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), names["targets"].flatten())  # noqa: E731
     exec(compile(fit, str(page), "exec"), names | {"loss": loss})
     assert "<- chosen" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_page_on_lengths_runs() -> None:
+    train, fit = blocks(DOCS / "lengths.md")
+    ran = subprocess.run([sys.executable, "-c", train], cwd=DOCS.parent, capture_output=True, text=True, timeout=300)
+    assert re.search(r"graph 0  training  input_ids \(2, s\d+\) .* mismatch", ran.stdout), ran.stderr
+    exec(compile(fit, "lengths.md", "exec"), {"__name__": "page"})
 
 
 @pytest.mark.slow

@@ -184,16 +184,16 @@ def test_names_are_the_users_and_paths() -> None:
         "forward": (
             "(layer_norm, layer_norm__1, layer_norm__2) = "
             "aten.native_layer_norm(x, [8], blocks_0_norm_weight, blocks_0_norm_bias, 1e-05)",
-            "hidden = aten.addmm(blocks_0_up_bias, layer_norm.view([8, 8]), blocks_0_up_weight.t())",
-            "hidden_1 = aten.addmm(blocks_1_up_bias, layer_norm_1.view([8, 8]), blocks_1_up_weight.t())",
-            "made_1 = aten.add(made, linear_1_1.view([2, 4, 8]))",
+            "hidden = aten.addmm(blocks_0_up_bias, layer_norm.reshape([8, 8]), blocks_0_up_weight.t())",
+            "hidden_1 = aten.addmm(blocks_1_up_bias, layer_norm_1.reshape([8, 8]), blocks_1_up_weight.t())",
+            "made_1 = aten.add(made, linear_1_1.reshape([2, 4, 8]))",
             "(topk, topk_1) = aten.topk(made_1, 2)",
         ),
         "backward": (
             "hidden_1_again = aten.addmm(blocks_1_up_bias_again, view_4_again, t_2_again)",
             "hidden_again = aten.addmm(blocks_0_up_bias_again, view_again, t_again)",
-            "blocks_1_down_weight_grad = aten.mm(view_8.t(), tanh_1_again.view([8, 16]))",
-            "blocks_1_down_bias_grad = aten.sum(view_8, [0], True).view([8])",
+            "blocks_1_down_weight_grad = aten.mm(view_8.t(), tanh_1_again.reshape([8, 16]))",
+            "blocks_1_down_bias_grad = aten.sum(view_8, [0], True).reshape([8])",
             "del blocks_1_down_weight_again",
         ),
     }

@@ -76,6 +76,9 @@ def values() -> Mapping[str, tuple[Any, ...]]:
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
     return {
         "Calibrated": (measured,),
+        "CompiledProgram": (
+            tz.tools.CompiledProgram("graph 0", "training", {"tokens": torch.Size((2, 128))}, 1.4, 12 << 20, None),
+        ),
         "DEVICES": (tz.tools.DEVICES,),
         "Device": tuple(tz.tools.DEVICES.values()),
         "Difference": (tz.tools.diff(two, three),),

@@ -14,7 +14,8 @@ from tests.harness.timelines import lines, program, same_results, split, with_po
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import cheapest_to_keep, recompute
-from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
+from thunder_zero.schedule.regather import regather
+from thunder_zero.schedule.timeline import NUMBER, Kind, ScheduleError, Timeline, Value, Work
 from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
@@ -269,3 +270,21 @@ def test_the_cut_is_as_good_as_the_best_of_all_choices(
     assert wanted <= have
     assert not kept & computed
     assert sum(nbytes[number] for number in kept) == fewest_bytes(nbytes, made_from, wanted)
+
+
+def test_what_is_made_of_a_parameter_and_a_size_is_gathered_again() -> None:
+    """A size that differs from call to call is no data: saving the view would keep the parameter."""
+    text = """
+        s <-? x
+        gather a.w
+        v <-/ a.w s
+        y <-* x v
+        --
+        gx <-* g v
+    """
+    timeline = program(text, CHEAP)
+    assert "v" not in timeline.derived, "a value of data"
+    numbers = timeline.with_ops(timeline.ops, {"s": Value(0, NUMBER)})
+    assert numbers.derived.keys() == {"a.w", "v"}
+    after = regather(numbers)
+    assert [op.reads for op in after.ops if op.backward and op.work is Work.VIEW] == [("a.w_again", "s")]

@@ -105,6 +105,8 @@ def calls_alone(model: Any, optimizer: Any, ema: tz.EMA, folder: Path) -> Iterat
     yield lambda: tz.explain(ran, "layers.0.weight")
     yield lambda: tz.tools.memory(ran)
     yield lambda: tz.tools.estimate(traces, "h100")
+    yield lambda: tz.tools.resized(tz.trace(fresh(Mlp), X, world_size=4, dynamic=True), {})
+    yield lambda: tz.tools.for_loss(traces, lambda y: y.sum())
     yield lambda: tz.tools.diff(traces, tz.trace(fresh(Mlp), X, policy=tz.ZERO2, world_size=4))
     yield lambda: tz.tools.save_timeline(folder / "trace.json", traces, device="h100")
     yield lambda: tz.tools.report(traces, folder / "report.html", device="h100")

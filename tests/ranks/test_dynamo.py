@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from unittest import mock
 from weakref import ref
 
 import pytest
@@ -25,8 +23,6 @@ from tests.harness.errors import raised
 from tests.harness.loops import deferred_steps
 from tests.harness.models import Halves, Zoo, count_sends, fresh
 from tests.harness.ranks import RanksPool
-from thunder_zero.frontends import compilations
-from thunder_zero.frontends.dynamo import module as dynamo_module
 
 pytestmark = pytest.mark.slow
 
@@ -181,48 +177,3 @@ def freed(rank: int, world_size: int) -> None:
 
 def test_a_model_is_freed_with_its_last_reference(ranks_pool: RanksPool) -> None:
     ranks_pool.run(1, freed)
-
-
-class Words(nn.Module):
-    """Tokens of any length, and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(7, 4), nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor, scale: float) -> Tensor:
-        y: Tensor = self.out(self.embedding(tokens)) * scale
-        return y
-
-
-def changes(rank: int, world_size: int) -> None:
-    """New lengths, then new numbers, until the model refuses one."""
-    with (
-        mock.patch.object(dynamo_module, "MOST_PROGRAMS", 3),
-        mock.patch.object(compilations, "WARN_AFTER", 2),
-        warnings.catch_warnings(record=True) as seen,
-    ):
-        warnings.simplefilter("always")
-        for what, calls in (("lengths", [(n, 2.0) for n in range(1, 5)]), ("numbers", [(1, n / 2) for n in range(4)])):
-            torch._dynamo.reset()
-            seen.clear()
-            model: Any = tz.compile(Words(), stage=3)
-            steps = [partial(model, torch.ones(2, length, dtype=torch.long), scale) for length, scale in calls]
-            *went, said = map(raised, steps)
-            assert went == ["nothing"] * 3, went
-            assert "Words was compiled 3 times for one function" in said, said
-            assert "run it without a graph now, on this rank alone" in said, said
-            warned = [str(each.message) for each in seen if "compiled for 2 shapes" in str(each.message)]
-            if what == "lengths":
-                (words,) = warned
-                assert "Words was compiled for 2 shapes: input tokens had 2 shapes" in words, words
-                assert "the last of them (2, 1), (2, 2), and each costs a compilation; pad it" in words, words
-                assert "input L['tokens'] had 3 shapes, the last of them (2, 1), (2, 2), (2, 3)" in said, said
-            else:
-                assert not warned
-                assert "; keep what changes from call to call constant" in said, said
-            assert raised(steps[0]) == "nothing", "what is compiled still runs"
-
-
-def test_many_programs_are_warned_of_and_then_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, changes)

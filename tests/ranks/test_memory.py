@@ -113,7 +113,7 @@ def llama() -> nn.Module:
 
 def peak_of_fused_llama(rank: int, world_size: int) -> int:
     tokens = torch.arange(128).view(2, 64)
-    model = sharded(fresh(llama), tz.ZERO3, executors=[torch_compile_ex])
+    model = tz.compile(fresh(llama), tz.ZERO3, executors=[torch_compile_ex])
 
     def step() -> None:
         model(tokens, labels=tokens).loss.backward()

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_zero as tz
 from tests.harness.eager import call, differentiate, loss_of, same_leaves, trains_as_eager
 from tests.harness.errors import refused
-from tests.harness.models import fresh
+from tests.harness.models import fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 
@@ -665,6 +665,10 @@ REFUSED: list[tuple[Row, str]] = [  # and words of the sentence
     (Row(partial(Table, max_norm=1.0), (Words((3,)),)), "writes to parameter 'w'"),
     (Row(partial(Table, sparse=True), (Words((3,)),)), "sparse gradient of parameter 'w'"),
     (Row(then(torch.tanh), backward=penalized), "create_graph=True"),
+    *(
+        (Row(partial(Wrapped, partial(kind, 4, 3, 2, dropout=0.5), 3), (SEQUENCES,)), "recurrent layer has dropout")
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
+    ),
 ]
 
 
@@ -699,3 +703,36 @@ def without_gradients(rank: int, world_size: int) -> None:
 
 def test_forward_alone(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, without_gradients)
+
+
+OTHER_LENGTHS = (
+    *("unused outputs", "unused outputs, the last", "outputs one after another", "checkpoints with dropout"),
+    *("own function in a checkpoint", "own function, an output for the loss unused", "structures", "item", "a mask"),
+)
+
+
+def have_other_lengths(rank: int, world_size: int) -> None:
+    """The same in eager mode and under tz.compile, whose second program has a symbol."""
+    for name in OTHER_LENGTHS:
+        torch._dynamo.reset()
+        row = ALL[name]
+        plain: Any = fresh(row.make)
+        model: Any = tz.compile(fresh(row.make), stage=3)
+        for more in range(3):
+            shapes = [type(shape)((shape[0] + more, *shape[1:])) for shape in row.shapes]
+            results = []
+            for each in (model, plain):
+                inputs = inputs_of(shapes, more)
+                torch.manual_seed(more)
+                outputs = row.forward(each, *inputs)
+                row.backward(outputs, inputs)
+                grads = [value.grad for value in inputs if isinstance(value, Tensor) and value.is_leaf]
+                params = [None if param.grad is None else full(param.grad) for param in each.parameters()]
+                results.append((outputs, grads, params))
+                each.zero_grad()
+            mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
+            same_leaves(mine, right, f"{name}, {more}", TOLERANCE)
+
+
+def test_what_compiles_does_so_for_other_lengths(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, have_other_lengths, timeout=180)

@@ -41,6 +41,7 @@ from thunder_zero.compat.private import (
     aot_export_joint_with_descriptors,
     aot_stage2_compile,
     cleanup_recompute_tags,
+    detect_fake_mode,
     get_mkldnn_enabled,
     is_opaque_node,
     must_recompute,
@@ -49,11 +50,13 @@ from thunder_zero.compat.private import (
     runtime_wrappers,
     set_grad_enabled,
     set_mkldnn_enabled,
+    tensorify_python_scalars,
 )
 
 ALIASES = (OutputType.alias_of_input, OutputType.is_input)
 RUN_AND_SAVE_STATE, RUN_WITH_STATE = run_and_save_rng_state, run_with_rng_state
-ARGUMENT = re.compile(r"L\['(\w+)'\]")  # an argument of forward, in dynamo's words
+ARGUMENT = re.compile(r"L\['(\w+)'\](?:\['(\w+)'\]|\[(\d+)\])?")  # of forward, by name or in *args and **kwargs
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # functions of torch
 Boxed = Callable[[list[Any]], list[Any]]
 
 
@@ -176,11 +179,13 @@ def sequence_number(node: fx.Node) -> int | None:
     return number
 
 
-def _argument(node: fx.Node) -> str:
-    """Return the user's name of an input of dynamo's graph, if it is an argument of forward; or else dynamo's."""
+def argument_of(node: fx.Node) -> str | None:
+    """Return the user's name of an input of dynamo's graph, if it is an argument of forward."""
     source = node.meta.get("grapharg")
     found = ARGUMENT.fullmatch(str(source.source.name)) if source is not None else None
-    return found[1] if found else node.name
+    if found is None:
+        return None
+    return found[2] or (f"{found[1]}_{found[3]}" if found[3] else found[1])
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -246,15 +251,21 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     """Trace a graph of dynamo, while dynamo compiles it; with a backward if an output needs a gradient.
 
     Raises:
-        Untraced: a checkpoint has contexts of another kind than ``create_selective_checkpoint_contexts`` makes; an
-            input has a size that is a symbol.
+        Untraced: a recurrent layer has dropout; a checkpoint has contexts of another kind than
+            ``create_selective_checkpoint_contexts`` makes; an input is a nested tensor.
     """
+    recurrent = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") in RECURRENT]
+    if any(map(_drops, recurrent)):
+        raise Untraced(
+            "a recurrent layer has dropout, which torch's trace leaves out; make each of its layers a module, and put "
+            "nn.Dropout between them"
+        )
     _choose_where_masks_write(graph)
     has_none = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     turns_on = has_none and _begin_without_gradients(graph)
     try:
         off = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, whose backward runs outside of it
-        with ExitStack() as stack, _undefined_tensors_avoided(graph), off:
+        with ExitStack() as stack, _undefined_tensors_avoided(recurrent), off:
             exported = aot_export_joint_with_descriptors(stack, graph, tuple(inputs))
         if _copy_views_of_parameters(graph, inputs, exported._aot_state.fw_metadata.output_info):
             return export(graph, inputs)
@@ -266,18 +277,19 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
             "use torch's create_selective_checkpoint_contexts, or Policy.recompute in place of the checkpoint"
         ) from error
     state, captured = exported._aot_state, exported._aot_graph_capture
+    _compute_with_tensors(captured.graph_module)
     _mark_backward(captured.graph_module)
     meta = state.fw_metadata
-    if not all(map(_has_numbers_for_sizes, captured.graph_module.graph.find_nodes(op="placeholder"))):
+    if not all(map(_has_known_sizes, captured.graph_module.graph.find_nodes(op="placeholder"))):
         raise Untraced(
-            "an input has sizes that torch traces as symbols, as a nested tensor has and torch._dynamo.mark_dynamic "
-            "asks for, and here shapes are constants; give forward padded tensors, and make nested ones inside of it"
+            "an input is a nested tensor, whose rows have a length each; give forward padded tensors, and make nested "
+            "ones inside of it"
         )
     results: Any = captured.graph_module.graph.output_node().args[0]
     inner = captured.maybe_subclass_meta.fw_metadata if captured.maybe_subclass_meta else meta
     outputs = len(meta.tokens) + inner.num_forward_returns if state.needs_autograd else len(results)
     mutated = [at for at, info in enumerate(meta.input_info) if info.mutates_data or info.mutates_metadata]
-    names = [_argument(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    names = [argument_of(node) or node.name for node in graph.graph.nodes if node.op == "placeholder"]
     return Joint(
         graph=captured.graph_module,
         differentiates=state.needs_autograd,
@@ -289,10 +301,36 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     )
 
 
-def _has_numbers_for_sizes(node: fx.Node) -> bool:
+def _compute_with_tensors(graph: fx.GraphModule) -> None:
+    """Let a graph compute with tensors where it does with floats, which change from call to call."""
+    fakes = detect_fake_mode()
+    if fakes is not None and fakes.shape_env is not None:
+        tensorify_python_scalars(graph, fakes.shape_env, fakes)
+
+
+def _has_known_sizes(node: fx.Node) -> bool:
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return not any(isinstance(size, py_sym_types) for size in sizes)
+    return all(hint(size) is not None for size in sizes if isinstance(size, py_sym_types))
+
+
+def hint(number: Any) -> int | float | bool | None:
+    """Return what a symbolic number was in the call that dynamo captured; None if nobody knows."""
+    known: int | float | bool | None = number
+    if isinstance(number, py_sym_types):
+        known = None if number.node.is_nested_int() else number.node.hint
+    return known
+
+
+def _drops(node: fx.Node) -> bool:
+    """Return whether a recurrent layer has dropout between its layers; number of layers, dropout and whether it trains
+    follow one another among its arguments."""
+    found = zip(node.args, node.args[1:], node.args[2:], strict=False)
+    return any(
+        type(layers) is int and layers > 1 and trains is True and (isinstance(dropout, fx.Node) or bool(dropout))
+        for layers, dropout, trains in found
+        if type(dropout) in (int, float, fx.Node)
+    )
 
 
 def _begin_without_gradients(graph: fx.GraphModule) -> bool:
@@ -335,9 +373,8 @@ def _mark_backward(graph: fx.GraphModule) -> None:
 
 
 @contextmanager
-def _undefined_tensors_avoided(graph: fx.GraphModule) -> Iterator[None]:
+def _undefined_tensors_avoided(recurrent: Sequence[fx.Node]) -> Iterator[None]:
     """Trace an LSTM of the CPU without mkldnn: its operator saves an undefined tensor, which torch's trace cannot."""
-    recurrent = any(getattr(node.target, "__name__", "") in ("lstm", "gru") for node in graph.graph.nodes)
     before = get_mkldnn_enabled()
     set_mkldnn_enabled(before and not recurrent)
     try:
@@ -383,6 +420,7 @@ def _for_one_program(exported: JointWithDescriptors) -> tuple[Any, Any]:
 
 def _copied_metadata(meta: Any) -> Any:
     meta = copy.copy(meta)
+    meta.dynamic_saved_tensors_idxs = {}
     for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
         setattr(meta, name, list(map(_copied_creation, getattr(meta, name))))
     return meta

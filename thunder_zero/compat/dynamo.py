@@ -14,7 +14,8 @@ from functools import cache, wraps
 from inspect import getfile
 from pathlib import Path
 from traceback import FrameSummary, extract_tb, format_list
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,14 +23,16 @@ from torch import Tensor, fx, nn
 from thunder_zero.compat.private import (
     BackendCompilerFailed,
     CompileContext,
-    FailOnRecompileLimitHit,
+    DeletedGuardManagerWrapper,
     GraphCompileReason,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
     TracingContext,
     builder,
+    cache_entries,
     dynamo_config,
+    get_compilation_metrics,
     graph_break_reasons,
 )
 
@@ -39,7 +42,6 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
-TooManyPrograms = FailOnRecompileLimitHit
 NOT_TRACED = BackendCompilerFailed, TorchRuntimeError
 
 GRAD_MODE = frozenset(  # names in code whose graph may not be that of another grad mode
@@ -50,10 +52,12 @@ GRAD_MODE = frozenset(  # names in code whose graph may not be that of another g
 )
 
 
-def capture(module: nn.Module, backend: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+def capture(
+    module: nn.Module, backend: Callable[..., Any], *, dynamic: bool | None = None, whole: bool = False
+) -> Callable[..., Any]:
     """The module with its forward captured, itself without the marks that torch and Lightning put on it. ``whole``:
     raise where forward is more than one graph. What other models compiled of the same code does not count."""
-    options: Any = {"dynamic": False, "fullgraph": whole, "isolate_recompiles": True}
+    options: Any = {"dynamic": dynamic, "fullgraph": whole, "isolate_recompiles": True}
     captured: Callable[..., Any] = torch.compile(module, backend=backend, **options)
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
@@ -106,19 +110,17 @@ def take_as_plain(kind: type[Tensor]) -> None:
 
 
 @contextmanager
-def whole(most: int, breaks: list[str]) -> Iterator[None]:
-    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph. It
-    raises TooManyPrograms where it would compile more than ``most`` programs of one function; ``breaks`` gets, for each
-    graph that it ends, the sentence that says where and why."""
+def whole(breaks: list[str]) -> Iterator[None]:
+    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph.
+    ``breaks`` gets, for each graph that it ends, the sentence that says where and why."""
     others = len(graph_break_reasons)  # of all that this process compiled before
     FAKES.addFilter(_is_no_failure)
     with dynamo_config.patch(
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
         use_numpy_random_stream=True,  # as the plain module draws
-        recompile_limit=most,
+        recompile_limit=ANY_NUMBER,  # of one function: whoever calls this drops the oldest
         accumulated_recompile_limit=ANY_NUMBER,  # of all models together
-        fail_on_recompile_limit_hit=True,
         ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
         reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
     ):
@@ -127,6 +129,11 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
         finally:
             FAKES.removeFilter(_is_no_failure)
             breaks += map(_sentence, graph_break_reasons[others:])
+
+
+def floats_constant() -> Any:
+    """Inside the block dynamo makes no symbols of floats, such as the epsilon of a norm, where it does of sizes."""
+    return dynamo_config.patch(specialize_float=True)
 
 
 def _is_no_failure(record: logging.LogRecord) -> bool:
@@ -177,10 +184,33 @@ def without_compiling() -> Any:
     return torch.compiler.set_stance("fail_on_recompile")
 
 
-def function_number() -> int | None:
-    """Dynamo's number of the function that it compiles now."""
-    compilation = CompileContext.current_compile_id()
-    return None if compilation is None else compilation.frame_id
+class CompiledFrame(NamedTuple):
+    """A compilation of dynamo's: the function's number and code, and the number of the compilation."""
+
+    function: int
+    code: CodeType
+    number: Any
+
+    @staticmethod
+    def now() -> CompiledFrame:
+        """Return the one that dynamo is at."""
+        number, codes = CompileContext.current_compile_id(), TracingContext.get_traced_code()
+        return CompiledFrame(number.frame_id, codes[0], number)
+
+    def reason(self) -> str | None:
+        """Return why dynamo compiled the function again, of its latest compilations."""
+        found = [each.recompile_reason for each in get_compilation_metrics() if each.compile_id == str(self.number)]
+        if not found or not found[-1]:
+            return None
+        why: str = found[-1].splitlines()[0].partition(": ")[2]  # behind dynamo's number, before the user's line
+        return why.partition("  #")[0].strip()
+
+    def forget(self) -> None:
+        """Let dynamo forget what it compiled; it compiles the function again when it is called like that again."""
+        for entry in cache_entries(self.code):
+            guards = entry.guard_manager
+            if entry.compile_id == self.number and guards.extra_state is not None:
+                guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("it has not run for long"))
 
 
 def _sentence(ended: GraphCompileReason) -> str:

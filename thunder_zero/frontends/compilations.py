@@ -7,19 +7,21 @@ different shapes::
     compiling Net for (8, 16) ...                                    after a second, while it is compiled
     compiled forward and backward of Net for (8, 16): 2.3 s          if it took a second
 
-:func:`too_many` is the error of dynamo's limit, which names what changes in the same words.
+:func:`too_many` says that programs are dropped, and names what changes in the same words.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import mmap
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO
 
@@ -128,13 +130,47 @@ def changed(shapes: Sequence[Shapes]) -> str | None:
     return None
 
 
-def too_many(module: str, most: int, shapes: Sequence[Shapes]) -> str:
-    """Why no further program is compiled."""
-    why = changed(shapes) or "keep what changes from call to call constant (TORCH_LOGS=recompiles names it)"
+def too_many(module: str, most: int, shapes: Sequence[Shapes], why: str | None) -> str:
+    """Return that programs are dropped, why there are so many, and what to do."""
+    what = changed(shapes) or "keep what changes from call to call constant"
+    asked = f"; the last was compiled because {why}" if why else ""
     return (
-        f"{module} was compiled {most} times for one function, and dynamo would run it without a graph now, on this "
-        f"rank alone, where nothing gathers parameters; {why}"
+        f"{module} has {most} programs of one function, so the one that ran longest ago is dropped whenever another is "
+        f"compiled, and compiled again when it is needed{asked}; {what}; thunder_zero.tools.programs(model) lists them"
     )
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a compilation took.
+
+    Attributes:
+        seconds: wall-clock time.
+        nbytes: by how much the resident memory of the process grew; 0 where memory that was free sufficed, and where
+            the system has no ``/proc``.
+    """
+
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.seconds + other.seconds, self.nbytes + other.nbytes)
+
+
+@contextmanager
+def metered() -> Iterator[Callable[[], Spent]]:
+    """Yield a function that says, behind the block, what the block took."""
+    start, resident = time.monotonic(), _resident()
+    taken: list[Spent] = []
+    yield lambda: taken[0]
+    taken.append(Spent(time.monotonic() - start, max(0, _resident() - resident)))
+
+
+def _resident() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
 
 
 @contextmanager

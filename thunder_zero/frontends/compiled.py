@@ -39,9 +39,13 @@ class Traces:
         timeline: both phases, forward first; ``Op.source`` counts the lines of each phase's trace.
         plan: the plan of each parameter.
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
+        sizes: the shapes of inputs that are tensors, where a size that may differ from call to call is the name of the
+            input that is this number; empty under ``thunder.jit``.
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         restored: makes what the model returns of what the forward trace does, as an epilogue does.
+        without: makes the traces that run when nobody differentiated outputs, by the names of their gradients; None
+            where backward gets zeros for those.
         lifted: the timeline before it was scheduled.
         fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
     """
@@ -51,9 +55,11 @@ class Traces:
     timeline: Timeline
     plan: Plan
     synced: bool = True
+    sizes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = None
     restored: Callable[[Sequence[Any]], Any] | None = field(default=None, repr=False)
+    without: Callable[[Sequence[str]], Traces] | None = field(default=None, repr=False)
     lifted: Timeline | None = None
     fuses: bool = False
 
@@ -71,7 +77,13 @@ class Traces:
     def of(cls, program: Program, **shown: Any) -> Traces:
         """The traces of a program, with other fields as given."""
         scheduled, facts = program.scheduled, program.scheduled.facts
-        known = {"synced": facts.synced, "others": facts.others, "lifted": scheduled.lifted, **shown}
+        known = {
+            "synced": facts.synced,
+            "sizes": facts.sizes,
+            "others": facts.others,
+            "lifted": scheduled.lifted,
+            **shown,
+        }
         return cls(program.forward, program.backward, program.timeline, facts.plan, **known)
 
     @property

@@ -48,6 +48,7 @@ class Kind(StrEnum):
 
 
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+NUMBER = "number"  # in place of a dtype
 MOST_NAMES = 8  # of an operation, in an error
 
 
@@ -113,7 +114,7 @@ class Value:
 
     Attributes:
         nbytes: bytes of its elements (of a handle: of the result in flight).
-        dtype: name of its dtype, ``"float32"``.
+        dtype: name of its dtype, ``"float32"``; NUMBER of a number of Python.
         base: the value whose memory it views; "" if it is not known to be a view.
     """
 
@@ -167,6 +168,11 @@ class Timeline:
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
+    def numbers(self) -> frozenset[str]:
+        """The values that are numbers of Python: sizes that differ from call to call, which backward may have."""
+        return frozenset(name for name, value in self.values.items() if value.dtype == NUMBER)
+
+    @cached_property
     def writer(self) -> dict[str, int]:
         """The position of the operation that writes each value; inputs have none."""
         return {name: at for at, op in enumerate(self.ops) for name in op.writes}
@@ -175,10 +181,10 @@ class Timeline:
     def derived(self) -> dict[str, int]:
         """The values that depend on parameters alone (``derived.py``), each with the position of its writer."""
         found: dict[str, int] = {}
-        without_data = set(self.replicated)  # derived values, and constants
+        without_data = {*self.replicated, *self.numbers}  # with derived values, and constants
         for at, op in enumerate(self.ops):
             if op.kind is Kind.COMPUTE:
-                if not op.repeatable or not without_data.issuperset(op.reads):
+                if not op.repeatable or not without_data.issuperset(op.reads) or not self.numbers.isdisjoint(op.writes):
                     continue
                 is_derived = not found.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
             elif self.ends(op, Kind.GATHER):

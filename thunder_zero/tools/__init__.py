@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from thunder_zero.tools.ask.difference import Difference as Difference
     from thunder_zero.tools.ask.explanation import Explanation as Explanation
     from thunder_zero.tools.ask.save_timeline import save_timeline as save_timeline
+    from thunder_zero.tools.compiled_programs import CompiledProgram as CompiledProgram
+    from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
     from thunder_zero.tools.cost.estimate import Estimate as Estimate
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from thunder_zero.tools.forecast.figures import Memory as Memory
     from thunder_zero.tools.forecast.figures import MemoryLine as MemoryLine
     from thunder_zero.tools.forecast.figures import Storage as Storage
+    from thunder_zero.tools.forecast.for_loss import for_loss as for_loss
     from thunder_zero.tools.forecast.memory import memory as memory
+    from thunder_zero.tools.forecast.resized import resized as resized
     from thunder_zero.tools.measure import measure_times as measure_times
     from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training

@@ -22,7 +22,7 @@ from thunder_zero.frontends.arguments import check_arguments
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import require_known
 from thunder_zero.frontends.dynamo.dry import export
-from thunder_zero.frontends.dynamo.programs import Mode, program_of
+from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.plan.params import Param, Plan, make_plan
@@ -50,6 +50,7 @@ def trace(
     executors: Sequence[Executor] | None = None,
     device: Device | str | None = None,
     frontend: str = "dynamo",
+    dynamic: bool = False,
     **kwargs: Any,
 ) -> Traces:
     """The traces that one rank of ``world_size`` would run for these arguments.
@@ -69,6 +70,7 @@ def trace(
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
         executors: those of ``compile``, or of ``thunder.jit``, such as ``[torch_compile_ex]``.
         frontend: "dynamo": the program of :func:`thunder_zero.compile`. "thunder": that of ``thunder.jit``.
+        dynamic: sizes of the arguments are symbols, for :func:`thunder_zero.tools.resized`; of "dynamo" alone.
         device: the sizes that the policy leaves open, and the operators of attention, are those for this device, such
             as ``"h100"``; other lines are those of a run on the module's device, and of one on the CPU for a module on
             the meta device (default: the module's).
@@ -85,13 +87,15 @@ def trace(
     """
     if frontend not in FRONTENDS:
         raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
+    if dynamic and frontend != "dynamo":
+        raise ValueError("dynamic is True, and Thunder's front end has no symbols for sizes; leave it out")
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
     world = (world_size, rank, replicas)
-    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device))
+    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device, dynamic))
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Asked:
     synced: bool
     executors: Sequence[Executor] | None
     device: Device | str | None
+    dynamic: bool = False
 
     @property
     def for_gpu(self) -> bool:
@@ -150,7 +155,8 @@ class ProgramSource:
         require_known(asked.executors)
         self._asked, plan = asked, asked.plan(asked.policy)
         with _standing_in(asked.module, plan, _as_captured):
-            self._exported = export(asked.module, *asked.inputs(plan, shape_of), for_gpu=asked.for_gpu)
+            given = asked.inputs(plan, shape_of)
+            self._exported = export(asked.module, *given, for_gpu=asked.for_gpu, dynamic=asked.dynamic)
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
     def under(self, policy: Policy | int) -> Traces:
@@ -161,7 +167,7 @@ class ProgramSource:
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.joint.trace.args]
         others = {names[position]: path for position, path in exported.buffers.items()}
-        return Traces.of(program, others=others, restored=exported.restored)
+        return traces_without(program, fuses=fuses, others=others, restored=exported.restored)
 
 
 class DryTransform(ProgramTransform):

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
+from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, dtype_name
 from thunder_zero.traces.work import (
@@ -33,7 +33,7 @@ from thunder_zero.traces.work import (
 )
 
 from thunder.core import prims
-from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy, variableify
+from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
@@ -196,6 +196,8 @@ def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
         for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
                 values[proxy.name] = Value(prod(proxy.shape) * int(proxy.dtype.bytes), dtype_name(proxy.dtype), base)
+            elif isinstance(proxy, NumberProxy):
+                values[proxy.name] = Value(0, NUMBER)
     return values
 
 

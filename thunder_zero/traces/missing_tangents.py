@@ -16,7 +16,7 @@ reads the result and other values, that is computed of a real zero.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.traces.lift import emit, lift, read_by
 from thunder_zero.traces.operators import is_view, line, operator_of
 from thunder_zero.traces.pipeline import Scheduled
-from thunder_zero.traces.symbols import Facts
+from thunder_zero.traces.symbols import Facts, SymbolicShape
 
 from thunder.core import prims
 from thunder.core.devices import to_torch_device
@@ -127,12 +127,17 @@ class _Pruned:
         """Make a zero real, once: from here on it depends on tangents that are there."""
         proxy = next(each for each in bsym.flat_proxy_args if self.swap.get(each.name, each.name) == name)
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
-        made = line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
+        if shape := self.facts.shapes.get(proxy.name):
+            made = line(_zeros(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
+        else:
+            made = line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
         made.tags.add(BoundSymbolTag.BACKWARD)
         self.zero.discard(name)
         self.depends.add(name)
         self.lines.append(made)
-        return Op(Kind.COMPUTE, (), (name,), backward=True, source=(len(self.lines) - 1,), repeatable=True)
+        return Op(
+            Kind.COMPUTE, tuple(read_by(made)), (name,), backward=True, source=(len(self.lines) - 1,), repeatable=True
+        )
 
     def _ours(self, op: Op) -> Iterator[Op]:
         """A reduction, its wait, or a deferred gradient, for what is not zero; the wait of a gather stays."""
@@ -184,6 +189,16 @@ def _keeps_zeros(bsym: BoundSymbol) -> bool:
     target = operator_of(bsym)
     name = bsym.sym.name
     return target is operator.getitem or is_view(target) or name.endswith("_backward") or name in KEEP_ZEROS
+
+
+def _zeros(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return a function of numbers that makes zeros; a trace has one of each name."""
+
+    def zeros(*numbers: int) -> torch.Tensor:
+        return torch.zeros(shape.of(*numbers), dtype=dtype, device=device)
+
+    zeros.__name__ = f"zeros_{name}"
+    return zeros
 
 
 def _where(mask: Sequence[bool], items: Sequence[Any]) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ DIRECT = {  # functions of torch that take the same arguments to the same kernel
     torch.ops.aten.mm.default: torch.mm,
     torch.ops.aten.t.default: torch.Tensor.t,
     torch.ops.aten.transpose.int: torch.Tensor.transpose,
-    torch.ops.aten.view.default: torch.Tensor.view,
+    torch.ops.aten.reshape.default: torch.Tensor.reshape,
 }
 
 

@@ -31,7 +31,8 @@ def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     second = [line for line in later if line.sym is not prims.get_grad]
     made = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     made.update(proxy.name for line in first for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
-    read = {proxy.name: proxy for line in second for proxy in line.flat_proxy_args if proxy.name in made}
+    used = [proxy for line in second for proxy in line.flat_proxy_args] + proxies_in(result["output"])
+    read = {proxy.name: proxy for proxy in used if proxy.name in made}
     tensors = tuple(proxy for proxy in read.values() if isinstance(proxy, TensorProxy))
     numbers = tuple(proxy for proxy in read.values() if not isinstance(proxy, TensorProxy))
     forward = _forward(trace, first, result, (tensors, numbers))

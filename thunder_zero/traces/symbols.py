@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
+from operator import floordiv, mod
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +34,25 @@ from thunder_zero.schedule.names import ProgramName
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.devices import Device, to_device
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import FutureTensorProxy, NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor
+
+
+@dataclass(frozen=True)
+class SymbolicShape:
+    """A shape with symbols: each size as an expression of them, and the numbers that they are."""
+
+    sizes: tuple[str, ...]
+    numbers: Mapping[str, NumberProxy]
+
+    def of(self, *numbers: int) -> list[int]:
+        """Return the sizes where the symbols are these numbers."""
+        known = dict(zip(self.numbers, numbers, strict=True))
+        return [int(eval(size, FUNCTIONS, known)) for size in self.sizes]
+
+
+FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMod": mod}  # as torch writes them
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,9 @@ class Facts:
         inputs: the inputs of the trace that are parameters of the plan, with their paths.
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         synced: whether gradients are reduced; if not, they are deferred.
+        sizes: the shapes of the other inputs, where they are known; a size that may differ from call to call is the
+            name of the input that is this number.
+        shapes: of all values some of whose sizes are symbols.
     """
 
     executor: ZeroExecutor
@@ -55,6 +75,8 @@ class Facts:
     inputs: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     synced: bool = True
+    sizes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, SymbolicShape] = field(default_factory=dict)
 
     def named(self, phase: str) -> ProgramName:
         """Return the name of a phase of the program."""

@@ -11,10 +11,10 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from thunder_zero.compat.aot import is_subclass
+from thunder_zero.compat.aot import argument_of, is_subclass
 from thunder_zero.sharded.placeholders import Placeholder
 
 Looks = tuple[str, str, tuple[Any, ...]]
@@ -37,13 +37,15 @@ def replaced(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 def looks(graph: fx.GraphModule) -> Looks | None:
     """What two graphs have in common that compute the same, whatever dynamo captured them for (training or not); None
-    if a graph has tensors of its own, or inputs that are neither numbers nor plain tensors."""
+    if a graph has tensors of its own, sizes that are symbols, or inputs that are neither numbers nor plain tensors."""
     nodes = graph.graph.nodes
     if any(node.op == "get_attr" for node in nodes):
         return None
     examples = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
     if any(is_subclass(each) or not isinstance(each, Tensor | int | float | None) for each in examples):
         return None
+    if any(isinstance(size, SymInt) for each in examples if isinstance(each, Tensor) for size in each.shape):
+        return None  # dynamo guards what torch assumes of symbols while it traces the graph
     inputs = [
         (each.shape, each.dtype, each.device, each.stride(), each.requires_grad) if isinstance(each, Tensor) else each
         for each in examples
@@ -80,12 +82,12 @@ def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
 
 
 def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
-    """The shapes of the inputs that are no parameters, by the Python expressions that dynamo has for them."""
-    nodes = [(node, node.meta["example_value"]) for node in graph.graph.nodes if node.op == "placeholder"]
+    """The shapes of the arguments of forward that are tensors, by their names."""
+    named = ((argument_of(node), node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
     return {
-        str(node.meta["grapharg"].source.name): example.shape
-        for node, example in nodes
-        if isinstance(example, Tensor) and not isinstance(example, nn.Parameter)
+        name: example.shape
+        for name, example in named
+        if name is not None and isinstance(example, Tensor) and not isinstance(example, nn.Parameter)
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,6 +25,7 @@ from thunder_zero.compat.aot import (
     RUN_WITH_STATE,
     Joint,
     generator_state,
+    hint,
     input_of,
     is_backward,
     is_checkpointed,
@@ -101,7 +103,12 @@ def _state_of(node: fx.Node) -> Tensor | None:
     value = node.meta["val"]
     made = [each for each in (value if isinstance(value, tuple | list) else [value]) if isinstance(each, Tensor)]
     state = generator_state(made[0]) if made and not node.kwargs else None
-    return state if state is not None and state.nbytes < sum(each.nbytes for each in made) else None
+    return state if state is not None and state.nbytes < sum(map(_bytes_of, made)) else None
+
+
+def _bytes_of(value: Tensor) -> int:
+    """Return the bytes of a value, as it was in the call that dynamo captured."""
+    return prod(int(hint(size) or 0) for size in value.shape) * value.element_size()
 
 
 def _saving(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx.Node]:

@@ -23,14 +23,21 @@ from thunder.extend import Executor
 
 
 class DynamoTransform(ZeroTransform):
-    """Shards a module whose forward dynamo captures; takes the arguments of :class:`~thunder_zero.ZeroTransform`."""
+    """Shards a module whose forward dynamo captures; takes the arguments of :class:`~thunder_zero.ZeroTransform`, and
+    ``dynamic`` of ``torch.compile``."""
+
+    def __init__(
+        self, policy: Policy | int | None = None, *, dynamic: bool | None = None, **arguments: Unpack[Arguments]
+    ) -> None:
+        super().__init__(policy, **arguments)
+        self._dynamic = dynamic
 
     def parts(self) -> tuple[RefusedPart, ...]:
         return PARTS
 
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._given.progress)
-        model.capture()
+        model.capture(dynamic=self._dynamic)
 
     def _checks(self, model: ThunderModule) -> list[Check]:
         """Without those of what dynamo guards."""
@@ -51,6 +58,7 @@ def compile(
     policy: Policy | int | None = None,
     *,
     executors: Sequence[Executor] | None = None,
+    dynamic: bool | None = None,
     **arguments: Unpack[Arguments],
 ) -> DynamoModule:
     """Shard a module, and train PyTorch's own joint graph of it: the forward that dynamo (``torch.compile``) captures,
@@ -67,14 +75,19 @@ def compile(
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         executors: ``[torch_compile_ex]`` of Thunder: inductor compiles what lies between two lines of the schedule.
             Default: torch computes each line.
+        dynamic: as for ``torch.compile``. None: a size, or a number that forward takes, that differs in a later call
+            becomes a symbol, and one program serves all; ``torch._dynamo.mark_dynamic`` says so from the first call
+            on. True: all sizes are symbols where that can be. False: each shape has a program.
         arguments: as for :class:`~thunder_zero.ZeroTransform`.
 
     Raises:
         ValueError, RuntimeError, TypeError: as ZeroTransform does. When the model is called, RuntimeError: a parameter
-            is read outside of every graph; one function was compiled more often than dynamo may.
+            is read outside of every graph.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
     require_known(executors)
-    model: DynamoModule = thunder.jit(module, transforms=[DynamoTransform(policy, **arguments)], executors=executors)
+    model: DynamoModule = thunder.jit(
+        module, transforms=[DynamoTransform(policy, dynamic=dynamic, **arguments)], executors=executors
+    )
     return model

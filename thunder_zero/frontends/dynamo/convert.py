@@ -25,24 +25,26 @@ from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
-from thunder_zero.compat.aot import Joint, input_of, is_backward, sequence_number, users_value
+from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, sequence_number, users_value
 from thunder_zero.compat.dynamo import users_line
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import draws_random_numbers, is_view, line, read_for_shape
 from thunder_zero.traces.pipeline import JointTrace
-from thunder_zero.traces.symbols import Facts, ZeroExecutor
+from thunder_zero.traces.symbols import Facts, SymbolicShape, ZeroExecutor
 
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import CONSTRAINT, FloatProxy, IntegerProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
+# A kernel may lay out its result in another way than torch's trace says, as batch norm does of a transposed input.
+COPIES_IF_IT_MUST: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 TAKEN = frozenset(  # by Thunder's traces
     ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
 )
@@ -96,7 +98,7 @@ class _Conversion:
     paths: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    effects: list[Any] = field(default_factory=list)  # what lines of forward make that have an effect alone
+    effects: list[Any] = field(default_factory=list)  # what forward computes, whoever reads it
     sent: set[str] = field(default_factory=set)  # values that a reduction reads
 
     def __post_init__(self) -> None:
@@ -141,14 +143,22 @@ class _Conversion:
                 of = [None if of is None else self.inputs.get(of) for _, of in self.gradients]
                 rest = [arg for arg in args if not any(arg is each for each in of)]
                 gradients = [self._gradient(node, number, reduced) for number, (node, _) in enumerate(self.gradients)]
-                gradients += [None] * len(rest)
+                # Backward has all numbers: what it makes of missing tangents may have any size.
+                gradients += [arg if isinstance(arg, NumberProxy) else None for arg in rest]
                 result = {"flat_args": [*of, *rest], "output": tuple(gradients), "fw_flat_out": (*flat, *self.effects)}
             prims.python_return(result)
         trace._siginfo = SigInfo("computation")
         trace._siginfo.args = [(arg.name, None) for arg in args]
         trace.args = args
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
-        facts = Facts(self.executor, self.executor.plan, self.paths, synced=self.synced)
+        facts = Facts(
+            self.executor,
+            self.executor.plan,
+            self.paths,
+            synced=self.synced,
+            sizes=self._sizes(args),
+            shapes=self._shapes(args),
+        )
         made = JointTrace(trace, facts)
         return Converted(made, self.values, named, self.constants, joint.outputs, len(self.gradients))
 
@@ -204,16 +214,22 @@ class _Conversion:
         return proxy
 
     def _proxy(self, name: str, value: Any) -> Any:
-        """Return a proxy that looks like a tensor; any other value stays as it is."""
-        if not isinstance(value, Tensor):
+        """Return a proxy that looks like a tensor, or a number that differs from call to call, as in the call that
+        dynamo captured; any other value stays as it is."""
+        if not isinstance(value, Tensor | SymInt | SymFloat | SymBool):
             return value
-        proxy = TensorProxy(
-            _free(name),
-            shape=tuple(value.shape),
-            device=device_of(value.device),
-            dtype=to_dtype(value.dtype),
-            requires_grad=False,
-        )
+        proxy: Proxy
+        if isinstance(value, Tensor):
+            proxy = TensorProxy(
+                _free(name),
+                shape=tuple(map(hint, value.shape)),
+                device=device_of(value.device),
+                dtype=to_dtype(value.dtype),
+                requires_grad=False,
+            )
+        else:
+            kind = FloatProxy if isinstance(value, SymFloat) else IntegerProxy
+            proxy = kind(_free(name), value=hint(value), constraint=CONSTRAINT.DYNAMIC)
         self.values[proxy.name] = value
         return proxy
 
@@ -222,19 +238,44 @@ class _Conversion:
         self.made[node] = self._proxy(f"{result.name}_grad", node.meta["val"])
         _append(prims.get_grad.bind(result, output=self.made[node]))
 
+    def _sizes(self, args: Sequence[Any]) -> dict[str, tuple[int | str, ...]]:
+        """Return the shapes of the inputs that are no rows, with the names of numbers for sizes that are symbols."""
+        known = (arg.name for arg in args if isinstance(arg, Proxy) and arg.name not in self.paths)
+        values = {name: self.values[name] for name in known}
+        symbols = {str(value): name for name, value in values.items() if not isinstance(value, Tensor)}
+        shapes = {name: value.shape for name, value in values.items() if isinstance(value, Tensor)}
+        return {
+            name: tuple(size if type(size) is int else symbols.get(str(size), str(size)) for size in shape)
+            for name, shape in shapes.items()
+        }
+
+    def _shapes(self, args: Sequence[Any]) -> dict[str, SymbolicShape]:
+        """Return the shapes of values with sizes that are symbols, as expressions of the names of input numbers."""
+        numbers = {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}
+        return {
+            name: SymbolicShape(tuple(map(str, value.shape)), numbers)
+            for name, value in self.values.items()
+            if isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape)
+        }
+
     # Lines
 
     def _late(self, computed: Sequence[fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
         """Return the lines of forward that backward alone reads: each comes before its first reader, since there it
-        may read what backward computes again. Random lines stay, as they draw in order."""
+        may read what backward computes again. Random lines stay, as they draw in order; so do numbers, which are
+        smaller than the tensors whose sizes they are."""
         needed = set()
         todo = [node for node in outputs if isinstance(node, fx.Node)]
         while todo:
             if (node := todo.pop()) not in needed:
                 needed.add(node)
                 todo += node.all_input_nodes
-        late = (node for node in computed if node not in needed and not is_backward(node) and node.users)
-        return {node for node in late if not draws_random_numbers(node.target, node.args, node.kwargs)}
+        return {node for node in computed if node not in needed and not is_backward(node) and not self._stays(node)}
+
+    def _stays(self, node: fx.Node) -> bool:
+        """Return whether forward computes a node where the graph does, whoever reads it."""
+        is_number = isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
+        return not node.users or is_number or draws_random_numbers(node.target, node.args, node.kwargs)
 
     def _line(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
@@ -257,9 +298,9 @@ class _Conversion:
         name, value = self.names.get(node, node.name), node.meta.get("val")
         is_effect = not node.users and not is_backward(node) and node.is_impure()
         self.made[node] = output = self._proxies(node, name, torch.empty(0) if is_effect and value is None else value)
-        if is_effect:  # an output of forward, or Thunder's split would take an assert for a line of backward
-            self.effects += proxies_in(output)
-        _append(line(node.target, args, kwargs, output))
+        if is_effect or (isinstance(output, NumberProxy) and not is_backward(node)):
+            self.effects += proxies_in(output)  # outputs of forward, or the split would take them for backward's
+        _append(line(COPIES_IF_IT_MUST.get(node.target, node.target), args, kwargs, output))
 
     def _stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
         """Return new tensors for the parameters of which a line of backward reads the shape alone, by their nodes:
@@ -333,7 +374,7 @@ class _Conversion:
         return path
 
     def _gradient(self, node: Any, position: int, reduced: Mapping[int, TensorProxy]) -> Any:
-        return reduced.get(position, self.made.get(node) if isinstance(node, fx.Node) else None)
+        return reduced[position] if position in reduced else self.made[node] if isinstance(node, fx.Node) else None
 
     def _result(self, node: Any) -> Any:
         """Return an output of forward."""

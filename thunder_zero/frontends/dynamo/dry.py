@@ -44,8 +44,16 @@ class Exported:
         return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
 
 
-def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, for_gpu: bool = False) -> Exported:
-    """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too.
+def export(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    for_gpu: bool = False,
+    dynamic: bool = False,
+) -> Exported:
+    """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too;
+    ``dynamic``: sizes of the arguments are symbols.
 
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
@@ -55,7 +63,8 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Numbers that are read from tensors dynamo captures here; in training it ends the graph.
-        numbers = [node for node in graph.graph.nodes if isinstance(node.meta.get("example_value"), py_sym_types)]
+        found = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
+        numbers = [node for node, value in found if isinstance(value, py_sym_types) and aot.hint(value) is None]
         if numbers:
             return partial(_refuse_number, name, numbers[0])
         if for_gpu:
@@ -71,8 +80,8 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
 
     for kind in (Placeholder, Memoryless):
         dynamo.take_as_plain(kind)
-    captured = dynamo.capture(module, backend, whole=True)
-    with dynamo.whole(most=8, breaks=[]):
+    captured = dynamo.capture(module, backend, dynamic=dynamic, whole=True)
+    with dynamo.whole(breaks=[]), dynamo.floats_constant():
         returned = captured(*args, **kwargs)
     if not ran:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")

@@ -15,10 +15,9 @@ for each choice of paths. A parameter that is read between graphs raises, as not
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -28,19 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.frontends.compilations import too_many, uncollected
+from thunder_zero.frontends.compilations import metered, too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
-from thunder_zero.frontends.dynamo.captured import (
-    Looks,
-    Paths,
-    looks,
-    paths_of,
-    replaced,
-    shapes_of_inputs,
-    shared_memory,
-)
+from thunder_zero.frontends.dynamo.captured import looks, paths_of, replaced, shapes_of_inputs, shared_memory
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import returned, written
+from thunder_zero.frontends.dynamo.graphs import Captured, GradMode, Graphs
 from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
@@ -49,71 +41,8 @@ from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder import compile_data
+from thunder.core.module import ThunderModule
 from thunder.executors.torch_compile import torch_compile_ex
-
-MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
-
-
-@dataclass(frozen=True)
-class GradMode:
-    """Whether autograd records, and whether tensors are made that it never will."""
-
-    enabled: bool = True
-    inference: bool = False
-
-    @staticmethod
-    def now() -> GradMode:
-        """The mode of the code that runs."""
-        return GradMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """The mode, inside the block."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.enabled):
-            yield
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A graph as dynamo captured it.
-
-    Attributes:
-        joint: the graph with its backward; its parameters are inputs.
-        name: of the function that it is of.
-        looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
-        shared: inputs that overlapped in memory when it was captured.
-        shapes: of its inputs; dynamo drops their names once it has compiled the graph.
-        made: what is compiled of it, by the parameters that dynamo calls it with.
-    """
-
-    joint: aot.Joint
-    name: str
-    looks: Looks | None
-    shared: tuple[Any, ...]
-    shapes: Mapping[str, torch.Size]
-    made: dict[Paths, Programs] = field(default_factory=dict)
-
-
-@dataclass
-class Graphs:
-    """The graphs of one model.
-
-    Attributes:
-        captured: all of them, in order.
-        names: by dynamo's numbers of the functions that they are of, in the order in which those were compiled.
-        ran: in the last forward, in order.
-        breaks: where dynamo ended graphs of the model, and why, in sentences.
-        for_all_modes: a graph that dynamo captured with gradients on is all of forward, whatever the grad mode; None
-            before there is one.
-        user: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
-    """
-
-    captured: list[Captured] = field(default_factory=list)
-    names: dict[int | None, str] = field(default_factory=dict)
-    ran: list[Programs] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
-    for_all_modes: bool | None = None
-    user: GradMode | None = None
 
 
 class DynamoModule(ZeroModule):
@@ -122,8 +51,8 @@ class DynamoModule(ZeroModule):
     _calls: GraphCalls
     _graphs: Graphs
 
-    def capture(self) -> None:
-        """Let dynamo capture forward, when it is called."""
+    def capture(self, *, dynamic: bool | None) -> None:
+        """Let dynamo capture forward, when it is called; ``dynamic`` is that of ``torch.compile``."""
         self._calls, self._graphs = GraphCalls(self.state), Graphs()
         model = ref(self)  # dynamo keeps what it is given, and what that returns, as long as the process lives
 
@@ -133,7 +62,7 @@ class DynamoModule(ZeroModule):
 
         dynamo.note_questions()
         dynamo.take_as_plain(Placeholder)
-        captured = dynamo.capture(self.plain, backend)
+        captured = dynamo.capture(self.plain, backend, dynamic=dynamic)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
@@ -141,13 +70,14 @@ class DynamoModule(ZeroModule):
         return [[*graph.entries.values()] for graph in self._graphs.ran]
 
     def _programs_made(self) -> int:
-        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
-        return sum(len(each.entries) for each in made.values())
+        return self._graphs.compiled
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
+        for dropped in self._graphs.drop_oldest():
+            self._warn(dropped)
         try:
-            with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
+            with dynamo.whole(self._graphs.breaks), uncollected():
                 output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
@@ -157,16 +87,19 @@ class DynamoModule(ZeroModule):
                 raise RuntimeError(f"cannot trace {name}: {inner}") from error
             sentence, cause = dynamo.failure(error, name)
             raise RuntimeError(sentence) from cause
-        except dynamo.TooManyPrograms as error:
-            names = Counter(each.name for each in self._graphs.captured)
-            shapes = [each.shapes for each in self._graphs.captured if names[each.name] == max(names.values())]
-            raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
         for tensor in tensors_in(output):
             if isinstance(tensor, Placeholder):  # dynamo returns what it was given without a graph
                 raise RuntimeError(returned(tensor.path))
         if len(self._graphs.ran) == 1:
             self._graphs.ran[0].note_returned(output)
         return output
+
+    def _warn(self, captured: Sequence[Captured]) -> None:
+        """Warn once that graphs of one function are dropped, and what to do."""
+        if not self._graphs.warned:
+            self._graphs.warned = True
+            name, (*before, last) = type(self.plain).__name__, captured
+            warnings.warn(too_many(name, len(before), [each.shapes for each in captured], last.why()), stacklevel=2)
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
@@ -195,21 +128,24 @@ class DynamoModule(ZeroModule):
         for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
         if GradMode.now() == GradMode() or not for_all:
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
-        name, of = self._name(), looks(graph)
+        frame, paths = dynamo.CompiledFrame.now(), paths_of(inputs)
+        name, of = self._graphs.name_of(frame), looks(graph)
         alike = of, name, shared_memory(inputs)
-        same = (old for old in self._graphs.captured if of is not None and (old.looks, old.name, old.shared) == alike)
+        kept = self._graphs.captured.values()
+        same = (old for old in kept if of is not None and (old.looks, old.name, old.shared) == alike)
         old = next((old for old in same if old.joint.differentiates or not torch.is_grad_enabled()), None)
-        if old is None:
-            if (path := replaced(graph, inputs)) is not None:
-                raise aot.Untraced(written(path))
-            old = Captured(joint_of(graph, inputs), name, of, alike[-1], shapes_of_inputs(graph))
-        self._graphs.captured.append(old)
-        return len(self._graphs.captured) - 1
+        if old is not None:
+            return self._graphs.keep(replace(old, frame=frame, paths=paths))
+        if (path := replaced(graph, inputs)) is not None:
+            raise aot.Untraced(written(path))
+        with metered() as spent:
+            joint = joint_of(graph, inputs)
+        return self._graphs.keep(Captured(joint, frame, name, paths, of, alike[-1], shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
         with (self._graphs.user or GradMode.now()).entered():
-            of, paths = self._graphs.captured[number], paths_of(inputs)
+            of, paths = self._graphs.about_to_run(number), paths_of(inputs)
             if of.joint.mutated and shared_memory(inputs) != of.shared:
                 raise RuntimeError(
                     f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
@@ -223,9 +159,19 @@ class DynamoModule(ZeroModule):
             self._graphs.ran.append(of.made[paths])
             return of.made[paths].run(inputs)
 
-    def _name(self) -> str:
-        """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
-        return self._graphs.names.setdefault(dynamo.function_number(), f"graph {len(self._graphs.names)}")
+
+def graphs_of(model: ThunderModule) -> Graphs:
+    """Return the graphs of a model of ``tz.compile``.
+
+    Raises:
+        TypeError: another one.
+    """
+    if not isinstance(model, DynamoModule):
+        raise TypeError(
+            f"programs takes a model of thunder_zero.compile, got {type(model).__name__}; thunder.compile_stats(model) "
+            f"has those of thunder.jit"
+        )
+    return model._graphs
 
 
 def _alive(model: ref[DynamoModule]) -> DynamoModule:
@@ -242,10 +188,12 @@ def _is_inference(value: Any) -> bool:
 def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
     """Why a parameter was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
+    instead = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
+    if type(owner).__module__.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
+        instead = "call set_experts_implementation('grouped_mm') of the plain model, whose experts are then one graph"
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
-        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; move the read into code that dynamo "
-        f"captures, or put the parameter's module into Policy.ignored"
+        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; {instead}"
     )
 
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 
 from thunder_zero.compat import aot
 from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
-from thunder_zero.frontends.compilations import uncollected
+from thunder_zero.frontends.compilations import Spent, metered, uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.dynamo.captured import rebuilt, restoring
 from thunder_zero.frontends.dynamo.convert import Converted, convert
@@ -56,6 +56,7 @@ class GraphEntry(Entry):
     """A compiled program of a graph; ``run`` takes a list of inputs and rows."""
 
     run: Callable[[list[Any]], Sequence[Any]]
+    spent: Spent
 
 
 @dataclass(eq=False)
@@ -106,11 +107,12 @@ class Programs:
         self._outputs = ()
 
     def _compile(self, mode: Mode) -> GraphEntry:
-        converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
-        phases = TracedPhases(converted, program, fuses=self.fuses)
-        run = aot.compiled(self.joint, phases, self._look(mode))
+        with metered() as spent:
+            converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
+            phases = TracedPhases(converted, program, fuses=self.fuses)
+            run = aot.compiled(self.joint, phases, self._look(mode))
         return GraphEntry(
-            mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran, restored=self.restored), run
+            mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran, restored=self.restored), run, spent()
         )
 
     def _look(self, mode: Mode) -> Callable[[Node], None]:
@@ -126,6 +128,22 @@ def program_of(
     with as_thunder_compiles():
         converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
         return converted, pipeline.compiled(pipeline.scheduled(converted.joint), phases_of(fuses=fuses))
+
+
+def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
+    """Return the program without gradients of outputs that nobody differentiated, by the names of those."""
+    with as_thunder_compiles():
+        made = pipeline.compiled(without_tangents(program.scheduled, missing), phases_of(fuses=fuses))
+    return replace(made, forward=program.forward)
+
+
+def traces_without(program: pipeline.Program, *, fuses: bool, **shown: Any) -> Traces:
+    """Return the traces of a program, which can be asked for those that run without gradients of outputs."""
+
+    def without(missing: Sequence[str]) -> Traces:
+        return Traces.of(program_without(program, missing, fuses=fuses), **shown)
+
+    return Traces.of(program, without=without, **shown)
 
 
 def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
@@ -165,7 +183,7 @@ class TracedPhases:
         self._returned, self._gradients = converted.outputs, converted.gradients
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.computation_fn = function_of(transform_to_torch_types(forward))
-        self.ran, self._program, self._phases_of = program, program, phases_of(fuses=fuses)
+        self.ran, self._program, self._fuses = program, program, fuses
         self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -198,18 +216,13 @@ class TracedPhases:
     def _written(self, missing: frozenset[int]) -> _Backward:
         """Return the backward for missing tangents; garbage waits, as while forward is compiled."""
         with uncollected():
-            program = self._without([self._tangents[each][1] for each in missing]) if missing else self._program
+            names = [self._tangents[each][1] for each in missing]
+            program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns what is left of the gradients"
             positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
             taken = [proxy.name for proxy in proxies_in(program.backward.args[0])]
             kept = [[at[name] for name in taken if name in at] for at in positions]
             return _Backward(program, function_of(program.backward), kept)
-
-    def _without(self, missing: Sequence[str]) -> pipeline.Program:
-        """Return the program without missing tangents, by their names."""
-        with as_thunder_compiles():
-            made = pipeline.compiled(without_tangents(self._program.scheduled, missing), self._phases_of)
-        return replace(made, forward=self._program.forward)
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:

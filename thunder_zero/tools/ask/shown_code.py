@@ -4,10 +4,10 @@
 
     t = torch.ops.aten.t.default(w)
     del w
-    view = torch.ops.aten.view.default(x, [16, 4])
-    addmm = torch.ops.aten.addmm.default(b, view, t)     ->    y = aten.addmm(b, x.view([16, 4]), w.t()).view([4, 4, 4])
-    del b, t, view                                             del b, w
-    y = torch.ops.aten.view.default(addmm, [4, 4, 4])
+    view = torch.ops.aten.reshape.default(x, [16, 4])
+    addmm = torch.ops.aten.addmm.default(b, view, t)     ->    y = aten.addmm(b, x.reshape([16, 4]), w.t())
+    del b, t, view                                                     .reshape([4, 4, 4])
+    y = torch.ops.aten.reshape.default(addmm, [4, 4, 4])       del b, w
     del addmm
 
 Views that undo one another are left out, as in ``w.t().t()``.
@@ -73,11 +73,11 @@ class _Chain:
     def then(self, step: _Step) -> _Chain:
         """Return the chain with one view more, without those that it undoes."""
         steps = self.steps
-        if steps and steps[-1].name == step.name == "view":
+        if steps and steps[-1].name == step.name == "reshape":
             steps = steps[:-1]
         elif steps and step.name in ("t", "transpose") and (steps[-1].name, steps[-1].args) == (step.name, step.args):
             return _Chain(self.root, steps[:-1])
-        is_same = step.name == "view" and step.shape == (steps[-1].shape if steps else _shape(self.root))
+        is_same = step.name == "reshape" and step.shape == (steps[-1].shape if steps else _shape(self.root))
         return _Chain(self.root, steps if is_same else (*steps, step))
 
     def of(self, code: str) -> str:

@@ -19,8 +19,10 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
+from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
 from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
+from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.printing.line_meanings import SourceLine, rows
 from thunder_zero.tools.printing.text import place_of
@@ -33,6 +35,7 @@ from thunder.core.proxies import TensorProxy
 def memory(
     model_or_traces: ThunderModule | Traces,
     *,
+    shapes: Shapes | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     backend: str | None = None,
@@ -51,6 +54,8 @@ def memory(
 
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
+        shapes: of inputs, by their names, where they differ from those that the program was traced for: as for
+            :func:`thunder_zero.tools.resized`, so the largest batch that fits is found without a compilation.
         loss: from what forward returns to the loss, where the model does not compute it. The forecast assumes that the
             training code keeps no output. Tensors that it brings along, such as targets, are the caller's: they are
             not counted.
@@ -63,11 +68,13 @@ def memory(
 
     Raises:
         TypeError: neither traces nor a model with ZeroTransform.
-        ValueError: there is no such backend; ``reserve`` is negative.
+        ValueError: there is no such backend; ``reserve`` is negative; ``shapes`` as for ``resized``.
         RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have
             (:class:`thunder_zero.tools.forecast.watch.NoForecast`).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = resized(traces, shapes) if shapes else traces
+    traces = for_loss(traces, loss) if loss else traces
     backend = _backend_of(traces) if backend is None else backend
     _require(backend, reserve)
     with Watch(Holds.PARAMETER, on_cpu=backend != "nccl") as watch:

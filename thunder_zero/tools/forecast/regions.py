@@ -56,7 +56,7 @@ def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tenso
     storage from now on, as long as it is alive."""
     trace = _lowered(region)
     inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
-    with disable_current_modes(), Unwatched():  # type: ignore[no-untyped-call]
+    with disable_current_modes(), Unwatched():
         steps = _steps(trace, inside)
     results = [inside[proxy.name] for proxy in trace.bound_symbols[-1].flat_proxy_args]
     outputs = {_key(tensor): tensor for tensor in results if isinstance(tensor, Tensor)}

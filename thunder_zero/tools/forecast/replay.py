@@ -141,7 +141,7 @@ class Replay:
         self.watch.begin()
         if self.traces.backward is None:
             return
-        result = _returns(self.traces.forward, _without_values(self.traces.forward))[0]
+        result = values_of_return(self.traces.forward)[0]
         with around[0]:
             self._loss([result["output"], result["flat_output"]], loss)
         values = _without_values(self.traces.backward)
@@ -212,7 +212,10 @@ class Replay:
         result.clear()
         assert self.traces.backward is not None
         proxies = self.traces.backward.args[1]  # None: an output without a gradient
-        given = self._given(flat)
+        for tensor in flat:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
+        del tensor  # it would keep the last output alive
+        given = given_to_loss(flat)
         # No name for the zip: it would keep its last output alive.
         trained = [given[id(tensor)] for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None]
         shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
@@ -224,7 +227,7 @@ class Replay:
             output = tree_map(lambda leaf: given.get(id(leaf), leaf), output)
             given.clear()
             del flat, trained  # the training code holds the output alone
-            value = _value_of(loss, self._returned(output))
+            value = value_of(loss, returned(self.traces, output))
             del output
             gradients = torch.autograd.grad(value, edges, allow_unused=True)
             del value
@@ -239,28 +242,6 @@ class Replay:
         cotangents = [None if proxy is None else next(made) for proxy in proxies]
         self._note("loss", -1, "the loss and its gradient" if loss else "the gradients of the outputs")
         return cotangents
-
-    def _given(self, flat: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Forward's outputs as the loss gets them, by their identities."""
-        for tensor in flat:
-            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
-        root = torch.empty(0, device=META, requires_grad=True)
-        with torch.enable_grad():
-            return {
-                id(each): _Given.apply(root, each) if each.is_floating_point() else each  # type: ignore[no-untyped-call]
-                for each in flat
-            }
-
-    def _returned(self, output: Sequence[Any]) -> Any:
-        """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
-        epilogue = self.traces.epilogue
-        if self.traces.restored is not None:
-            return self.traces.restored(output)
-        if epilogue is None:
-            return output
-        names = [proxy.name for proxy in epilogue.args]
-        values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
-        return epilogue.python_callable(include_decorators=False)(*values.values())
 
     @torch.no_grad()
     def _run(self, phase: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
@@ -318,6 +299,34 @@ class Replay:
         self.lines.append(RunLine(phase, position, code, self.watch.highest_in_line, self.watch.events))
 
 
+def given_to_loss(flat: Sequence[Any]) -> dict[int, Tensor]:
+    """Forward's outputs as the loss gets them, by their identities."""
+    root = torch.empty(0, device=META, requires_grad=True)
+    with torch.enable_grad():
+        return {
+            id(each): _Given.apply(root, each) if each.is_floating_point() else each  # type: ignore[no-untyped-call]
+            for each in flat
+            if isinstance(each, Tensor)
+        }
+
+
+def returned(traces: Traces, output: Sequence[Any]) -> Any:
+    """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
+    epilogue = traces.epilogue
+    if traces.restored is not None:
+        return traces.restored(output)
+    if epilogue is None:
+        return output
+    names = [proxy.name for proxy in epilogue.args]
+    values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
+    return epilogue.python_callable(include_decorators=False)(*values.values())
+
+
+def values_of_return(trace: TraceCtx) -> Any:
+    """What a trace returns, with tensors of its proxies' shapes."""
+    return _returns(trace, _without_values(trace))
+
+
 def _returns(trace: TraceCtx, values: Mapping[str, Any]) -> Any:
     result = trace.bound_symbols[-1].args
     return tree_map(
@@ -336,7 +345,7 @@ def _without_values(trace: TraceCtx) -> dict[str, Any]:
 
 
 @torch.enable_grad()
-def _value_of(loss: Loss, output: Any) -> Tensor:
+def value_of(loss: Loss, output: Any) -> Tensor:
     """Refuses a loss that reads a value, or is not one number with a gradient."""
     action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:

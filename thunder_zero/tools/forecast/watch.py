@@ -180,6 +180,9 @@ class Unwatched(TorchDispatchMode):
     """Runs operators inside the block as :class:`Watch` does, and records nothing. Each number that is read is 1: no
     shape of a trace depends on it."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on tensors without values."""
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -1,0 +1,79 @@
+"""``tz.tools.programs``: which programs a model of ``tz.compile`` has, and what each took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from thunder_zero.frontends.compilations import Spent
+from thunder_zero.frontends.dynamo.module import graphs_of
+from thunder_zero.plan.amounts import size
+
+from thunder.core.module import ThunderModule
+
+
+@dataclass(frozen=True, repr=False)
+class CompiledProgram:
+    """A program that a model has, for calls of one kind.
+
+    Attributes:
+        graph: the name of the function that dynamo captured.
+        kind: ``"training"``, ``"no_sync"`` or ``"forward alone"``.
+        inputs: the shapes of the inputs, by their names; a size that is a symbol, such as ``s27``, may be any number.
+        seconds: of wall-clock time, to trace and compile it, without dynamo's part.
+        nbytes: by how much the resident memory of the process grew meanwhile.
+        why: why dynamo captured the function once more, in its words; None if it was its first time, or if the program
+            is another one of a graph that there was.
+    """
+
+    graph: str
+    kind: str
+    inputs: Mapping[str, torch.Size]
+    seconds: float
+    nbytes: int
+    why: str | None
+
+    def __repr__(self) -> str:
+        return "  ".join(part for part in self.cells() if part)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what a row of a table says of it."""
+        inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in self.inputs.items())
+        return self.graph, self.kind, inputs, f"{self.seconds:.1f} s", size(self.nbytes), self.why or ""
+
+
+class ProgramTable(tuple[CompiledProgram, ...]):
+    """Programs, as text one a line."""
+
+    def __repr__(self) -> str:
+        rows = [each.cells() for each in self]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines) or "no programs: the model was not called yet"
+
+
+def programs(model: ThunderModule) -> ProgramTable:
+    """Return the programs that a model of :func:`thunder_zero.compile` has, the one that ran last at the end.
+
+    >>> print(tz.tools.programs(model))
+    graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
+    graph 0  training  tokens (2, s27)  2.3 s  14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
+
+    Raises:
+        TypeError: not a model of ``tz.compile``.
+    """
+    rows = []
+    for captured in graphs_of(model).captured.values():
+        spent, why = captured.spent, captured.why()  # on the first program
+        for mode, entry in (each for made in captured.made.values() for each in made.entries.items()):
+            kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
+            spent = spent + entry.spent
+            rows.append(CompiledProgram(captured.name, kind, captured.shapes, spent.seconds, spent.nbytes, why))
+            spent, why = Spent(), None
+    return ProgramTable(rows)
+
+
+def _shape(shape: torch.Size) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -1,0 +1,38 @@
+"""The program that trains with a loss: without what leads to outputs that the loss does not use."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.tools.forecast.replay import Loss, given_to_loss, returned, value_of, values_of_return
+from thunder_zero.tools.forecast.watch import Unwatched
+
+from thunder.core.pytree import tree_map
+
+
+def for_loss(traces: Traces, loss: Loss) -> Traces:
+    """Return the traces that train with a loss of what forward returns, such as ``lambda output: output.loss``.
+
+    ``tz.compile`` runs a backward without what leads only to outputs that the loss does not use, such as logits beside
+    a loss; traces of a model that did not run have all of it. ``thunder.jit`` computes with zeros there, so its traces
+    are returned as they are.
+
+    >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
+
+    Raises:
+        TypeError, NoForecast: the loss, as for :func:`thunder_zero.tools.memory`.
+    """
+    if traces.backward is None or traces.without is None:
+        return traces
+    with Unwatched():
+        result = values_of_return(traces.forward)[0]
+        given = given_to_loss(result["flat_output"])
+        pairs = zip(result["flat_output"], traces.backward.args[1], strict=True)
+        trained = [(given[id(output)], tangent.name) for output, tangent in pairs if tangent is not None]
+        edges = [get_gradient_edge(output) for output, _ in trained]
+        output = tree_map(lambda leaf: given.get(id(leaf), leaf), result["output"])
+        gradients = torch.autograd.grad(value_of(loss, returned(traces, output)), edges, allow_unused=True)
+    unused = [name for (_, name), gradient in zip(trained, gradients, strict=True) if gradient is None]
+    return traces.without(unused) if unused else traces

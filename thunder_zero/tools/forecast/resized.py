@@ -1,0 +1,178 @@
+"""The same program for inputs of other sizes; nothing is traced or compiled.
+
+A program whose sizes are symbols has lines that are right for any size, and values that look as in the call that it was
+traced for. Here its lines run once on tensors without values, of the other sizes, and every value gets the shape that
+it has then::
+
+    arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.tools.forecast.replay import printed
+from thunder_zero.tools.forecast.watch import META, Unwatched
+from thunder_zero.traces.operators import operator_of
+from thunder_zero.traces.work import flops_of
+
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, detached_trace, from_trace
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def resized(traces: Traces, shapes: Shapes) -> Traces:
+    """Return the traces as they are for inputs of other shapes, for every tool that takes traces.
+
+    >>> traces = tz.trace(model, tokens, policy=3, world_size=8, dynamic=True)
+    >>> tz.tools.estimate(tz.tools.resized(traces, {"tokens": (16, 4096)}), "h100")
+
+    Args:
+        traces: of a program whose sizes are symbols: ``dynamic=True``, or a model that was called with several lengths.
+        shapes: by the names of inputs. Others follow, where they have the same symbols, or had the same sizes.
+
+    Raises:
+        ValueError: there is no such input; a size is a constant of this program; sizes do not fit together.
+    """
+    numbers = _numbers(traces, shapes)
+    try:
+        values = _run(traces, numbers)
+    except RuntimeError as error:
+        given = ", ".join(f"{name} {_shown(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"the program does not run for {given}: {str(error).partition(chr(10))[0]}; give shapes that fit together"
+        ) from error
+    forward = _with_values(traces.forward, values)
+    backward = None if traces.backward is None else _with_values(traces.backward, values)
+    timeline, without = _timeline(traces, forward, backward, values), traces.without
+    return replace(
+        traces,
+        forward=forward,
+        backward=backward,
+        timeline=timeline,
+        without=None if without is None else lambda missing: resized(without(missing), shapes),
+    )
+
+
+def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
+    """The inputs that are numbers, as they are for these shapes."""
+    hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
+    found: dict[str, int] = {}
+    for name, shape in shapes.items():
+        sizes = traces.sizes.get(name)
+        if sizes is None or len(sizes) != len(shape):
+            inputs = (f"{name} {_shown(of)}" for name, of in traces.sizes.items() if of and name not in traces.others)
+            raise ValueError(
+                f"shapes has {name} {_shown(shape)}, and the program's inputs are {', '.join(inputs)}; give one of them"
+            )
+        for size, new in zip(sizes, shape, strict=True):
+            if new != (size if size not in hints else found.setdefault(str(size), new)):
+                raise ValueError(
+                    f"shapes has {name} {_shown(shape)}, and the program is for {_shown(sizes)}, whose numbers are "
+                    f"constants and whose symbols have one size each; trace with dynamic=True, or call the model with "
+                    f"two such sizes before"
+                )
+    return hints | _of_others(traces, shapes, found) | found
+
+
+def _of_others(traces: Traces, shapes: Shapes, found: Mapping[str, int]) -> dict[str, int]:
+    """Symbols of inputs that are not given: a size that was that of a given input, in the same place, still is."""
+    before = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
+    followed: dict[str, int] = {}
+    for name, sizes in traces.sizes.items():
+        for given, shape in shapes.items():
+            for size, was, of_given, new in zip(sizes, before[name], before[given], shape, strict=False):
+                if size not in found and was == of_given:
+                    followed.setdefault(str(size), new)
+    return followed
+
+
+def _shown(shape: Sequence[int | str]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+@torch.no_grad()
+def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """All values of both phases, by name."""
+    values: dict[str, Any] = {}
+    for proxy in traces.forward.args:
+        if isinstance(proxy, NumberProxy):
+            values[proxy.name] = numbers[proxy.name]
+        elif isinstance(proxy, TensorProxy):
+            sizes = traces.sizes.get(proxy.name, proxy.shape)
+            values[proxy.name] = _empty(proxy, [numbers.get(size, size) for size in sizes])
+    with Unwatched():
+        _run_lines(traces.forward, values)
+        if traces.backward is not None:
+            outputs = traces.forward.bound_symbols[-1].args[0]["flat_output"]
+            for output, tangent in zip(outputs, traces.backward.args[1], strict=True):
+                if tangent is not None:
+                    values[tangent.name] = torch.empty_like(values[output.name])
+            _run_lines(traces.backward, values)
+    return values
+
+
+def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
+    """Run a phase; what our lines make has the shape of a parameter, whatever the inputs."""
+    context, lines = printed(trace)
+    for line in lines:
+        if operator_of(line.line) is not None:
+            exec(line.compiled, context | line.objects, values)
+        else:
+            for proxy in line.line.flat_proxy_outs:
+                if isinstance(proxy, TensorProxy):
+                    values.setdefault(proxy.name, _empty(proxy, proxy.shape))
+
+
+def _empty(proxy: TensorProxy, shape: Sequence[Any]) -> Tensor:
+    return torch.empty([int(size) for size in shape], dtype=to_torch_dtype(proxy.dtype), device=META)
+
+
+def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
+    """The trace whose proxies look like these values."""
+    made: dict[str, Proxy] = {}
+
+    def swapped(leaf: Any) -> Any:
+        if not isinstance(leaf, Proxy) or leaf.name not in values:
+            return leaf
+        if leaf.name not in made:
+            value = values[leaf.name]
+            change = {"shape": tuple(value.shape)} if isinstance(value, Tensor) else {"value": value}
+            made[leaf.name] = leaf.replace(**change)
+        return made[leaf.name]
+
+    def line_of(bsym: BoundSymbol) -> BoundSymbol:
+        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+        return bsym.from_bsym_swap_proxies({variableify(proxy): swapped(proxy) for proxy in proxies})
+
+    new = from_trace(trace)
+    with detached_trace():
+        new.args = tree_map(swapped, trace.args)
+        new.bound_symbols = [line_of(bsym) for bsym in trace.bound_symbols]
+    return new
+
+
+def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, values: Mapping[str, Any]) -> Any:
+    """The timeline with the bytes and FLOPs of the values."""
+    timeline = traces.timeline
+    lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
+    ops = [replace(op, flops=flops_of(lines[op.backward][op.source[0]])) if op.flops else op for op in timeline.ops]
+    nbytes = {
+        name: prod(value.shape) * value.element_size() for name, value in values.items() if isinstance(value, Tensor)
+    }
+    return replace(
+        timeline,
+        ops=tuple(ops),
+        values={name: replace(value, nbytes=nbytes.get(name, value.nbytes)) for name, value in timeline.values.items()},
+    )
