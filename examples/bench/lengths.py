@@ -1,6 +1,7 @@
 """Measures training on batches of random lengths, beside FSDP2: what compiling takes, and the rest.
 
-    python -m examples.bench.lengths                                   # the table of docs/lengths.md: 20 minutes
+    python -m examples.bench.lengths                                   # 200 batches: 17 minutes
+    python -m examples.bench.lengths --batches 40                      # the table of docs/lengths.md
     python -m examples.bench.lengths --batches 20 --layers 2 --contestants "stage 3"
 
 A Llama (examples/llama.py) on two ranks over loopback, one thread each; every batch has another length, of its own on
