@@ -13,7 +13,6 @@ the time of compiling. "Resident" is the memory of rank 0's process after the 20
 from __future__ import annotations
 
 import argparse
-import mmap
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thunder_zero as tz  # before thunder
 from examples.llama import Llama, LlamaConfig
+from thunder_zero.frontends.compilations import resident_bytes
 
 SHORTEST, LONGEST, SEQUENCES, SETTLED = 16, 512, 2, 20
 
@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, name: str, layers: int, batches: int, fold
         found.tokens.append(SEQUENCES * max(of_ranks))
         found.losses.append(float(total) / world_size)
         found.programs.append(len(tz.tools.programs(model)) if isinstance(model, tz.ZeroModule) else 0)
-        found.resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE)
+        found.resident.append(resident_bytes())
     if rank == 0:
         torch.save(vars(found), Path(folder) / "found.pt")
     dist.destroy_process_group()

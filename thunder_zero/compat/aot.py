@@ -420,7 +420,7 @@ def _for_one_program(exported: JointWithDescriptors) -> tuple[Any, Any]:
 
 def _copied_metadata(meta: Any) -> Any:
     meta = copy.copy(meta)
-    meta.dynamic_saved_tensors_idxs = {}
+    meta.dynamic_saved_tensors_idxs = {}  # torch adds to it, by positions among the tensors that one program saves
     for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
         setattr(meta, name, list(map(_copied_creation, getattr(meta, name))))
     return meta

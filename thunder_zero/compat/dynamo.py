@@ -198,7 +198,7 @@ class CompiledFrame(NamedTuple):
         return CompiledFrame(number.frame_id, codes[0], number)
 
     def reason(self) -> str | None:
-        """Return why dynamo compiled the function again, of its latest compilations."""
+        """Return why dynamo compiled the function again; None if it was its first time, or is long ago."""
         found = [each.recompile_reason for each in get_compilation_metrics() if each.compile_id == str(self.number)]
         if not found or not found[-1]:
             return None

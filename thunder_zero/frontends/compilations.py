@@ -160,13 +160,14 @@ class Spent:
 @contextmanager
 def metered() -> Iterator[Callable[[], Spent]]:
     """Yield a function that says, behind the block, what the block took."""
-    start, resident = time.monotonic(), _resident()
+    start, resident = time.monotonic(), resident_bytes()
     taken: list[Spent] = []
     yield lambda: taken[0]
-    taken.append(Spent(time.monotonic() - start, max(0, _resident() - resident)))
+    taken.append(Spent(time.monotonic() - start, max(0, resident_bytes() - resident)))
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
+    """Return the resident memory of the process; 0 where the system has no ``/proc``."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:

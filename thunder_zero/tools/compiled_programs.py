@@ -66,7 +66,7 @@ def programs(model: ThunderModule) -> ProgramTable:
     """
     rows = []
     for captured in graphs_of(model).captured.values():
-        spent, why = captured.spent, captured.why()  # on the first program
+        spent, why = captured.spent, captured.frame.reason()  # on the first program
         for mode, entry in (each for made in captured.made.values() for each in made.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
             spent = spent + entry.spent

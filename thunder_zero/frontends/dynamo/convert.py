@@ -25,7 +25,8 @@ from keyword import iskeyword
 from typing import Any
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch import SymFloat, Tensor, fx
+from torch.types import py_sym_types
 
 from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, sequence_number, users_value
 from thunder_zero.compat.dynamo import users_line
@@ -151,13 +152,14 @@ class _Conversion:
         trace._siginfo.args = [(arg.name, None) for arg in args]
         trace.args = args
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
+        numbers = {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}  # by their symbols
         facts = Facts(
             self.executor,
             self.executor.plan,
             self.paths,
             synced=self.synced,
-            sizes=self._sizes(args),
-            shapes=self._shapes(args),
+            sizes=self._sizes(args, numbers),
+            shapes=self._shapes(numbers),
         )
         made = JointTrace(trace, facts)
         return Converted(made, self.values, named, self.constants, joint.outputs, len(self.gradients))
@@ -216,7 +218,7 @@ class _Conversion:
     def _proxy(self, name: str, value: Any) -> Any:
         """Return a proxy that looks like a tensor, or a number that differs from call to call, as in the call that
         dynamo captured; any other value stays as it is."""
-        if not isinstance(value, Tensor | SymInt | SymFloat | SymBool):
+        if not isinstance(value, (Tensor, *py_sym_types)):
             return value
         proxy: Proxy
         if isinstance(value, Tensor):
@@ -238,24 +240,22 @@ class _Conversion:
         self.made[node] = self._proxy(f"{result.name}_grad", node.meta["val"])
         _append(prims.get_grad.bind(result, output=self.made[node]))
 
-    def _sizes(self, args: Sequence[Any]) -> dict[str, tuple[int | str, ...]]:
+    def _sizes(self, args: Sequence[Any], numbers: Mapping[str, NumberProxy]) -> dict[str, tuple[int | str, ...]]:
         """Return the shapes of the inputs that are no rows, with the names of numbers for sizes that are symbols."""
-        known = (arg.name for arg in args if isinstance(arg, Proxy) and arg.name not in self.paths)
-        values = {name: self.values[name] for name in known}
-        symbols = {str(value): name for name, value in values.items() if not isinstance(value, Tensor)}
-        shapes = {name: value.shape for name, value in values.items() if isinstance(value, Tensor)}
+        names = {symbol: number.name for symbol, number in numbers.items()}
+        tensors = (arg.name for arg in args if isinstance(arg, TensorProxy) and arg.name not in self.paths)
+        shapes = {tensor: self.values[tensor].shape for tensor in tensors}
         return {
-            name: tuple(size if type(size) is int else symbols.get(str(size), str(size)) for size in shape)
-            for name, shape in shapes.items()
+            tensor: tuple(size if type(size) is int else names.get(str(size), str(size)) for size in shape)
+            for tensor, shape in shapes.items()
         }
 
-    def _shapes(self, args: Sequence[Any]) -> dict[str, SymbolicShape]:
-        """Return the shapes of values with sizes that are symbols, as expressions of the names of input numbers."""
-        numbers = {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}
+    def _shapes(self, numbers: Mapping[str, NumberProxy]) -> dict[str, SymbolicShape]:
+        """Return the shapes of values with sizes that are symbols, as expressions of the symbols of input numbers."""
         return {
             name: SymbolicShape(tuple(map(str, value.shape)), numbers)
             for name, value in self.values.items()
-            if isinstance(value, Tensor) and any(isinstance(size, SymInt) for size in value.shape)
+            if isinstance(value, Tensor) and any(isinstance(size, py_sym_types) for size in value.shape)
         }
 
     # Lines
@@ -274,7 +274,7 @@ class _Conversion:
 
     def _stays(self, node: fx.Node) -> bool:
         """Return whether forward computes a node where the graph does, whoever reads it."""
-        is_number = isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
+        is_number = isinstance(node.meta.get("val"), py_sym_types)
         return not node.users or is_number or draws_random_numbers(node.target, node.args, node.kwargs)
 
     def _line(self, node: fx.Node) -> None:

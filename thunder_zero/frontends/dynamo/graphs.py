@@ -68,10 +68,6 @@ class Captured:
     spent: Spent
     made: dict[Paths, Programs] = field(default_factory=dict)
 
-    def why(self) -> str | None:
-        """Return why dynamo captured the function again; None if it was its first time."""
-        return self.frame.reason()
-
 
 @dataclass
 class Graphs:

@@ -99,7 +99,9 @@ class DynamoModule(ZeroModule):
         if not self._graphs.warned:
             self._graphs.warned = True
             name, (*before, last) = type(self.plain).__name__, captured
-            warnings.warn(too_many(name, len(before), [each.shapes for each in captured], last.why()), stacklevel=2)
+            warnings.warn(
+                too_many(name, len(before), [each.shapes for each in captured], last.frame.reason()), stacklevel=2
+            )
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
