@@ -98,10 +98,6 @@ class Sharding:
             arguments.setdefault("broadcast_from", 0)
         if frontend not in FRONTENDS:
             raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
-        if jit_options and frontend != "thunder":
-            raise TypeError(
-                f"jit_options are those of thunder.jit, and frontend is {frontend!r}; leave one of them out"
-            )
         return cls(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}), frontend)
 
     def sharded(self, module: nn.Module, device: torch.device) -> ZeroModule:
@@ -115,7 +111,7 @@ class Sharding:
         mesh = None if self.mesh_shape is None else hybrid_mesh(self.mesh_shape, device)
         where = Arguments(device=device, mesh=mesh, init=sources.init, weights=sources.weights)
         if not isinstance(module, ThunderModule) and self.frontend == "dynamo":
-            return compile(module, self.given.policy, **where)
+            return compile(module, self.given.policy, **where, **self.jit_options)
         if not isinstance(module, ThunderModule):
             options = dict(self.jit_options)
             transforms = [*options.pop("transforms", ()), ZeroTransform(self.given.policy, **where)]
@@ -153,7 +149,8 @@ class ZeroStrategy(DDPStrategy):
         mesh_shape: the number of copies of the model, and the number of ranks that share one (hybrid sharding); if
             None, all ranks share one copy.
         frontend: "thunder": ``thunder.jit`` compiles the module; "dynamo": :func:`thunder_zero.compile` does.
-        jit_options: further arguments of ``thunder.jit``, such as ``{"executors": [...]}``.
+        jit_options: further arguments of what compiles, such as ``{"executors": [...]}`` for "thunder", and
+            ``{"fuse": "inductor"}`` for "dynamo".
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: those of DDPStrategy, which Fabric
             sets from its own arguments.
         process_group_backend, timeout, start_method: those of DDPStrategy.

@@ -18,8 +18,6 @@ from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.gpt import GPT, GPTConfig
 from examples.llama import Llama, LlamaConfig
 
-from thunder.executors.torch_compile import torch_compile_ex
-
 SEQUENCES, TOKENS, VOCABULARY = 2, 128, 4096
 IMAGES, PIXELS, CLASSES = 4, 64, 100
 
@@ -47,7 +45,7 @@ class Case:
         task: a key of ``TASKS``.
         policy: how it is sharded.
         world_size: number of ranks.
-        fused: runs with ``torch_compile_ex``.
+        fused: with ``fuse="inductor"``.
         deferring: measures the second micro-batch under ``no_sync``.
         training: False: forward alone, under ``torch.no_grad``.
         peer: a key of ``PEERS``, which trains the same and is measured beside it; "" for none.
@@ -66,7 +64,7 @@ class Case:
         """What is special about it, such as "GPT, stage 3, 3 ranks"; a name in tables and data files."""
         special = {
             f"{self.world_size} ranks": self.world_size != 2,
-            "torch_compile_ex": self.fused,
+            "inductor": self.fused,
             f"recompute {self.policy.recompute}": self.policy.recompute != tz.ZERO3.recompute,
             "bfloat16": self.policy.mixed_precision != tz.MixedPrecision(),
             "no_sync": self.deferring,
@@ -77,7 +75,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Those of ``tz.compile``."""
-        return {"executors": [torch_compile_ex]} if self.fused else {}
+        return {"fuse": "inductor"} if self.fused else {}
 
 
 def small_gpt() -> nn.Module:

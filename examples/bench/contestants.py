@@ -67,22 +67,18 @@ def trains(model: nn.Module) -> tuple[nn.Module, Step]:
     return model, step
 
 
-def executors(compiled: bool) -> dict[str, object]:
-    """Thunder's default executors, or torch.compile in front of them."""
-    return {"executors": [torch_compile_ex]} if compiled else {}
-
-
 def build_eager(size: Size) -> tuple[nn.Module, Step]:
     return trains(make_model(size))
 
 
 def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
-    return trains(thunder.jit(make_model(size), **executors(compiled)))
+    return trains(thunder.jit(make_model(size), executors=[torch_compile_ex] if compiled else None))
 
 
 def build_zero(size: Size, stage: int, compiled: bool, **choices: Any) -> tuple[nn.Module, Step]:
     """The package with further fields of ``tz.Policy``."""
-    return trains(tz.compile(make_model(size), tz.Policy(stage, **choices), **executors(compiled)))
+    fuse = "inductor" if compiled else None
+    return trains(tz.compile(make_model(size), tz.Policy(stage, **choices), fuse=fuse))
 
 
 def kept_unsharded_bytes(model: nn.Module) -> int:

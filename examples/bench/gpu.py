@@ -35,7 +35,6 @@ from torch.nn import functional as F
 import thunder_zero as tz  # before thunder
 
 import thunder
-from thunder.executors.torch_compile import torch_compile_ex
 
 WORLD_SIZE, MiB = 8, 1 << 20
 WARM_UP, ROUNDS = 3, 20
@@ -123,9 +122,9 @@ def policy(stage: int) -> tz.Policy:
     return tz.Policy(stage=stage, mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))
 
 
-def ours(stage: int, *executors: Any) -> Callable[[Size, str], Step]:
+def ours(stage: int, **options: Any) -> Callable[[Size, str], Step]:
     def build(size: Size, device: str) -> Step:
-        return trains(tz.compile(Stack(size), policy(stage), executors=executors or None, device=torch.device(device)))
+        return trains(tz.compile(Stack(size), policy(stage), device=torch.device(device), **options))
 
     return build
 
@@ -156,7 +155,7 @@ def fsdp2(compiled: bool) -> Callable[[Size, str], Step]:
 CONTESTANTS: dict[str, Callable[[Size, str], Step]] = {
     "zero2": ours(2),
     "zero3": ours(3),
-    "zero3, inductor": ours(3, torch_compile_ex),
+    "zero3, inductor": ours(3, fuse="inductor"),
     "zero3, thunder.jit": jitted(3),
     "fsdp2": fsdp2(compiled=False),
     "fsdp2, compiled": fsdp2(compiled=True),

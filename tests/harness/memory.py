@@ -29,13 +29,12 @@ from tests.harness.models import (
     whole,
 )
 from tests.harness.timelines import in_flight_bytes
+from tests.harness.traced import fuser
 from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import local
-
-from thunder.executors.torch_compile import torch_compile_ex
 
 TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 ROWS = 2  # of each rank's batch
@@ -121,13 +120,13 @@ class Case:
     kind: type[nn.Module]
     policy: tz.Policy
     autocast: bool = False
-    fused: bool = False  # torch_compile_ex
+    fused: bool = False
 
 
 def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
     """Take some training steps; return what is alive in the last one, and after an inference."""
     plain = fresh(case.kind)
-    options = {"executors": [torch_compile_ex]} if case.fused else {}
+    options = fuser("thunder") if case.fused else {}
     with watched(make_plan(plain, case.policy, world_size, rank)) as watch:
         model = sharded(plain, case.policy, **options)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)

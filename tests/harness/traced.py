@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 import thunder_zero as tz
 
 from thunder.executors.torch_compile import torch_compile_ex
+
+
+def fuser(frontend: str = "dynamo") -> dict[str, Any]:
+    """The argument by which inductor compiles regions of a front end's traces."""
+    return {"fuse": "inductor"} if frontend == "dynamo" else {"executors": [torch_compile_ex]}
 
 
 @cache
@@ -26,10 +32,9 @@ def traced(
     dtype: torch.dtype = torch.float32,
     frontend: str = "dynamo",
 ) -> tz.tools.Traces:
-    """Of a model on the meta device, for one input; ``fused``: by torch_compile_ex."""
+    """Of a model on the meta device, for one input."""
     with torch.device("meta"):
         module, x = make(), torch.empty(shape, dtype=dtype)
-    executors = [torch_compile_ex] if fused else None
     return tz.trace(
         module,
         x,
@@ -37,8 +42,8 @@ def traced(
         world_size=world_size,
         replicas=replicas,
         synced=synced,
-        executors=executors,
         frontend=frontend,
+        **(fuser(frontend) if fused else {}),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.traced import Chain, ResidualBlock, traced
+from tests.harness.traced import Chain, ResidualBlock, fuser, traced
 from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
@@ -25,7 +25,6 @@ from thunder_zero.tools.fitting.text import print_trade_off
 from thunder_zero.tools.forecast.figures import Holds
 
 import thunder
-from thunder.executors.torch_compile import torch_compile_ex
 
 WIDTH, ROWS, BLOCKS = 64, 64, 3
 PLENTY = 1 << 30
@@ -72,10 +71,10 @@ def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() 
 
 
 @pytest.mark.slow
-def test_arguments_by_name_a_stage_and_other_executors() -> None:
+def test_arguments_by_name_a_stage_and_a_fuser() -> None:
     module, x = Chain(ResidualBlock(8), ResidualBlock(8)), torch.empty(8, 8)
     how: dict[str, Any] = {"memory_bytes": PLENTY, "world_size": 2, "file": StringIO()}
-    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), executors=[torch_compile_ex], **how).keep_unsharded
+    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), fuse="inductor", **how).keep_unsharded
     assert kept == ("0", "1")
     policy = tz.tools.fit(module, x=x, policy=2, **how)
     assert (policy.stage, policy.keep_unsharded, policy.recompute_units) == (2, (), ())
@@ -169,8 +168,8 @@ def test_prices_decide() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
-    executors = [torch_compile_ex] if fused else None
-    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
+    options = fuser() if fused else {}
+    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), **options)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         found, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
 from tests.harness.tiers import deep, slow
+from tests.harness.traced import fuser
 from thunder_zero.plan.policy import RECOMPUTE
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.traces.work import is_cheap, updated_by
 
 import thunder
 import thunder.torch as ltorch
-from thunder.executors.torch_compile import torch_compile_ex
 
 TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
-FUSER = [torch_compile_ex]
 TOKENS = torch.zeros(2, 6, dtype=torch.int64)
 
 
@@ -38,8 +37,8 @@ def traces_of_gpt(mode: str, *, fused: bool = False, frontend: str = "dynamo") -
     with torch.device("meta"):
         module = small_gpt()
     policy = replace(TEXTBOOK, recompute=mode)
-    executors = FUSER if fused else None
-    return tz.trace(module, TOKENS, policy=policy, world_size=2, executors=executors, frontend=frontend)
+    options = fuser(frontend) if fused else {}
+    return tz.trace(module, TOKENS, policy=policy, world_size=2, frontend=frontend, **options)
 
 
 def saved(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
@@ -169,7 +168,7 @@ def test_thunders_rematerialisation_is_on_only_where_it_saves_fewer_bytes() -> N
     for mode in ("none", "cheap"):
         policy = tz.Policy(recompute=mode)
         x = torch.zeros(16, 8)
-        traces = tz.trace(Slices(), x, policy=policy, world_size=2, executors=FUSER, frontend="thunder")
+        traces = tz.trace(Slices(), x, policy=policy, world_size=2, frontend="thunder", **fuser("thunder"))
         assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
         assert (16, 64) not in saved(traces)
     gpt = traces_of_gpt(TEXTBOOK.recompute, fused=True, frontend="thunder")

@@ -237,6 +237,10 @@ def misuse_strategies(rank: int, world_size: int) -> None:
     class Other(Precision):
         """A third party's plugin."""
 
+    def fused_by_another() -> None:
+        with fabric_on(rank, world_size, frontend="dynamo", jit_options={"fuse": "nvfuser"}) as fabric:
+            fabric.setup(Net())
+
     def foreign() -> None:
         with fabric_on(rank, world_size, plugins=Other()):
             pass
@@ -244,9 +248,9 @@ def misuse_strategies(rank: int, world_size: int) -> None:
     says(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
     says(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
     says(lambda: ZeroStrategy(frontend="torch"), "ValueError", "choose 'thunder' or 'dynamo'")
-    says(lambda: ZeroStrategy(frontend="dynamo", jit_options={"cache": "no caching"}), "TypeError", "thunder.jit")
     says(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
     says(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
+    says(fused_by_another, "ValueError", "fuse is 'nvfuser'; choose 'inductor'")
     says(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
         model = fabric.setup(Net())

@@ -27,8 +27,6 @@ from tests.harness.tiers import deep
 from tests.harness.traced import Chain, ResidualBlock
 from thunder_zero.comm.agree import on_rank_0
 
-from thunder.executors.torch_compile import torch_compile_ex
-
 WIDTH, ROWS = 192, 48  # of float32: a weight has 147,456 bytes, an activation of the wide layer as many
 HALF = tz.MixedPrecision(torch.bfloat16)
 Make = Callable[[], nn.Module]
@@ -113,7 +111,7 @@ def llama() -> nn.Module:
 
 def peak_of_fused_llama(rank: int, world_size: int) -> int:
     tokens = torch.arange(128).view(2, 64)
-    model = tz.compile(fresh(llama), tz.ZERO3, executors=[torch_compile_ex])
+    model = tz.compile(fresh(llama), tz.ZERO3, fuse="inductor")
 
     def step() -> None:
         model(tokens, labels=tokens).loss.backward()
@@ -127,7 +125,7 @@ def peak_of_fused_llama(rank: int, world_size: int) -> int:
 @pytest.mark.timeout(300)
 def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: RanksPool) -> None:
     tokens = torch.arange(128).view(2, 64)
-    traces = tz.trace(fresh(llama), tokens, labels=tokens, world_size=2, executors=[torch_compile_ex])
+    traces = tz.trace(fresh(llama), tokens, labels=tokens, world_size=2, fuse="inductor")
     wanted = tz.tools.memory(traces, loss=lambda output: output.loss).peak
     measured = ranks_pool.run(2, peak_of_fused_llama, timeout=280)[0]
     assert abs(wanted / measured - 1) < 0.03, (wanted, measured)

@@ -102,6 +102,16 @@ NAMES = {name: Private(*row) for name, row in {
         "a public base class"),
     "OptimizedModule": ("torch._dynamo.eval_frame:OptimizedModule", "whether a module is under torch.compile",
         "a public question"),
+    # inductor: compat/inductor.py
+    "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner", "compiles a graph without autograd",
+        "torch._inductor.standalone_compile for a graph that needs no AOTAutograd"),
+    "select_decomp_table": ("torch._inductor.decomposition:select_decomp_table", "what inductor decomposes",
+        "likewise"),
+    "InductorError": ("torch._inductor.exc:InductorError", "why it failed", "likewise"),
+    "fx_config": ("torch.fx.experimental._config:", "code for all sizes that symbols stand for", "an option for it"),
+    "ShapeEnvGuardError": ("torch.fx.experimental.symbolic_shapes:_ShapeEnvGuardError",
+        "code that holds for some sizes only", "likewise"),
+    "tracing": ("torch._guards:tracing", "the context in which inductor finds symbols", "likewise"),
     # operators: traces/
     "OpOverload": ("torch._ops:OpOverload", "an operator's schema, tags and name", "the type made public"),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator", "an operator that calls functions", "likewise"),

@@ -69,7 +69,7 @@ def programs(model: ThunderModule) -> ProgramTable:
         spent, why = captured.spent, captured.frame.reason()  # on the first program
         for mode, entry in (each for made in captured.made.values() for each in made.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
-            spent = spent + entry.spent
+            spent = spent + entry.spent()
             rows.append(CompiledProgram(captured.name, kind, captured.shapes, spent.seconds, spent.nbytes, why))
             spent, why = Spent(), None
     return ProgramTable(rows)

@@ -20,7 +20,7 @@ from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
 from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.dynamo.compile import require_known
+from thunder_zero.frontends.dynamo.compile import Fuser, require_known
 from thunder_zero.frontends.dynamo.dry import export
 from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
 from thunder_zero.frontends.program_transform import ProgramTransform
@@ -47,6 +47,7 @@ def trace(
     rank: int = 0,
     replicas: int = 1,
     synced: bool = True,
+    fuse: Fuser | None = None,
     executors: Sequence[Executor] | None = None,
     device: Device | str | None = None,
     frontend: str = "dynamo",
@@ -68,7 +69,8 @@ def trace(
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
-        executors: those of ``compile``, or of ``thunder.jit``, such as ``[torch_compile_ex]``.
+        fuse: as for :func:`thunder_zero.compile`; the traces have one line for what inductor would compile.
+        executors: those of ``thunder.jit``; of "thunder" alone.
         frontend: "dynamo": the program of :func:`thunder_zero.compile`. "thunder": that of ``thunder.jit``.
         dynamic: sizes of the arguments are symbols, for :func:`thunder_zero.tools.resized`; of "dynamo" alone.
         device: the sizes that the policy leaves open, and the operators of attention, are those for this device, such
@@ -82,20 +84,24 @@ def trace(
         TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
             which does not take it.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters;
-            no such front end.
+            no such front end, or an argument of the other one.
         RuntimeError: dynamo captures forward as several graphs.
     """
     if frontend not in FRONTENDS:
         raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
     if dynamic and frontend != "dynamo":
         raise ValueError("dynamic is True, and Thunder's front end has no symbols for sizes; leave it out")
+    if fuse is not None and frontend != "dynamo":
+        raise ValueError(f"fuse is {fuse!r}, and frontend is {frontend!r}; pass executors= in its place")
+    if executors and frontend == "dynamo":
+        raise ValueError("executors are those of thunder.jit; pass frontend='thunder', or fuse='inductor'")
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
     world = (world_size, rank, replicas)
-    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, executors, device, dynamic))
+    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, device, fuse, executors, dynamic))
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,9 @@ class Asked:
     policy: Policy | int
     world: tuple[int, int, int]
     synced: bool
-    executors: Sequence[Executor] | None
     device: Device | str | None
+    fuse: Fuser | None = None
+    executors: Sequence[Executor] | None = None
     dynamic: bool = False
 
     @property
@@ -137,12 +144,12 @@ def programs_of(
     policy: Policy | int,
     world: tuple[int, int, int],
     synced: bool = True,
-    executors: Sequence[Executor] | None = None,
+    fuse: Fuser | None = None,
     device: Device | str | None = None,
 ) -> ProgramSource:
     """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
     ``world`` is the number of ranks, the rank, and replicas."""
-    return ProgramSource(Asked(module, args, kwargs, policy, world, synced, executors, device))
+    return ProgramSource(Asked(module, args, kwargs, policy, world, synced, device, fuse))
 
 
 CPU = torch.device("cpu")
@@ -152,7 +159,7 @@ class ProgramSource:
     """A module that dynamo and AOTAutograd capture once, as ``tz.compile`` does."""
 
     def __init__(self, asked: Asked) -> None:
-        require_known(asked.executors)
+        require_known(asked.fuse)
         self._asked, plan = asked, asked.plan(asked.policy)
         with _standing_in(asked.module, plan, _as_captured):
             given = asked.inputs(plan, shape_of)
@@ -162,7 +169,7 @@ class ProgramSource:
     def under(self, policy: Policy | int) -> Traces:
         """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
         that are kept or computed again, bytes of buckets and in flight."""
-        exported, fuses = self._exported, bool(self._asked.executors)
+        exported, fuses = self._exported, self._asked.fuse is not None
         executor = ZeroExecutor(self._asked.plan(policy), DryRuntime(self._mode.synced))
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.joint.trace.args]

@@ -1,35 +1,37 @@
-"""Fuses torch's operators between two lines of ours into one, which inductor compiles.
+"""Fuses torch's operators between two lines of ours into one region, which inductor compiles.
 
 ::
 
     mm = torch.ops.aten.mm.default(x, w)
-    t = torch.ops.aten.silu.default(mm)       ->      (t, mm) = TorchCompile3(x, w)
+    t = torch.ops.aten.silu.default(mm)       ->      (t, mm) = inductor_3(x, w)
     p4 = zero_all_gather(...)                         p4 = zero_all_gather(...)
 
 The scheduled joint trace is fused, so regions end where the schedule has a line of its own. Lines that draw random
-numbers, or call Python, stay as they are: inductor would draw other numbers than torch.
+numbers, communicate, or call Python, stay as they are: inductor would draw other numbers than torch, and may move what
+others wait for. ``frontends/dynamo/kernels.py`` has regions compiled.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from thunder_zero.compat.private import OpOverload
+from thunder_zero.schedule.timeline import Work
 from thunder_zero.traces.lift import forward_lines
-from thunder_zero.traces.operators import EXECUTOR, operator_of
+from thunder_zero.traces.operators import EXECUTOR, operator_of, work_of_operator
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import IntegerProxy, Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-SMALLEST = 2  # lines of a region
+SMALLEST = 2  # lines of a region that compute something
+COMMUNICATES = ("_c10d_functional", "c10d")
 
 
 def fused(trace: TraceCtx) -> TraceCtx:
@@ -39,24 +41,32 @@ def fused(trace: TraceCtx) -> TraceCtx:
     lines = trace.bound_symbols
     is_backward = [not needed for needed in forward_lines(lines)]
     readers = _last_readers(trace)
+    numbers = [arg for arg in trace.args if isinstance(arg, IntegerProxy)]  # the symbols of sizes
     start = 0
     while start < len(lines):
         end = start
         while end < len(lines) and _is_fusible(lines[end]) and is_backward[end] == is_backward[start]:
             end += 1
-        if end - start < SMALLEST:
+        if sum(map(_computes, lines[start:end])) < SMALLEST:
             end = max(end, start + 1)
             new.bound_symbols += lines[start:end]
         else:
-            name = f"TorchCompile{sum(line.sym.is_fusion for line in new.bound_symbols)}"
-            new.bound_symbols.append(_region(name, lines[start:end], end, readers, backward=is_backward[start]))
+            name = f"inductor_{sum(line.sym.is_fusion for line in new.bound_symbols)}"
+            returned = {value for value, reader in readers.items() if reader >= end}
+            new.bound_symbols.append(_region(name, lines[start:end], numbers, returned, backward=is_backward[start]))
         start = end
     return new
 
 
 def _is_fusible(line: BoundSymbol) -> bool:
     target, tags = operator_of(line), line.sym.tags or ()
-    return isinstance(target, OpOverload) and not {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE} & set(tags)
+    if not isinstance(target, OpOverload) or target.namespace in COMMUNICATES:
+        return False
+    return not {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE} & set(tags)
+
+
+def _computes(line: BoundSymbol) -> bool:
+    return work_of_operator(operator_of(line)) not in (Work.VIEW, Work.NONE)
 
 
 def _last_readers(trace: TraceCtx) -> dict[str, int]:
@@ -65,29 +75,34 @@ def _last_readers(trace: TraceCtx) -> dict[str, int]:
 
 
 def _region(
-    name: str, lines: Sequence[BoundSymbol], end: int, readers: dict[str, int], *, backward: bool
+    name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
 ) -> BoundSymbol:
-    """Return one line for these; ``end`` is the position behind them."""
+    """Return one line for these, which takes all numbers: a value may have a size that no line reads."""
     made = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
     read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in made}
-    outputs = tuple(proxy for value, proxy in made.items() if readers.get(value, -1) >= end)
-    function = _compiled(lines, list(read.values()), outputs)
+    read |= {number.name: number for number in numbers}
+    outputs = tuple(proxy for value, proxy in made.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
-    region = symbol.bind(*read.values(), output=outputs, subsymbols=tuple(lines), _call_ctx={name: function})
+    called = {name: _not_compiled}  # printing asks for it
+    region = symbol.bind(*read.values(), output=outputs, subsymbols=tuple(lines), _call_ctx=called)
     if backward:
         region.tags.add(BoundSymbolTag.BACKWARD)
     return region
 
 
-def _compiled(lines: Sequence[BoundSymbol], read: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable[..., Any]:
-    """Return what computes a region."""
+def _not_compiled(*args: Any) -> Any:
+    raise AssertionError("a region runs once it is compiled")
+
+
+def graph_of(region: BoundSymbol) -> fx.GraphModule:
+    """Return the lines of a region as a graph, whose names say nothing of the region: equal ones have equal text."""
     graph = fx.Graph()
-    nodes: dict[str, Any] = {proxy.name: graph.placeholder(proxy.name) for proxy in read}
+    nodes: dict[str, Any] = {proxy.name: graph.placeholder(f"arg{at}") for at, proxy in enumerate(region.args)}
 
     def filled(tree: Any) -> Any:
         return tree_map(lambda leaf: nodes[leaf.name] if isinstance(leaf, Proxy) else leaf, tree)
 
-    for line in lines:
+    for line in region.subsymbols:
         node = graph.call_function(operator_of(line), filled(tuple(line.args)), filled(dict(line.kwargs)))
         if isinstance(line.output, Proxy):
             nodes[line.output.name] = node
@@ -95,6 +110,5 @@ def _compiled(lines: Sequence[BoundSymbol], read: Sequence[Proxy], outputs: Sequ
             items = enumerate(line.output)
             proxies = ((at, item) for at, item in items if isinstance(item, Proxy))
             nodes |= {item.name: graph.call_function(operator.getitem, (node, at)) for at, item in proxies}
-    graph.output(tuple(nodes[proxy.name] for proxy in outputs))
-    compiled: Callable[..., Any] = torch.compile(fx.GraphModule(nn.Module(), graph), fullgraph=True, dynamic=False)
-    return compiled
+    graph.output([nodes[proxy.name] for proxy in region.output])
+    return fx.GraphModule(nn.Module(), graph)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Unpack
+from typing import Literal, Unpack
 
 from torch import nn
 
@@ -18,38 +17,37 @@ from thunder_zero.plan.policy import Policy
 
 import thunder
 from thunder.core.module import ThunderModule
-from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import Executor
+
+Fuser = Literal["inductor"]
 
 
 class DynamoTransform(ZeroTransform):
-    """Shards a module whose forward dynamo captures; takes the arguments of :class:`~thunder_zero.ZeroTransform`, and
-    ``dynamic`` of ``torch.compile``."""
+    """Shards a module whose forward dynamo captures; takes the arguments of :func:`compile`."""
 
     def __init__(
-        self, policy: Policy | int | None = None, *, dynamic: bool | None = None, **arguments: Unpack[Arguments]
+        self, policy: Policy | int | None, *, fuse: Fuser | None, dynamic: bool | None, **arguments: Unpack[Arguments]
     ) -> None:
         super().__init__(policy, **arguments)
-        self._dynamic = dynamic
+        self._dynamic, self._fuses = dynamic, fuse is not None
 
     def parts(self) -> tuple[RefusedPart, ...]:
         return PARTS
 
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._given.progress)
-        model.capture(dynamic=self._dynamic)
+        model.capture(dynamic=self._dynamic, fuses=self._fuses)
 
     def _checks(self, model: ThunderModule) -> list[Check]:
         """Without those of what dynamo guards."""
         return intact(model, self._state)
 
 
-def require_known(executors: Sequence[Executor] | None) -> None:
-    """Refuse executors that know no lines of torch's operators."""
-    if others := [executor.name for executor in executors or () if executor is not torch_compile_ex]:
+def require_known(fuse: object) -> None:
+    """Refuse another fuser than inductor."""
+    if fuse not in (None, "inductor"):
         raise ValueError(
-            f"executors has {', '.join(map(str, others))}, and the lines of compile are torch's operators, which only "
-            f"torch_compile_ex fuses; pass [torch_compile_ex], or give other executors to thunder.jit"
+            f"fuse is {fuse!r}; choose 'inductor', which compiles the operators between two lines of the schedule, or "
+            f"None, by which torch computes each; executors of Thunder are for thunder.jit"
         )
 
 
@@ -57,7 +55,7 @@ def compile(
     module: nn.Module,
     policy: Policy | int | None = None,
     *,
-    executors: Sequence[Executor] | None = None,
+    fuse: Fuser | None = None,
     dynamic: bool | None = None,
     **arguments: Unpack[Arguments],
 ) -> DynamoModule:
@@ -73,8 +71,9 @@ def compile(
     Args:
         module: a plain module.
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        executors: ``[torch_compile_ex]`` of Thunder: inductor compiles what lies between two lines of the schedule.
-            Default: torch computes each line.
+        fuse: "inductor" compiles the operators between two lines of the schedule, each such region into kernels that
+            inductor keeps on disk: equal blocks are compiled once, and not again in the next process. It needs a C++
+            compiler on the CPU, and Triton on a GPU. Default: torch computes each operator.
         dynamic: as for ``torch.compile``. None: a size, or a number that forward takes, that differs in a later call
             becomes a symbol, and one program serves all; ``torch._dynamo.mark_dynamic`` says so from the first call
             on. True: all sizes are symbols where that can be. False: each shape has a program.
@@ -86,8 +85,7 @@ def compile(
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
-    require_known(executors)
-    model: DynamoModule = thunder.jit(
-        module, transforms=[DynamoTransform(policy, dynamic=dynamic, **arguments)], executors=executors
-    )
+    require_known(fuse)
+    transform = DynamoTransform(policy, fuse=fuse, dynamic=dynamic, **arguments)
+    model: DynamoModule = thunder.jit(module, transforms=[transform])
     return model

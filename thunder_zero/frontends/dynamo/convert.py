@@ -59,6 +59,7 @@ class Converted:
     Attributes:
         joint: the trace; its inputs that are parameters are rows.
         values: what each value of the trace looks like, by name.
+        parameters: what each gathered parameter looks like, by path.
         tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
         constants: inputs that are tensors of the graph's own, by name.
         outputs: how many outputs of forward AOTAutograd takes, the first that the trace returns.
@@ -67,6 +68,7 @@ class Converted:
 
     joint: JointTrace
     values: Mapping[str, Any]
+    parameters: Mapping[str, Any]
     tangents: Sequence[tuple[int, str]]
     constants: Mapping[str, Tensor]
     outputs: int
@@ -162,7 +164,8 @@ class _Conversion:
             shapes=self._shapes(numbers),
         )
         made = JointTrace(trace, facts)
-        return Converted(made, self.values, named, self.constants, joint.outputs, len(self.gradients))
+        full = {path: self.values[proxy.name] for path, proxy in self.full.items()}
+        return Converted(made, self.values, full, named, self.constants, joint.outputs, len(self.gradients))
 
     def _refuse_writes(self) -> None:
         for position in self.joint.mutated:

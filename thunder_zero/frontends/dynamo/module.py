@@ -40,9 +40,7 @@ from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
 from thunder_zero.traces.symbols import ZeroExecutor
 
-from thunder import compile_data
 from thunder.core.module import ThunderModule
-from thunder.executors.torch_compile import torch_compile_ex
 
 
 class DynamoModule(ZeroModule):
@@ -50,9 +48,12 @@ class DynamoModule(ZeroModule):
 
     _calls: GraphCalls
     _graphs: Graphs
+    _fuses: bool
 
-    def capture(self, *, dynamic: bool | None) -> None:
-        """Let dynamo capture forward, when it is called; ``dynamic`` is that of ``torch.compile``."""
+    def capture(self, *, dynamic: bool | None, fuses: bool) -> None:
+        """Let dynamo capture forward, when it is called; ``dynamic`` is that of ``torch.compile``. ``fuses``: inductor
+        compiles what lies between lines of ours."""
+        self._fuses = fuses
         self._calls, self._graphs = GraphCalls(self.state), Graphs()
         model = ref(self)  # dynamo keeps what it is given, and what that returns, as long as the process lives
 
@@ -156,8 +157,8 @@ class DynamoModule(ZeroModule):
             if paths not in of.made:
                 require_traceable(self.plain, PARTS)
                 executor = ZeroExecutor(self.state.plan, self._calls, of.name)
-                name, fuses = type(self.plain).__name__, torch_compile_ex in compile_data(self).executors_list
-                of.made[paths] = Programs(of.joint, paths, name, executor, fuses, self.state, self._calls)
+                name = type(self.plain).__name__
+                of.made[paths] = Programs(of.joint, paths, name, executor, self._fuses, self.state, self._calls)
             self._graphs.ran.append(of.made[paths])
             return of.made[paths].run(inputs)
 

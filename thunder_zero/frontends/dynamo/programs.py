@@ -28,6 +28,7 @@ from thunder_zero.frontends.compilations import Spent, metered, uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.dynamo.captured import rebuilt, restoring
 from thunder_zero.frontends.dynamo.convert import Converted, convert
+from thunder_zero.frontends.dynamo.kernels import Fakes, with_kernels
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
@@ -56,7 +57,7 @@ class GraphEntry(Entry):
     """A compiled program of a graph; ``run`` takes a list of inputs and rows."""
 
     run: Callable[[list[Any]], Sequence[Any]]
-    spent: Spent
+    spent: Callable[[], Spent]
 
 
 @dataclass(eq=False)
@@ -109,10 +110,14 @@ class Programs:
     def _compile(self, mode: Mode) -> GraphEntry:
         with metered() as spent:
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
-            phases = TracedPhases(converted, program, fuses=self.fuses)
+            phases = TracedPhases(converted, program, self.name, fuses=self.fuses)
             run = aot.compiled(self.joint, phases, self._look(mode))
         return GraphEntry(
-            mode.synced, phases.computation_fn, lambda: Traces.of(phases.ran, restored=self.restored), run, spent()
+            mode.synced,
+            phases.computation_fn,
+            lambda: Traces.of(phases.ran, restored=self.restored),
+            run,
+            lambda: spent() + phases.spent,
         )
 
     def _look(self, mode: Mode) -> Callable[[Node], None]:
@@ -171,10 +176,11 @@ class _Backward(NamedTuple):
 class TracedPhases:
     """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
 
-    ``ran`` is the program with the backward that ran last: of all tangents, or of those that were made.
+    ``ran`` is the program with the backward that ran last: of all tangents, or of those that were made. ``spent`` is
+    what its backwards took, each of which is compiled when it is first needed.
     """
 
-    def __init__(self, converted: Converted, program: pipeline.Program, *, fuses: bool) -> None:
+    def __init__(self, converted: Converted, program: pipeline.Program, module: str, *, fuses: bool) -> None:
         forward, backward = program.forward, program.backward
         result = forward.bound_symbols[-1].args
         self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
@@ -182,8 +188,11 @@ class TracedPhases:
         self._tangents, self._constants = converted.tangents, list(converted.constants.values())
         self._returned, self._gradients = converted.outputs, converted.gradients
         self._outputs = len(result[0]["output"]) if backward is not None else 0
-        self.computation_fn = function_of(transform_to_torch_types(forward))
-        self.ran, self._program, self._fuses = program, program, fuses
+        self.ran, self._program, self._fuses, self._module = program, program, fuses, module
+        values, executor = {**converted.values, **converted.constants}, converted.joint.facts.executor
+        self._fakes = Fakes(values, converted.parameters, executor)
+        self.computation_fn = function_of(transform_to_torch_types(self._compiled(forward)))
+        self.spent = Spent()
         self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -215,14 +224,19 @@ class TracedPhases:
 
     def _written(self, missing: frozenset[int]) -> _Backward:
         """Return the backward for missing tangents; garbage waits, as while forward is compiled."""
-        with uncollected():
+        with metered() as spent, uncollected():
             names = [self._tangents[each][1] for each in missing]
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns what is left of the gradients"
             positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
             taken = [proxy.name for proxy in proxies_in(program.backward.args[0])]
             kept = [[at[name] for name in taken if name in at] for at in positions]
-            return _Backward(program, function_of(program.backward), kept)
+            backward = _Backward(program, function_of(self._compiled(program.backward)), kept)
+        self.spent += spent()
+        return backward
+
+    def _compiled(self, trace: TraceCtx) -> TraceCtx:
+        return with_kernels(trace, self._fakes, self._module) if self._fuses else trace
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:

@@ -57,7 +57,7 @@ def estimate(
             out. Both are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
         fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
             torch.compile does it. None: as the model's executors do there. Thunder's default ones fuse on a GPU; the
-            lines of ``compile`` run one by one, unless it is given ``torch_compile_ex``.
+            lines of ``compile`` run one by one, unless it is given ``fuse``.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each

@@ -7,7 +7,7 @@ estimates the bytes. The difference from the exact forecast (``tz.tools.memory``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
@@ -18,6 +18,7 @@ from torch import nn
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.comm.group import ranks_of_default_group
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.dynamo.compile import Fuser
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import programs_of
@@ -33,7 +34,6 @@ from thunder_zero.tools.printing.progress import show_status
 from thunder_zero.tools.printing.words import WIDTH
 
 from thunder.core.module import ThunderModule
-from thunder.extend import Executor
 
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade-off
@@ -65,7 +65,7 @@ def fit(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     backend: str | None = None,
-    executors: Sequence[Executor] | None = None,
+    fuse: Fuser | None = None,
     replicas: int = 1,
     reserve: int = 0,
     prices: Prices = USUAL_PRICES,
@@ -88,7 +88,7 @@ def fit(
         policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
         file: where to print; the standard output if None.
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
-        executors, replicas: as for :func:`thunder_zero.trace`.
+        fuse, replicas: as for :func:`thunder_zero.trace`.
         prices: what recomputed work and launches cost, in bytes on the wire (default: ``Prices()``).
 
     Raises:
@@ -115,7 +115,7 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("captures the module")
-            captured = programs_of(module, args, kwargs, asked, world, executors=executors)
+            captured = programs_of(module, args, kwargs, asked, world, fuse=fuse)
             compiled, best = _chosen(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

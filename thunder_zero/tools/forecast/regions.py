@@ -1,7 +1,7 @@
 """Finds which values inside a fused region take memory, and when.
 
 A fuser computes pointwise operations where their results are read, so those take no memory. These do, by the rules of
-inductor (``torch_compile_ex``): results of kernels that are not fused (matmuls, say), what such a kernel reads, results
+inductor (``fuse="inductor"``): results of kernels that are not fused (matmuls, say), what such a kernel reads, results
 of reductions, and the region's outputs. A pointwise kernel writes into a buffer of the same size that nothing reads
 after it. Inputs stay alive until the region ends, since its caller holds them. The order of what takes memory is the
 trace's, or another one of a lower peak::

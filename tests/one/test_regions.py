@@ -1,0 +1,143 @@
+"""What lies between two lines of the schedule, compiled by inductor: ``tz.compile(fuse="inductor")``."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+import thunder_zero as tz
+from tests.harness.models import fresh
+from thunder_zero.compat.inductor import HoldsForSomeSizes, kernel
+
+pytestmark = pytest.mark.usefixtures("group")
+WORDS = 16
+KERNEL = "thunder_zero.frontends.dynamo.kernels.kernel"
+
+
+class Part(nn.Module):
+    """A residual block, whose dropout no region contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+        return y
+
+
+class Parts(nn.Module):
+    """Three equal blocks; returns logits beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.parts, self.head = (
+            nn.Embedding(WORDS, 8),
+            nn.ModuleList(Part() for _ in range(3)),
+            nn.Linear(8, WORDS),
+        )
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(tokens)
+        for part in self.parts:
+            x = part(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+def tokens_of(length: int) -> Tensor:
+    return torch.randint(WORDS, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def step(model: Any, tokens: Tensor) -> list[Tensor]:
+    """The loss and the gradients of a step, whose dropout is that of one seed."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss, _ = model(tokens)
+    loss.backward()
+    return [loss.detach(), *(param.grad.to_local() for param in model.parameters())]
+
+
+def assert_same(mine: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+def both(**options: Any) -> tuple[Any, Any]:
+    """A model with regions, and the same one without."""
+    module = fresh(Parts)
+    return tz.compile(deepcopy(module), 3, fuse="inductor", **options), tz.compile(module, 3, **options)
+
+
+def regions(trace: Any) -> list[Any]:
+    return [line for line in trace.bound_symbols if line.sym.is_fusion]
+
+
+@pytest.mark.slow
+def test_equal_blocks_are_compiled_once_and_any_length_runs_in_the_second_program() -> None:
+    """Lengths 5, 9, 7, 12: the first has a program, the others share one with symbols, the logits without a tangent."""
+    fused, plain = both()
+    with mock.patch(KERNEL, wraps=kernel) as compiled, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for length in (5, 9):
+            assert_same(step(fused, tokens_of(length)), step(plain, tokens_of(length)))
+        made = compiled.call_count
+        for length in (7, 12):
+            assert_same(step(fused, tokens_of(length)), step(plain, tokens_of(length)))
+        assert compiled.call_count == made
+    traces = tz.traces_of(fused)
+    assert traces.backward is not None
+    there = [*regions(traces.forward), *regions(traces.backward)]
+    assert made < 2 * len(there)
+    assert len(tz.tools.programs(fused)) == 2
+    torch._dynamo.reset()
+    hits, misses = (counters["inductor"][f"fxgraph_cache_{each}"] for each in ("hit", "miss"))
+    again, _ = both()
+    step(again, tokens_of(5))  # as in the next process: from inductor's files
+    assert counters["inductor"]["fxgraph_cache_miss"] == misses
+    assert counters["inductor"]["fxgraph_cache_hit"] > hits
+
+
+def test_a_trace_shows_regions_between_lines_of_the_schedule() -> None:
+    traces = tz.trace(fresh(Parts), tokens_of(5), world_size=2, fuse="inductor", dynamic=True)
+    assert traces.backward is not None
+    first, *_ = regions(traces.forward)
+    assert first.sym.name == "inductor_0"
+    names = [line.sym.name for region in regions(traces.forward) for line in region.subsymbols]
+    assert {"native_layer_norm", "gelu", "native_dropout"}.intersection(names) == {"native_layer_norm", "gelu"}
+    numbers = [proxy.name for proxy in first.flat_proxy_args if proxy.name.startswith("s")]
+    assert len(numbers) == 2  # the batch and the length, whose sizes its lines read or make
+    for sent in (line for line in traces.backward.bound_symbols if line.sym.name.startswith("zero_")):
+        assert not sent.subsymbols
+
+
+def test_code_that_holds_for_some_sizes_runs_line_by_line() -> None:
+    fused, plain = both()
+    with (
+        mock.patch(KERNEL, side_effect=HoldsForSomeSizes("s0 <= 64")),
+        pytest.warns(UserWarning, match=r"Parts: inductor's code of a region, .* would hold for some sizes only"),
+    ):
+        assert_same(step(fused, tokens_of(5)), step(plain, tokens_of(5)))
+
+
+def test_it_refuses_another_fuser_and_says_what_failed() -> None:
+    with pytest.raises(ValueError, match=r"fuse is 'nvfuser'; choose 'inductor'"):
+        tz.compile(fresh(Parts), 3, fuse="nvfuser")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"executors are those of thunder.jit; pass frontend='thunder', or fuse="):
+        tz.trace(fresh(Parts), tokens_of(5), executors=["any"])
+    with pytest.raises(ValueError, match=r"fuse is 'inductor', and frontend is 'thunder'; pass executors="):
+        tz.trace(fresh(Parts), tokens_of(5), fuse="inductor", frontend="thunder")
+    fused, _ = both()
+    with (
+        mock.patch(KERNEL, side_effect=RuntimeError("InvalidCxxCompiler: no compiler")),
+        pytest.raises(RuntimeError, match=r"Parts: inductor cannot compile a region, .*: InvalidCxx.*leave out"),
+    ):
+        fused(tokens_of(5))

@@ -1,0 +1,69 @@
+"""needed while: inductor compiles a graph of operators under private names alone.
+
+In: a graph of torch's operators without autograd, and its inputs as AOTAutograd's trace has them, without values. Out:
+a function of the list of inputs. Inductor keeps what it compiles on disk, by the text of the graph and the looks of its
+inputs, so the next process compiles none of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from thunder_zero.compat.private import (
+    InductorError,
+    ShapeEnvGuardError,
+    TracingContext,
+    compile_fx_inner,
+    fx_config,
+    select_decomp_table,
+    tracing,
+)
+
+Kernel = Callable[[list[Any]], Sequence[Any]]
+
+
+class HoldsForSomeSizes(Exception):
+    """Inductor's code would be right for some of the sizes that the graph is for, and nobody would check which."""
+
+
+def kernel(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Kernel:
+    """Compile a graph, of which every output has the strides that its operators give it.
+
+    Args:
+        graph: its placeholders are tensors, and integers for the symbols of their sizes; it returns a list.
+        inputs: fake tensors and symbolic integers.
+        mode: their FakeTensorMode.
+
+    Raises:
+        HoldsForSomeSizes: see there.
+        RuntimeError: inductor cannot compile it.
+    """
+    try:
+        with torch.no_grad(), tracing(TracingContext(mode)), mode, _for_all_sizes(mode.shape_env):
+            traced = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
+            results: Any = traced.graph.output_node().args[0]
+            traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
+            compiled: Kernel = compile_fx_inner(traced, list(inputs), is_inference=True)
+            return compiled
+    except ShapeEnvGuardError as error:
+        raise HoldsForSomeSizes(str(error)) from error
+    except InductorError as error:
+        if isinstance(error.inner_exception, ShapeEnvGuardError):
+            raise HoldsForSomeSizes(str(error)) from error
+        raise RuntimeError(str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def _for_all_sizes(shapes: Any) -> Iterator[None]:
+    """Compile for all sizes that symbols stand for: dynamo has already guarded what it knows of them."""
+    if shapes is None:
+        yield
+        return
+    with fx_config.patch(backed_size_oblivious=True), shapes.error_on_new_guards():
+        yield
