@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_zero.compat.private import (
@@ -32,31 +32,47 @@ class HoldsForSomeSizes(Exception):
     """Inductor's code would be right for some of the sizes that the graph is for, and nobody would check which."""
 
 
-def kernel(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> Kernel:
-    """Compile a graph, of which every output has the strides that its operators give it.
+def kernel(
+    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Tensor | None], mode: Any
+) -> tuple[Kernel, Sequence[Any]]:
+    """Compile a graph; return a function, and what its outputs look like.
 
     Args:
         graph: its placeholders are tensors, and integers for the symbols of their sizes; it returns a list.
         inputs: fake tensors and symbolic integers.
-        mode: their FakeTensorMode.
+        wanted: what has the strides that an output should have; None: those that inductor chooses.
+        mode: the FakeTensorMode of the inputs.
 
     Raises:
         HoldsForSomeSizes: see there.
         RuntimeError: inductor cannot compile it.
     """
+
+    def laid_out(*args: Any) -> list[Any]:
+        return [_like(output, like) for output, like in zip(graph(*args), wanted, strict=True)]
+
     try:
         with torch.no_grad(), tracing(TracingContext(mode)), mode, _for_all_sizes(mode.shape_env):
-            traced = make_fx(graph, decomposition_table=select_decomp_table())(*inputs)
+            traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*inputs)
             results: Any = traced.graph.output_node().args[0]
+            outputs = [node.meta["val"] for node in results]
             traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
-            compiled: Kernel = compile_fx_inner(traced, list(inputs), is_inference=True)
-            return compiled
+            return compile_fx_inner(traced, list(inputs), is_inference=True), outputs
     except ShapeEnvGuardError as error:
         raise HoldsForSomeSizes(str(error)) from error
     except InductorError as error:
         if isinstance(error.inner_exception, ShapeEnvGuardError):
             raise HoldsForSomeSizes(str(error)) from error
         raise RuntimeError(str(error).partition("\n")[0]) from error
+
+
+def _like(value: Tensor, like: Tensor | None) -> Tensor:
+    """Return a value with other strides; symbols are compared as text, which asks no question of them."""
+    if like is None or str(value.stride()) == str(like.stride()):
+        return value
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
+    copied: Tensor = torch.ops.aten.copy.default(empty, value)
+    return copied
 
 
 @contextmanager

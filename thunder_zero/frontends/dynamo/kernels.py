@@ -4,8 +4,8 @@
 
     (t, mm) = inductor_3(x, w)    ->    its lines as a graph, and what x and w look like    ->    a function
 
-What a value looks like (its sizes, which may be symbols, and its strides) is what AOTAutograd's trace says of it; what
-the schedule gathers or computes again looks like its original.
+What a value looks like (its sizes, which may be symbols, and its strides) follows from what the phase is given, line by
+line: inductor lays out what a region makes as suits it, but for what the phase returns.
 """
 
 from __future__ import annotations
@@ -21,68 +21,85 @@ from torch import Tensor, fx
 from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, kernel
 from thunder_zero.compat.private import OpOverload, detect_fake_mode
 from thunder_zero.traces.fuse import graph_of
+from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import ZeroExecutor
 
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-ZEROS = torch.ops.aten.zeros.default
-
 
 @dataclass(frozen=True)
 class Fakes:
-    """What values look like: of a program as AOTAutograd traced it, by name, and of parameters, by path."""
+    """What values of a program look like: as AOTAutograd traced it, by name, and parameters by path."""
 
-    values: Mapping[str, Any]
+    traced: Mapping[str, Any]
     parameters: Mapping[str, Any]
     executor: ZeroExecutor
 
 
-def with_kernels(trace: TraceCtx, fakes: Fakes, module: str) -> TraceCtx:
-    """Return a phase whose regions call what inductor made of them; ``module`` is the name of the model's class.
+def with_kernels(
+    trace: TraceCtx, fakes: Fakes, before: Mapping[str, Any], module: str
+) -> tuple[TraceCtx, Mapping[str, Any]]:
+    """Return a phase whose regions call what inductor made of them, and what its values look like.
+
+    Args:
+        before: what values look like that an earlier phase has made.
+        module: the name of the model's class.
 
     Raises:
         RuntimeError: inductor cannot compile a region.
     """
-    known = _Known(fakes)
-    made: dict[tuple[str, ...], Kernel] = {}
+    known = _Known(trace, fakes, before)
+    returned = _returned(trace)
+    made: dict[tuple[str, ...], tuple[Kernel, Sequence[Any]]] = {}
     new = from_trace(trace)
     new.bound_symbols = []
     for line in trace.bound_symbols:
         if line.sym.is_fusion:
-            for inner in line.subsymbols:
-                known.see(inner)
             inputs = [known.values[proxy.name] for proxy in line.args]
+            wanted = [fakes.traced.get(proxy.name) if proxy.name in returned else None for proxy in line.output]
             graph = graph_of(line)
-            alike = (str(graph.graph), *map(_look, inputs))
+            alike = (str(graph.graph), *map(_look, (*inputs, *wanted)))
             if alike not in made:
-                made[alike] = _compiled(graph, inputs, known.mode, line, module)
-            line = line.from_bsym(_call_ctx={line.sym.name: _called(made[alike])})
+                made[alike] = _compiled(graph, inputs, wanted, known.mode, line, module)
+            run, outputs = made[alike]
+            known.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
+            line = line.from_bsym(_call_ctx={line.sym.name: _called(run)})
         else:
             known.see(line)
         new.bound_symbols.append(line)
-    return new
+    return new, known.values
+
+
+def _returned(trace: TraceCtx) -> set[str]:
+    """Return the names of what a phase returns, without what forward saves."""
+    result = trace.bound_symbols[-1].args[0]
+    return {proxy.name for proxy in proxies_in(result["output"] if isinstance(result, dict) else result)}
 
 
 def _called(run: Kernel) -> Callable[..., Sequence[Any]]:
     return lambda *args: run(list(args))
 
 
-def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], mode: Any, region: BoundSymbol, module: str) -> Kernel:
+def _compiled(
+    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any, region: BoundSymbol, module: str
+) -> tuple[Kernel, Sequence[Any]]:
+    """Return what computes a region, and what its outputs look like."""
     lines = region.subsymbols
     shown = f"{lines[0].sym.name} ... {lines[-1].sym.name} ({len(lines)} operators)"
     try:
-        return kernel(graph, inputs, mode)
+        return kernel(graph, inputs, wanted, mode)
     except HoldsForSomeSizes as error:
         warnings.warn(
             f"{module}: inductor's code of a region, {shown}, would hold for some sizes only ({error}), so torch "
             f"computes its operators one by one; pass dynamic=False for a program for each shape",
             stacklevel=2,
         )
-        return lambda args: graph(*args)
+        with mode, torch.no_grad():
+            return (lambda args: graph(*args)), graph(*inputs)
     except RuntimeError as error:
         raise RuntimeError(
             f"{module}: inductor cannot compile a region, {shown}: {error}; leave out fuse='inductor', by which torch "
@@ -100,34 +117,37 @@ def _look(value: Any) -> str:
 class _Known:
     """What the values of a phase look like, as its lines are read in order."""
 
-    def __init__(self, fakes: Fakes) -> None:
-        self.mode = detect_fake_mode(list(fakes.values.values()))
-        self.values = {name: self._fake(value) for name, value in fakes.values.items()}
+    def __init__(self, trace: TraceCtx, fakes: Fakes, before: Mapping[str, Any]) -> None:
+        self.mode = detect_fake_mode(list(fakes.traced.values()))
+        self.values: dict[str, Any] = {}
         self._fakes = fakes
         self._paths: dict[str, Sequence[str]] = {}  # of the parameters that are gathered, by handles
-
-    def _fake(self, value: Any) -> Any:
-        is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
-        return self.mode.from_tensor(value) if is_real else value
+        for proxy in proxies_in(trace.args):
+            value = before.get(proxy.name, fakes.traced.get(proxy.name))
+            is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
+            self.values[proxy.name] = self.mode.from_tensor(value) if is_real else value
 
     def see(self, line: BoundSymbol) -> None:
-        """Note what a line makes, where that is not known."""
-        executor, outputs = self._fakes.executor, line.flat_proxy_outs
+        """Note what a line makes."""
+        executor, outputs, target = self._fakes.executor, line.flat_proxy_outs, operator_of(line)
         if executor.launches.get(line.sym.name) is executor.all_gather:
             self._paths[line.output.name] = (line.args[1],) if isinstance(line.args[1], str) else line.args[1]
         elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
             parameters = self._fakes.parameters
             self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
-        elif (target := operator_of(line)) is None or not outputs:
-            return
-        elif all(proxy.name in self.values for proxy in outputs):
-            if target is ZEROS or not isinstance(target, OpOverload):  # zeros in the place of what nobody made
-                made = [proxy.name for proxy in outputs if isinstance(proxy, TensorProxy)]
-                self.values.update((name, self._contiguous(self.values[name])) for name in made)
-        else:
-            self._run(line, target)
+        elif target is not None and outputs:
+            traced = [self._fakes.traced.get(proxy.name) for proxy in outputs]
+            if isinstance(target, OpOverload) or None in traced:
+                self._run(line, target)
+            else:
+                self.values.update(
+                    (proxy.name, self._dense(value)) for proxy, value in zip(outputs, traced, strict=True)
+                )
 
-    def _contiguous(self, value: Tensor) -> Tensor:
+    def _dense(self, value: Any) -> Any:
+        """Return what a function of Python makes in the place of a value: a number, or zeros."""
+        if not isinstance(value, Tensor):
+            return value
         with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 

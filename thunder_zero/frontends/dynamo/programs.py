@@ -13,7 +13,7 @@ A program reduces gradients or defers them (``no_sync``), or has no backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -191,7 +191,8 @@ class TracedPhases:
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
         values, executor = {**converted.values, **converted.constants}, converted.joint.facts.executor
         self._fakes = Fakes(values, converted.parameters, executor)
-        self.computation_fn = function_of(transform_to_torch_types(self._compiled(forward)))
+        forward, self._made = self._compiled(forward, {})
+        self.computation_fn = function_of(transform_to_torch_types(forward))
         self.spent = Spent()
         self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
 
@@ -231,12 +232,13 @@ class TracedPhases:
             positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
             taken = [proxy.name for proxy in proxies_in(program.backward.args[0])]
             kept = [[at[name] for name in taken if name in at] for at in positions]
-            backward = _Backward(program, function_of(self._compiled(program.backward)), kept)
+            backward = _Backward(program, function_of(self._compiled(program.backward, self._made)[0]), kept)
         self.spent += spent()
         return backward
 
-    def _compiled(self, trace: TraceCtx) -> TraceCtx:
-        return with_kernels(trace, self._fakes, self._module) if self._fuses else trace
+    def _compiled(self, trace: TraceCtx, before: Mapping[str, Any]) -> tuple[TraceCtx, Mapping[str, Any]]:
+        """Return a phase with its regions compiled, and what its values look like, if that is known."""
+        return with_kernels(trace, self._fakes, before, self._module) if self._fuses else (trace, {})
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
