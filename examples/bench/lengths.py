@@ -3,9 +3,11 @@
     python -m examples.bench.lengths                                   # 200 batches: 17 minutes
     python -m examples.bench.lengths --batches 40                      # the table of docs/lengths.md
     python -m examples.bench.lengths --batches 20 --layers 2 --contestants "stage 3"
+    python -m examples.bench.lengths --model "Mixtral, grouped_mm" --batches 40 --layers 2
 
-A Llama (examples/llama.py) on two ranks over loopback, one thread each; every batch has another length, of its own on
-each rank, from 16 to 512. Contestants train the same batches one after the other, each in processes of its own. A step
+Two ranks over loopback, one thread each; every batch has another length, of its own on each rank, from 16 to 512. The
+model is a Llama (examples/llama.py), the same with a temperature that is another float in every batch, or one of
+transformers with experts. Contestants train the same batches, each in processes of its own. A step
 that compiled something counts as a step of its tokens, by the others' median seconds a token; what it took beyond is
 the time of compiling. "Resident" is the memory of rank 0's process after the 20th batch, and after the last.
 """
@@ -28,12 +30,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 import thunder_zero as tz  # before thunder
-from examples.llama import Llama, LlamaConfig
+from examples.bench.families import DECODER, EXPERTS, hugging_face
+from examples.llama import Llama, LlamaConfig, Output
 from thunder_zero.frontends.compilations import resident_bytes
 
 SHORTEST, LONGEST, SEQUENCES, SETTLED = 16, 512, 2, 20
+WORDS = 4096
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,42 @@ class Found:
     resident: list[int]
 
 
-def fsdp2(module: Llama, *, reshard: bool) -> nn.Module:
+class Tempered(Llama):
+    """Divides its logits by a number."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, temperature: float = 1.0) -> Output:
+        output = super().forward(input_ids)
+        assert labels is not None
+        logits = output.logits[:, :-1] / temperature
+        return Output(F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), output.logits)
+
+
+def llama(kind: type[Llama], layers: int) -> nn.Module:
+    return kind(LlamaConfig(WORDS, 256, 704, layers, 8, 4))
+
+
+def experts(name: str, implementation: str, layers: int) -> nn.Module:
+    """A decoder of transformers with four experts a layer, of which each token takes two."""
+    sizes = {"vocab_size": WORDS, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": LONGEST}
+    count = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 352, "decoder_sparse_step": 1}
+    module: Any = hugging_face(f"{name}ForCausalLM", f"{name}Config", **DECODER | EXPERTS | sizes | heads | count)()
+    module.set_experts_implementation(implementation)
+    return module  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "Llama": partial(llama, Llama),
+    "Llama, a float": partial(llama, Tempered),
+    **{
+        f"{name}, {implementation}": partial(experts, name, implementation)
+        for name in ("Mixtral", "Qwen3Moe")
+        for implementation in ("grouped_mm", "batched_mm")
+    },
+}
+
+
+def fsdp2(module: Any, *, reshard: bool) -> nn.Module:
     """Each layer and the root."""
     for layer in module.model.layers:
         fully_shard(layer, reshard_after_forward=reshard)
@@ -55,33 +95,36 @@ def fsdp2(module: Llama, *, reshard: bool) -> nn.Module:
     return module
 
 
-def ours(module: Llama, *, stage: int) -> nn.Module:
-    return tz.compile(module, stage=stage, progress=False)
+def ours(module: nn.Module, **options: Any) -> nn.Module:
+    return tz.compile(module, progress=False, **options)
 
 
-CONTESTANTS: dict[str, Callable[[Llama], nn.Module]] = {
+CONTESTANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2 keep": partial(fsdp2, reshard=False),
     "stage 2": partial(ours, stage=2),
+    "stage 2, inductor": partial(ours, stage=2, fuse="inductor"),
     "FSDP2 reshard": partial(fsdp2, reshard=True),
     "stage 3": partial(ours, stage=3),
+    "stage 3, inductor": partial(ours, stage=3, fuse="inductor"),
 }
 
 
-def train(rank: int, world_size: int, name: str, layers: int, batches: int, folder: str) -> None:
+def train(rank: int, world_size: int, name: str, kind: str, layers: int, batches: int, folder: str) -> None:
     """One rank; rank 0 writes what it found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    model: Any = CONTESTANTS[name](Llama(LlamaConfig(4096, 256, 704, layers, 8, 4)))
+    model: Any = CONTESTANTS[name](MODELS[kind](layers))
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4)
     lengths = torch.randint(SHORTEST, LONGEST + 1, (batches, world_size), generator=torch.Generator().manual_seed(0))
     found = Found([], [], [], [], [])
     for number, of_ranks in enumerate(lengths.tolist()):
-        tokens = torch.randint(4096, (SEQUENCES, of_ranks[rank]), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(WORDS, (SEQUENCES, of_ranks[rank]), generator=torch.Generator().manual_seed(number))
         dist.barrier()
         start = perf_counter()
-        loss: Tensor = model(tokens, tokens).loss
+        options = {"temperature": 1 + number / batches} if kind.endswith("float") else {}
+        loss: Tensor = model(tokens, labels=tokens, **options).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -115,6 +158,7 @@ def row(name: str, found: Found, right: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--model", default="Llama", choices=[*MODELS])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--contestants", nargs="+", default=[*CONTESTANTS], choices=[*CONTESTANTS])
     options = parser.parse_args()
@@ -123,7 +167,7 @@ def main() -> None:
     right = None
     for name in options.contestants:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(train, (2, name, options.layers, options.batches, folder), 2)
+            mp.spawn(train, (2, name, options.model, options.layers, options.batches, folder), 2)
             found = Found(**torch.load(Path(folder) / "found.pt"))
         right = right or found
         print(row(name, found, right), flush=True)

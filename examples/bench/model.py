@@ -1,8 +1,9 @@
-"""The model that all contestants train, its data, and the fewest bytes that a stage must send for it."""
+"""The models that contestants train, their data, and the fewest bytes that a stage must send for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from examples.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Sizes of the GPT and of one rank's batch."""
+    """Sizes of a model and of one rank's batch; ``family``: the repository's GPT, or the Llama of transformers."""
 
     blocks: int = 6
     width: int = 512
@@ -21,11 +22,38 @@ class Size:
     vocabulary: int = 4096
     sequences: int = 2  # per rank
     tokens: int = 128  # per sequence
+    family: str = "gpt"
 
 
-def make_model(size: Size) -> GPT:
+SIZES = {"gpt": Size(), "llama": Size(blocks=12, width=256, family="llama")}
+
+
+class Words(nn.Module):
+    """A Llama of transformers as the GPT is called."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # an extra
+
+        sizes = {"num_hidden_layers": size.blocks, "hidden_size": size.width, "intermediate_size": 11 * size.width // 4}
+        of_words = {"vocab_size": size.vocabulary, "num_attention_heads": size.heads, "use_cache": False}
+        self.llama = LlamaForCausalLM(LlamaConfig(**sizes, **of_words))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.llama.model.layers
+        return layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.llama(input_ids=tokens).logits
+        return logits
+
+
+def make_model(size: Size) -> Any:
     """A float32 model with the same weights on every rank and in every call."""
     torch.manual_seed(0)
+    if size.family == "llama":
+        return Words(size)
     model = GPT(GPTConfig(size.blocks, size.width, size.heads, size.tokens))
     model.embedding = nn.Embedding(size.vocabulary, size.width)  # examples/gpt.py knows bytes only
     model.head = nn.Linear(size.width, size.vocabulary, bias=False)
@@ -52,7 +80,7 @@ def model_bytes(model: nn.Module) -> int:
 
 def is_spared(name: str) -> bool:
     """Whether backward does not read a parameter: embeddings, which are looked up, and biases, which are added."""
-    return name.endswith("bias") or name.startswith(("embedding", "positions"))
+    return name.endswith("bias") or name.startswith(("embedding", "positions", "llama.model.embed"))
 
 
 def spared_bytes(model: nn.Module) -> int:

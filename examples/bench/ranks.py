@@ -67,8 +67,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(seats: list[Seat], logs: Path, *, pinned: bool = False) -> Iterator[Ranks]:
-    """Start a worker on each seat, and end them all at exit. ``logs`` is a folder; ``pinned``: each has one core."""
+def ranks(seats: list[Seat], logs: Path, *, model: str = "gpt", pinned: bool = False) -> Iterator[Ranks]:
+    """Start a worker on each seat, and end them all at exit. ``logs`` is a folder; ``pinned``: each has one core;
+    ``model``: a key of ``SIZES``."""
     port = PORT if seats[0].ends else free_port()
     workers: list[subprocess.Popen[str]] = []
     paths = [logs / f"rank{rank}.log" for rank in range(len(seats))]
@@ -76,7 +77,7 @@ def ranks(seats: list[Seat], logs: Path, *, pinned: bool = False) -> Iterator[Ra
         for rank, (seat, path) in enumerate(zip(seats, paths, strict=True)):
             env = environment(rank, seats, port)
             core = ("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1))) if pinned else ()
-            command = (*seat.prefix, *core, sys.executable, "-m", "examples.bench.worker")
+            command = (*seat.prefix, *core, sys.executable, "-m", "examples.bench.worker", model)
             with path.open("w") as log:
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
                 workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, bufsize=1, **pipes))

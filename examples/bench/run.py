@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.bench.contestants import Contestant, contestants
-from examples.bench.model import Size, floor_bytes, make_model, model_bytes, spared_bytes
+from examples.bench.model import SIZES, floor_bytes, make_model, model_bytes, spared_bytes
 from examples.bench.network import LOOPBACK, can_limit, seats, set_rate
 from examples.bench.overhead import summary
 from examples.bench.plot import save_plot
@@ -71,6 +71,7 @@ class Found:
 def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; ``--quick`` and the machine choose the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="gpt", help="llama: of transformers, 12 layers of width 256")
     parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK} or rates such as 1gbit (all; see above)")
     parser.add_argument("--world-sizes", nargs="+", type=int, help="numbers of ranks (2 4)")
     parser.add_argument("--rounds", type=int, help="turns per contestant and network (5)")
@@ -102,7 +103,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, chosen: list[Contestant], progress: Progress) -> None:
         self.options, self.chosen, self.progress = options, chosen, progress
         self.found = Found()
-        model = make_model(Size())
+        model = make_model(SIZES[options.model])
         self.full, self.spared = model_bytes(model), spared_bytes(model)
         self.kept_unsharded: dict[str, int] = {}  # by contestant
 
@@ -115,7 +116,7 @@ class Bench:
                     self.measure(networks, world_size, logs)
         if not self.options.quick:
             task = self.progress.add_task("overhead of the transform, W = 1", total=2)
-            with seats(1, LOOPBACK) as places, ranks(places, logs) as group:
+            with seats(1, LOOPBACK) as places, ranks(places, logs, model=self.options.model) as group:
                 for what in ("compile", "host"):
                     self.found.overhead[what] = group.do(what)[0]
                     self.progress.advance(task)
@@ -123,7 +124,7 @@ class Bench:
     def measure(self, networks: list[str], world_size: int, logs: Path) -> None:
         """Measure networks that share their processes, one after the other."""
         first = world_size not in self.found.memory
-        with seats(world_size, networks[0]) as places, ranks(places, logs) as group:
+        with seats(world_size, networks[0]) as places, ranks(places, logs, model=self.options.model) as group:
             built = self.build(group, world_size, memory=first)
             for network in networks:
                 for seat in places:

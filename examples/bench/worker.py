@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import LEARNING_RATE, Step, contestants, kept_unsharded_bytes
 from examples.bench.held import alive, held_bytes
-from examples.bench.model import Size, loss_of, make_batch
+from examples.bench.model import SIZES, loss_of, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
 from thunder_zero.comm.handle import Handle
@@ -49,11 +49,11 @@ CPU = torch.device("cpu")
 class Worker:
     """The contestants of one rank, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.interface = os.environ["GLOO_SOCKET_IFNAME"]
-        self.size = Size()
+        self.size = SIZES[model]
         self.batch = make_batch(self.size, self.rank)
         self.known = contestants()
         self.built: dict[str, tuple[nn.Module, Step]] = {}
@@ -196,7 +196,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries' prints must not mix with the replies
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # several contestants compile the same block
-    worker = Worker()
+    worker = Worker(sys.argv[1])
     replies.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)

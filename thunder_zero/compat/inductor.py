@@ -33,7 +33,7 @@ class HoldsForSomeSizes(Exception):
 
 
 def kernel(
-    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Tensor | None], mode: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
     """Compile a graph; return a function, and what its outputs look like.
 
@@ -55,7 +55,7 @@ def kernel(
         with torch.no_grad(), tracing(TracingContext(mode)), mode, _for_all_sizes(mode.shape_env):
             traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*inputs)
             results: Any = traced.graph.output_node().args[0]
-            outputs = [node.meta["val"] for node in results]
+            outputs = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
             traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
             return compile_fx_inner(traced, list(inputs), is_inference=True), outputs
     except ShapeEnvGuardError as error:
@@ -66,13 +66,12 @@ def kernel(
         raise RuntimeError(str(error).partition("\n")[0]) from error
 
 
-def _like(value: Tensor, like: Tensor | None) -> Tensor:
+def _like(value: Any, like: Any) -> Any:
     """Return a value with other strides; symbols are compared as text, which asks no question of them."""
-    if like is None or str(value.stride()) == str(like.stride()):
+    if not isinstance(like, Tensor) or str(value.stride()) == str(like.stride()):
         return value
     empty = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
-    copied: Tensor = torch.ops.aten.copy.default(empty, value)
-    return copied
+    return torch.ops.aten.copy.default(empty, value)
 
 
 @contextmanager
