@@ -89,6 +89,12 @@ def test_the_page_on_lengths_runs() -> None:
 
 
 @pytest.mark.slow
+def test_the_page_on_front_ends_runs() -> None:
+    (fused,) = blocks(DOCS / "front-ends.md")
+    subprocess.run([sys.executable, "-c", fused], cwd=DOCS.parent, check=True, timeout=300)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 def test_the_pages_on_training_run(tmp_path: Path) -> None:
     """One after the other, with a model, its optimizer, an input and a loss of the reader's."""
