@@ -35,7 +35,7 @@ from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
-from thunder_zero.sharded.dtensors import parts_of
+from thunder_zero.sharded.dtensors import load_parts
 from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
     shard_optimizer_state_dict,
@@ -416,7 +416,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's full model into the shards."""
         module = self.lightning_module
-        module.load_state_dict(parts_of(checkpoint["state_dict"], module.state_dict()), strict)
+        load_parts(module, checkpoint["state_dict"], module.state_dict(), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's full state dict on rank 0, and an empty one on other ranks; a collective."""

@@ -64,10 +64,12 @@ def interrupted(rank: int, world_size: int, path: Path, stage: int) -> dict[str,
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     train(model, optimizer, scheduler, rank, world_size, BEFORE)
-    tz.save(path, model, optimizer, extra={"scheduler": scheduler, "position": rank})
+    run = {"name": "first", "ends": [2, 6]}
+    tz.save(path, model, optimizer, extra={"scheduler": scheduler, "position": rank, "run": run})
     train(model, optimizer, scheduler, rank, world_size, AFTER)
     uninterrupted = state_of(model, optimizer)
-    loaded = tz.load(path, model, optimizer, extra={"scheduler": scheduler})
+    loaded = tz.load(path, model, optimizer, extra={"scheduler": scheduler, "position": 0, "run": {}})
+    assert loaded.own["run"] == {"name": "first", "ends": [2, 6]}, "values are returned"
     assert [extra["position"] for extra in loaded.of_rank] == list(range(world_size)), loaded
     assert loaded.own["position"] == rank, loaded
     assert scheduler.last_epoch == len(BEFORE), scheduler.last_epoch
@@ -82,7 +84,7 @@ def resumed(rank: int, world_size: int, path: Path, stage: int, right: dict[str,
     optimizer = adamw(model, lr=3.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     loaded = tz.load(path, model, optimizer, extra={"scheduler": scheduler})
-    assert loaded.own.keys() == {"scheduler"}, loaded  # which all ranks saved alike, unlike their positions
+    assert loaded.own.keys() == {"scheduler", "run"}, loaded  # which all ranks saved alike, unlike their positions
     train(model, optimizer, scheduler, rank, world_size, AFTER)
     found = state_of(model, optimizer)
     assert found.keys() == right.keys()
@@ -294,8 +296,8 @@ def refused_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> No
     loads.refused("the number of optimizers differs between ranks", good, model, None if rank else optimizer)
     words = "the checkpoint has no extra 'scheduler': it has ['stubborn']; leave it out of extra"
     loads.refused(words, good, extra={"scheduler": stubborn})
-    words = "cannot load into the extra 'stubborn': an object of type int has no state_dict"
-    loads.refused(words, good, extra={"stubborn": 3})
+    words = "cannot load into the extra 'stubborn': an object of type object has no state_dict"
+    loads.refused(words, good, extra={"stubborn": object()})
     loads.refused("stubborn", good, extra={"stubborn": stubborn})
     assert stubborn.value == "as it was", stubborn.value
     loads.refused("the path to load from differs between ranks", good.with_name(f"good{rank}"))

@@ -158,9 +158,6 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
             fits = torchs.set_model_state_dict(again, in_model, options=to)
             torchs.set_optimizer_state_dict(again, its_optimizer, in_optimizer, options=to)
             loaded = state_of(again, its_optimizer)
-            if to.full_state_dict:  # torch loads a state of a number as a plain tensor, which no DTensor mixes with
-                (number,) = (param for param in again.parameters() if not param.ndim)
-                number.requires_grad_(False)
             stepped(again, its_optimizer)
             results.append([fits == ([], []), same(loaded, right)])
             model, optimizer = trained(stage, Zoo)  # torch's optimizers share what they load
@@ -232,6 +229,49 @@ def test_one_ranks_rows_are_refused_by_the_others(ranks_pool: RanksPool) -> None
         for words, what in zip(said, ("'layers.0.weight'", *["the state 'exp_avg' of a param"] * 2), strict=True):
             assert what in words, words
             assert "has the rows of the rank at (0,) of the mesh, and this rank is at (1,)" in words, words
+
+
+class Renames(nn.Module):
+    """Loads files of older versions: other names, and two weights in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(3, 5, bias=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}both" in state_dict:
+            both = state_dict.pop(f"{prefix}both")
+            state_dict |= dict(zip((f"{prefix}first.weight", f"{prefix}second.weight"), both.split(5), strict=True))
+            state_dict[f"{prefix}first.bias"] = state_dict.pop(f"{prefix}bias")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def of_plain_modules(rank: int, world_size: int, old: dict[str, Tensor]) -> None:
+    """A file with older names; and a plain optimizer's file by numbers, loaded before the first step and after it."""
+    for stage in STAGES:
+        model = sharded(Renames(), stage)
+        for load in (model.load_state_dict, partial(torchs.set_model_state_dict, model, options=FULL)):
+            stepped(model, adamw(model))
+            assert load(dict(old)) == ([], [])
+            loaded = tz.full_state_dict(model)
+            both = torch.cat([loaded["first.weight"], loaded["second.weight"]])
+            assert same({"both": both, "bias": loaded["first.bias"]}, old) == []
+        before, after = (fresh(Zoo), fresh(Zoo))
+        files = [adamw(module) for module in (before, after)]
+        stepped(before, files[0])
+        stepped(after, files[1])
+        stepped(after, files[1])
+        model = sharded(fresh(Zoo), stage)
+        optimizer = adamw(model)
+        for load in (optimizer.load_state_dict, partial(torchs.set_optimizer_state_dict, model, optimizer)):
+            model.load_state_dict(before.state_dict())
+            load(deepcopy(files[0].state_dict()))
+            stepped(model, optimizer)
+            assert same(state_of(model, optimizer), full_of(after, files[1]) | after.state_dict()) == []
+
+
+def test_files_of_plain_modules_and_optimizers_are_cut_into_rows(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, of_plain_modules, {"both": torch.randn(10, 3), "bias": torch.randn(5)})
 
 
 def loads_unknown_names(rank: int, world_size: int) -> list[Any]:

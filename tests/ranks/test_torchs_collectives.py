@@ -144,3 +144,43 @@ def trains(rank: int, world_size: int) -> None:
 
 def test_collectives_and_dtensors_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, trains)
+
+
+@torch.compiler.disable
+def rows_of_all(rows: Tensor) -> Tensor:
+    return torch.cat(differentiable.all_gather(rows))
+
+
+class Similar(nn.Module):
+    """A contrastive loss over the rows of all ranks, whose gradient of the gathered rows is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = rows_of_all(self.layer(x))
+        return torch.bmm(rows.t()[None], torch.arange(len(rows) * 2.0).view(1, -1, 2)).sin().sum()
+
+
+def contrasts(rank: int, world_size: int, right: dict[str, Tensor]) -> None:
+    model = tz.compile(fresh(Similar), stage=3)
+    model(torch.arange(12.0).view(4, 3).cos().chunk(world_size)[rank]).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), right[name], rtol=1e-4, atol=1e-4)
+    (forward, *_), (loss, *_) = model.graphs()
+    copies = ["_contiguous" in str(entry.traces().backward) for entry in (forward, loss)]
+    assert copies == [False, True], "a copy where it is needed, no other"
+
+
+def test_gradients_between_graphs_are_contiguous_where_gloo_reads_them(ranks_pool: RanksPool) -> None:
+    """torch's backward of ``all_gather`` on gloo sends a transposed gradient as it lies in memory: eager is wrong."""
+    ranks_pool.run(2, contrasts, right_gradients())
+
+
+def right_gradients() -> dict[str, Tensor]:
+    """Of one process: each rank's loss is that of all rows, and gradients are summed, then averaged."""
+    module = fresh(Similar)
+    rows = module.layer(torch.arange(12.0).view(4, 3).cos())
+    torch.bmm(rows.t()[None], torch.arange(8.0).view(1, 4, 2)).sin().sum().backward()
+    return {name: param.grad.clone() for name, param in module.named_parameters()}

@@ -40,6 +40,8 @@ from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
+VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # kinds of extras that are returned
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -61,7 +63,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    extra: Mapping[str, Stateful | EMA] = NO_EXTRAS,
+    extra: Mapping[str, Any] = NO_EXTRAS,
     verify_files: bool = True,
 ) -> Loaded:
     """Load a checkpoint, on any number of ranks and in any stage: all of it, or nothing.
@@ -77,14 +79,15 @@ def load(
             ``dcp.save``, with model and optimizer under their usual names.
         model: a model with ZeroTransform.
         optimizer: one or several, of the same classes and parameter groups as when they were saved.
-        extra: objects whose ``load_state_dict`` takes what was saved under their names, as in :attr:`Loaded.own`; EMAs.
+        extra: what was saved under these names is loaded into objects with a ``load_state_dict`` and into EMAs. A
+            number, string, tensor, list or dict stays as it is: :attr:`Loaded.own` has the saved value.
         verify_files: False loads a checkpoint of another tool, which has no manifest to compare the files with.
 
     Returns:
         The extras that were saved.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform; an extra has no ``load_state_dict``.
+        TypeError: ``model`` has no ZeroTransform; an extra is an object without ``load_state_dict``.
         FileNotFoundError: there is no checkpoint.
         ValueError: it is damaged, or of another model or optimizer; an extra is not in it, or differs between ranks.
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
@@ -94,7 +97,7 @@ def load(
     with all_or_none(state.group, "to load"):
         error_of_last(state)  # which the next save raises
         require_at_rest(state, "load", extra)
-        _require_stateful(extra)
+        _require_loadable(extra)
     where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
     with all_or_none(state.group, "to load"):
@@ -141,10 +144,10 @@ def _refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
         raise failure
 
 
-def _require_stateful(extra: Mapping[str, object]) -> None:
-    """Raise unless each extra can take what was saved under its name."""
+def _require_loadable(extra: Mapping[str, object]) -> None:
+    """Raise unless each extra takes what was saved under its name, or is a value that :class:`Loaded` returns."""
     for name, thing in extra.items():
-        if not isinstance(thing, Stateful | EMA):
+        if not isinstance(thing, (Stateful, EMA, *VALUES)):
             raise TypeError(
                 f"cannot load into the extra {name!r}: an object of type {type(thing).__name__} has no state_dict and "
                 f"load_state_dict; leave it out, and read it from Loaded.own"
@@ -160,7 +163,7 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> d
 
 
 def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """The extras but EMAs, with the calls that load them on this rank."""
+    """Return the extras that load a state, with the call that does so on this rank. EMAs are loaded by rows."""
     names = [name for name, thing in extra.items() if not isinstance(thing, EMA)]
     for name in names:
         if not any(name in extras for extras in loaded.of_rank):
@@ -171,7 +174,8 @@ def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
                 f"cannot load the extra {name!r} on {ranks} ranks: it differs between the {len(loaded.of_rank)} ranks "
                 f"that saved; leave it out, and take what you need from Loaded.of_rank"
             )
-    return [(extra[name], partial(extra[name].load_state_dict, loaded.own[name])) for name in names]
+    stateful = [name for name in names if isinstance(extra[name], Stateful)]
+    return [(extra[name], partial(extra[name].load_state_dict, loaded.own[name])) for name in stateful]
 
 
 @torch.no_grad()

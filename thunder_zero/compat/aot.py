@@ -322,6 +322,14 @@ def hint(number: Any) -> int | float | bool | None:
     return known
 
 
+def is_contiguous(value: Tensor) -> bool:
+    """Return whether a tensor of the graph was contiguous in the call that dynamo captured."""
+    if value.layout is not torch.strided:
+        return False
+    shape, strides = (tuple(map(hint, each)) for each in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, device="meta").is_contiguous()  # type: ignore[arg-type]
+
+
 def _drops(node: fx.Node) -> bool:
     """Return whether a recurrent layer has dropout between its layers; number of layers, dropout and whether it trains
     follow one another among its arguments."""

@@ -34,7 +34,7 @@ from thunder_zero.frontends.refusals import EXPORT, PARTS
 from thunder_zero.sharded.accelerate import refuse_lost_options, refuse_model_file
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.calls import Calls
-from thunder_zero.sharded.dtensors import parts_of, refuse_to_compute
+from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
 from thunder_zero.sharded.full_state_dict import full_state_dict
 from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
 from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
@@ -136,16 +136,17 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load DTensors or full tensors, of which this rank takes its rows, and buffers; not a collective.
+        """Load DTensors, full tensors and buffers; of a full tensor this rank takes its rows. Not a collective.
 
-        Values are copied, with ``assign=True`` as well: the optimizer and the programs have the parameters.
+        Values are always copied, even with ``assign=True``: the optimizer and the programs hold the parameters. Modules
+        may rename, split or join entries while they load, as in ``_load_from_state_dict``.
 
         Raises:
             RuntimeError: ``strict``, and names are missing or unexpected; or inside ``EMA.applied``.
             ValueError: a full tensor has another shape; nothing has changed.
         """
         self._state.require_own_values("load a state dict")
-        return self._model.load_state_dict(parts_of(state_dict, self.state_dict()), strict)
+        return load_parts(self._model, state_dict, self.state_dict(), strict)
 
     @property
     def training(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.private import DTensorSpec, TensorMeta
@@ -165,6 +166,12 @@ def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
             )
         parts[name] = part_of(value, like)
     return parts
+
+
+def load_parts(module: nn.Module, full: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> Any:
+    """Load a state dict of full tensors into a module whose own state dict has parts; not a collective."""
+    with implicit_replication():  # what the module renames reaches the parameter in full: it takes its rows
+        return module.load_state_dict(parts_of(full, own), strict)
 
 
 def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:

@@ -12,7 +12,7 @@ The first two are collectives; ``lightning.py`` uses the last three.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
 from thunder_zero.sharded.dtensors import local, part_of
-from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, alike_states, parameters_of
 from thunder_zero.sharded.sharded_model import owner_of, owners_of, replaced, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -84,7 +84,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
     if len(indices) != len(params):
         return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
-    alike = _alike((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
+    alike = alike_states((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
     for index, param in zip(indices, params, strict=True):
         if (owner := owner_of(param)) is None or index not in states:
             continue
@@ -98,7 +98,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
     """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
-    alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
+    alike = alike_states((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
     for group in optimizer.param_groups:
         for at, before in enumerate(group["params"]):
             if (owner := replaced(before)) is not None:
@@ -118,12 +118,6 @@ def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
 def _memory_of(value: Any) -> int | None:
     """Where a tensor's memory begins; None of anything else."""
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
-
-
-def _alike(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """The names of states that have their parameter's shape: a number may be a step, or the average of a number."""
-    pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
-    return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
 
 
 def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container[str]) -> dict[str, Any]:

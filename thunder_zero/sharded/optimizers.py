@@ -9,6 +9,7 @@ buffers as stale: the step of a DTensor does neither. If torch fails in it, name
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable, Mapping
 from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from thunder_zero.compat.torch_gaps import on_failed_steps
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.accelerate import refuse_optimizer_file
-from thunder_zero.sharded.dtensors import require_own
+from thunder_zero.sharded.dtensors import part_of, require_own
 from thunder_zero.sharded.state import State
 
 
@@ -56,6 +57,12 @@ def class_name(optimizer: Optimizer) -> str:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the optimizer steps, in its order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def alike_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
+    """Return the names of states of their parameter's shape: a number may be a step, or the average of a number."""
+    pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
+    return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -128,20 +135,27 @@ def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer's states if they are another rank's: before its first step of shards, and whenever it loads
-    some. Refuse to give its own to one rank's file."""
+    """Before an optimizer's first step of shards, and whenever it loads states: refuse those of another rank, and take
+    this rank's rows of full ones. Refuse to give its own to one rank's file."""
     if optimizer not in _checked and any(sharded_model.owners_of(parameters_of(optimizer))):
         _checked.add(optimizer)
-        _require_own_states(optimizer)
+        _take_own_states(optimizer)
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
-            optimizer.register_load_state_dict_post_hook(_require_own_states)
+            optimizer.register_load_state_dict_post_hook(_take_own_states)
             optimizer.register_state_dict_pre_hook(lambda it: refuse_optimizer_file(type(it).__name__))
 
 
-def _require_own_states(optimizer: Optimizer) -> None:
-    for param in parameters_of(optimizer):
-        for name, value in optimizer.state.get(param, {}).items():
+def _take_own_states(optimizer: Optimizer) -> None:
+    """Refuse states of another rank, and replace full states, as a plain optimizer saves them, by this rank's rows."""
+    if isinstance(optimizer, StepsWhole):
+        return
+    held = [(param, optimizer.state[param]) for param in parameters_of(optimizer) if param in optimizer.state]
+    alike = alike_states((states, param) for param, states in held)
+    for param, states in held:
+        for name, value in states.items():
             require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
+            if name in alike and value.shape == param.shape:
+                states[name] = part_of(value, param)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,24 +173,14 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
     owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
     if any(map(any, owners)):
         mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
-        error.add_note(f"thunder_zero: {_plain_part(optimizer) or _way_on(optimizer, str(error), mixed)}")
+        error.add_note(f"thunder_zero: {_plain_gradient(optimizer) or _way_on(optimizer, str(error), mixed)}")
 
 
-def _plain_part(optimizer: Optimizer) -> str | None:
-    """What to do where a shard's gradient, or a state of its shape, is a plain tensor."""
+def _plain_gradient(optimizer: Optimizer) -> str | None:
+    """Return what to do where a shard's gradient is a plain tensor."""
     for shard in parameters_of(optimizer):
-        if not isinstance(shard, DTensor):
-            continue
-        if shard.grad is not None and not isinstance(shard.grad, DTensor):
+        if isinstance(shard, DTensor) and shard.grad is not None and not isinstance(shard.grad, DTensor):
             return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"
-        for name, value in optimizer.state.get(shard, {}).items():
-            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.is_floating_point()
-            if is_plain and value.shape == shard.shape and shard.ndim:
-                return (
-                    f"the state {name!r} of a shard of shape {tuple(shard.shape)} is a plain tensor, as a plain "
-                    f"optimizer's is; load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
-                    f"full_state_dict=True, or by thunder_zero.load"
-                )
     return None
 
 

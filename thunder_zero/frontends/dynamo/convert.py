@@ -28,7 +28,7 @@ import torch
 from torch import SymFloat, Tensor, fx
 from torch.types import py_sym_types
 
-from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, sequence_number, users_value
+from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, sequence_number, users_value
 from thunder_zero.compat.dynamo import users_line
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import draws_random_numbers, is_view, line, read_for_shape
@@ -377,7 +377,20 @@ class _Conversion:
         return path
 
     def _gradient(self, node: Any, position: int, reduced: Mapping[int, TensorProxy]) -> Any:
-        return reduced[position] if position in reduced else self.made[node] if isinstance(node, fx.Node) else None
+        if position in reduced or not isinstance(node, fx.Node):
+            return reduced.get(position)
+        return self._laid_out(node, self.gradients[position][1])
+
+    def _laid_out(self, node: fx.Node, of: int | None) -> Any:
+        """Return the gradient of an input, contiguous if the input is: between two graphs it may reach a backward that
+        reads memory as it lies, as gloo's of ``all_gather`` does."""
+        given = None if of is None else self.values.get(self.inputs[of].name)
+        if not isinstance(given, Tensor) or not is_contiguous(given) or is_contiguous(node.meta["val"]):
+            return self.made[node]
+        copy = self._proxy(f"{node.name}_contiguous", given)
+        how = {"memory_format": torch.contiguous_format}
+        _append(line(torch.ops.aten.clone.default, (self.made[node],), how, copy))
+        return copy
 
     def _result(self, node: Any) -> Any:
         """Return an output of forward."""
