@@ -17,7 +17,7 @@ BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the list
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "notebook.py", "plan", "schedule", "compat", "comm", "traces", "sharded", "optim", "frontends"),
-    *("checkpoint", "lightning.py", "tools", "__main__.py", "__init__.py"),
+    *("checkpoint", "hugging_face.py", "lightning.py", "tools", "__main__.py", "__init__.py"),
 )
 NAME = 22  # columns
 

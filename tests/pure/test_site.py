@@ -90,5 +90,5 @@ def test_the_site_has_all_pages() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages | set(PAGES["PAGES"].values()) == set(re.findall(r": ([\w/.-]+\.md)$", navigation, re.MULTILINE))
-    packages = {"thunder_zero", "tools", "schedule", "lightning"}
+    packages = {"thunder_zero", "tools", "schedule", "lightning", "hugging_face"}
     assert {path.stem for path in (ROOT / "docs/api").iterdir()} == packages

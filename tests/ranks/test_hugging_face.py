@@ -501,23 +501,43 @@ def as_torchrun_does(rank: int, world_size: int) -> None:
 
 
 def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
-    """A plain Trainer stops before its first step, with a sharded model and with a sharded base of adapters."""
+    """A plain Trainer with a sharded model, and arguments of a trainer that do not fit one."""
     as_torchrun_does(rank, world_size)
     peft, transformers = library("peft"), library("transformers")
     adapters = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+    arguments = partial(transformers.TrainingArguments, str(folder), use_cpu=True, report_to=[], disable_tqdm=True)
     for module in (fresh(Regression), adapters):
-        trainer = partial(transformers.Trainer, model=compiled(module, broadcast_from=0), args=arguments)
-        words = raised(lambda trainer=trainer: trainer(train_dataset=rows(4)).train())  # type: ignore[misc]
-        assert "DistributedDataParallel was given" in words, words
-        assert "docs/hugging-face.md" in words
+        model = compiled(module, broadcast_from=0)
+        plain_trainer = transformers.Trainer(model=model, args=arguments(max_steps=1), train_dataset=rows(4))
+        words = raised(plain_trainer.train)
+        assert "Trainer was given a" in words, words
+        assert "make it by thunder_zero.hugging_face.sharded(Trainer)(model=model, ...)" in words, words
+    model = compiled(fresh(Regression))
+    three, none = (
+        partial(library("thunder_zero.hugging_face").sharded, transformers.Trainer, **of) for of in ({"stage": 3}, {})
+    )
+    best = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "save_steps": 500,
+        "metric_for_best_model": "loss",
+    }
+    rows_of: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+        (three, {}, {"auto_find_batch_size": True}, "has auto_find_batch_size=True; set per_device_train_batch_size"),
+        (three, {}, {"neftune_noise_alpha": 5.0}, "has neftune_noise_alpha=5.0; leave it out"),
+        (three, {}, {"save_only_model": True, **best}, "save_only_model=True leaves out what load_best_model_at_end"),
+        (three, {"model": None, "model_init": Regression}, {}, "model_init makes a new model for each train()"),
+        (three, {"model": model}, {}, "is sharded twice; leave stage= and the other arguments of sharded(...) out"),
+        (none, {}, {}, "nothing says how to shard the model of the trainer; pass stage= to sharded(...)"),
+    ]
+    for made, given, options, sentence in rows_of:
+        given = {"model": fresh(Regression), "eval_dataset": rows(2)} | given
+        words = raised(lambda made=made, given=given, options=options: made()(args=arguments(**options), **given))  # type: ignore[misc]
+        assert sentence in words, words
 
 
-def test_a_plain_trainer_is_refused(own_pool: RanksPool, tmp_path: Path) -> None:
+def test_what_does_not_fit_a_sharded_model_is_refused(own_pool: RanksPool, tmp_path: Path) -> None:
     own_pool.run(2, refused_by_trainer, tmp_path)
-
-
-LOST = "mixed_precision of Accelerate is 'bf16', and Regression was called outside of autocast"
 
 
 def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
@@ -527,20 +547,14 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
     for stage in (0, 3):
         model: Any = compiled(fresh(Regression), stage)
         loader: Any = torch.utils.data.DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
-        accelerator = library("accelerate").Accelerator(mixed_precision="bf16")
-        kinds: tuple[Any, ...] = (model, tz.compile(fresh(Regression), stage=stage))
-        for kind in kinds:
-            words = raised(partial(kind, **batch))
-            assert LOST in words, words
-            assert "call model = accelerator.prepare_model(model, evaluation_mode=True) first" in words, words
         halves = compiled(fresh(Regression), stage, mixed_precision=tz.MixedPrecision(torch.bfloat16))
-        assert halves(**batch)["logits"].dtype is torch.bfloat16, "it has a precision of its own"
         found = shown("Accelerate", {**MODULES, "model": model, "loader": loader, "folder": folder / f"{stage}"})
         accelerator, optimizer = found["accelerator"], found["optimizer"]
+        assert found["model"] is model, "it has no wrapper"
+        assert halves(**batch)["logits"].dtype is torch.bfloat16, "it has a precision of its own"
+        assert model(**batch)["logits"].dtype is torch.float32
         weights.append(tz.full_state_dict(model))
         tz.load(folder / f"{stage}", model, optimizer.optimizer)
-        words = raised(partial(accelerator.prepare, compiled(fresh(Regression), stage)))
-        assert "DistributedDataParallel was given a Regression that thunder_zero trains" in words, words
         of_model, of_optimizer = "the state dict of Regression on one rank", "the state of AdamW on one rank"
         save_state, save_model = partial(accelerator.save_state, folder / "state"), accelerator.save_model
         said = [(save_state, of_model if stage else of_optimizer)]
@@ -551,7 +565,7 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
             words = raised(call)
             assert f"Accelerate writes {what}" in words.replace("save_state of ", ""), words
             assert "on all ranks" in words, words
-        accelerator._models.clear()  # as without prepare_model
+        accelerator._models.clear()  # as without the model
         words = raised(save_state)
         assert of_optimizer in words, words
         dist.barrier()
@@ -561,10 +575,13 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
         accelerator.clip_grad_norm_(model.parameters(), 1e-3)
         norm = torch.stack([full(param.grad).norm() for param in model.parameters()]).norm()
         assert abs(float(norm) - 1e-3) < 1e-6, norm
-    shared, sharder = library("accelerate").PartialState._shared_state, library("accelerate").DistributedType.FSDP
-    with mock.patch.dict(shared, distributed_type=sharder):  # which needs a GPU
+    shared, kinds = library("accelerate").PartialState._shared_state, library("accelerate").DistributedType
+    with mock.patch.dict(shared, distributed_type=kinds.FSDP):  # which needs a GPU
         words = raised(partial(model, **batch))
     assert "Accelerate is set up to shard by FSDP, and thunder_zero already shards Regression; leave" in words, words
+    with mock.patch.dict(library("accelerate.state").AcceleratorState._shared_state, _mixed_precision="fp8"):
+        words = raised(partial(model, **batch))
+    assert "mixed_precision of Accelerate is 'fp8', and Regression takes 'bf16' or 'fp16'" in words, words
     return weights
 
 
@@ -602,13 +619,12 @@ def train_adapters_by(kind: Any, folder: Path) -> None:
     for start in (None, f"{folder}/adapters/checkpoint-1"):
         torch.manual_seed(0)
         module = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        options = {"max_steps": 2, "save_steps": 1, "label_names": ["labels"], "remove_unused_columns": False}
         arguments = transformers.TrainingArguments(
-            f"{folder}/adapters", use_cpu=True, report_to=[], disable_tqdm=True, **options
+            f"{folder}/adapters", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_steps=1
         )
-        model = compiled(module)
-        kind(model=model, args=arguments, train_dataset=data).train(resume_from_checkpoint=start)
-        ends.append(tz.full_state_dict(model))
+        trainer = kind(model=module, args=arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=start)
+        ends.append(tz.full_state_dict(trainer.model_wrapped))
     assert same(*ends) == []
     written = load_file(folder / "adapters/checkpoint-2/adapter_model.safetensors")
     assert all("lora_" in name for name in written), list(written)
@@ -617,22 +633,23 @@ def train_adapters_by(kind: Any, folder: Path) -> None:
 
 def train_words_by(kind: Any, folder: Path) -> None:
     """One step on rows of 7, 5, 3 and 1 words that count: the loss is the mean over all words, of both ranks and both
-    micro-batches of each."""
+    micro-batches of each. The optimizer is the user's, over the plain module's parameters."""
     transformers, tokens = library("transformers"), torch.arange(1, 33).view(4, 8)
     labels = [torch.where(torch.arange(8) < 2 * number + 1, -100, row) for number, row in enumerate(tokens)]
     data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
-    options: dict[str, Any] = {"max_steps": 1, "label_names": ["labels"], "remove_unused_columns": False}
-    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
-    options |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "save_strategy": "no"}
+    options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    options |= {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "save_strategy": "no"}
     arguments = transformers.TrainingArguments(
         f"{folder}/words", use_cpu=True, report_to=[], disable_tqdm=True, **options
     )
-    model, plain = compiled(llama()), llama()
-    kind(model=model, args=arguments, train_dataset=data).train()
+    module, plain = llama(), llama()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    trainer = kind(model=module, args=arguments, train_dataset=data, optimizers=(optimizer, None))
+    trainer.train()
     logits = plain(input_ids=tokens).logits[:, :-1].flatten(0, 1)
     nn.functional.cross_entropy(logits, torch.stack(labels)[:, 1:].flatten()).backward()
     torch.optim.SGD(plain.parameters(), 0.1).step()
-    assert_close(tz.full_state_dict(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    assert_close(tz.full_state_dict(trainer.model_wrapped), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, ...]:
@@ -647,25 +664,25 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, .
         "max_grad_norm": 0.5,
     }
     options |= {"learning_rate": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "constant", "disable_tqdm": True}
-    data, model, again = Noting(rows(32)), compiled(fresh(Regression)), compiled(Regression())
-    given = {"model": model, "options": options, "data": data}
-    found = shown("Trainer", {**MODULES, **given, "TrainingArguments": library("transformers").TrainingArguments})
-    resumed = found["ZeroTrainer"](model=again, args=found["arguments"], train_dataset=rows(32))
+    data = Noting(rows(32))
+    found = shown("Trainer", {"module": fresh(Regression), "options": options, "data": data})
+    trainer, zero = found["trainer"], found["sharded"](library("transformers").Trainer)
+    resumed = zero(model=compiled(Regression()), args=found["arguments"], train_dataset=rows(32))
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    found["trainer"].save_model(f"{folder}/last")
-    train_adapters_by(found["ZeroTrainer"], folder)
-    train_words_by(found["ZeroTrainer"], folder)
-    groups = found["trainer"].optimizer.param_groups
+    trainer.save_model(f"{folder}/last")
+    three = type(trainer)
+    train_adapters_by(three, folder)
+    train_words_by(three, folder)
+    groups = trainer.optimizer.param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 2), (0.0, 2)]
-    weights = tz.full_state_dict(model)
-    assert same(tz.full_state_dict(again), weights) == []
-    logged = [entry["grad_norm"] for entry in found["trainer"].state.log_history if "grad_norm" in entry]
+    weights = tz.full_state_dict(trainer.model_wrapped)
+    assert same(tz.full_state_dict(resumed.model_wrapped), weights) == []
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     for name in ("checkpoint-4", "last") if rank == 0 else ():
         assert same(load_file(folder / name / "model.safetensors"), weights) == [], name
     options |= {"bf16": True, "save_steps": 4}
-    given = {"model": compiled(fresh(Regression), 0), "options": options, "data": rows(32)}
-    half = shown("Trainer", {**MODULES, **given, "TrainingArguments": library("transformers").TrainingArguments})
-    return data.asked, logged, weights, tz.full_state_dict(half["model"])
+    half = shown("Trainer", {"module": fresh(Regression), "options": options, "data": rows(32)})["trainer"]
+    return data.asked, logged, weights, tz.full_state_dict(half.model_wrapped)
 
 
 def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, tmp_path: Path) -> None:
@@ -686,3 +703,141 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, t
             close = 1e-3 if half else 1e-6
             assert_close(found[half], dict(plain.state_dict()), rtol=10 * close, atol=close)
     assert any((found[0][name] - found[1][name]).abs().max() > 1e-5 for name in found[0]), "in float32"
+
+
+# The same script, by DistributedDataParallel and sharded
+
+
+def words(count: int, seed: int = 0) -> Any:
+    """Rows of some tokens each, as a dataset with a column that no model takes."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 9, (count,), generator=generator).tolist()
+    tokens = [torch.randint(1, 33, (length,), generator=generator).tolist() for length in lengths]
+    rows_of = [{"input_ids": row, "labels": row, "length": len(row), "name": "row"} for row in tokens]
+    return library("datasets").Dataset.from_list(rows_of)
+
+
+def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch; padding counts in no loss."""
+    length = max(len(row["input_ids"]) for row in examples)
+    pads = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.tensor([row[name] + [pad] * (length - len(row[name])) for row in examples])
+        for name, pad in pads.items()
+    }
+
+
+def logged_by(trainer: Any) -> list[tuple[str, float]]:
+    """What a trainer logged, but times."""
+    kept = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    return [(name, value) for entry in trainer.state.log_history for name, value in entry.items() if name in kept]
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    """The full weights that a trainer trained."""
+    is_zero = isinstance(trainer.model_wrapped, tz.ZeroModule)
+    return tz.full_state_dict(trainer.model_wrapped) if is_zero else dict(trainer.model.state_dict())
+
+
+def assert_trained_alike(zero: Any, ddp: Any) -> None:
+    for (name, value), (other, right) in zip(logged_by(zero), logged_by(ddp), strict=True):
+        assert name == other
+        assert value == pytest.approx(right, rel=1e-4, abs=1e-7), name
+    assert_close(weights_of(zero), weights_of(ddp), rtol=1e-4, atol=1e-6)
+
+
+def one_script(rank: int, world_size: int, folder: Path) -> None:
+    """Many arguments at once; the best model is that of the first step. Then a step from DDP's second checkpoint."""
+    as_torchrun_does(rank, world_size)
+    transformers, hugging_face = library("transformers"), library("thunder_zero.hugging_face")
+    options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 3, "eval_steps": 1}
+    options |= {"logging_steps": 1, "eval_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    options |= {"save_total_limit": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"learning_rate": 0.3, "max_grad_norm": 0.5, "label_smoothing_factor": 0.1}
+    options |= {"gradient_checkpointing": True, "train_sampling_strategy": "group_by_length", "optim": "adamw_torch"}
+
+    def trained(kind: Any, name: str, start: str | None = None, **more: Any) -> Any:
+        arguments = transformers.TrainingArguments(str(folder / name), **options | more)
+        given = {"args": arguments, "train_dataset": words(24), "eval_dataset": words(4, 1), "data_collator": padded}
+        trainer = kind(model=llama(), **given)
+        trainer.train(resume_from_checkpoint=start and str(folder / start))
+        return trainer
+
+    three = hugging_face.sharded(transformers.Trainer, stage=3)
+    zero, ddp = trained(three, "zero"), trained(transformers.Trainer, "ddp")
+    assert_trained_alike(zero, ddp)
+    assert [Path(one.state.best_model_checkpoint).name for one in (zero, ddp)] == ["checkpoint-1"] * 2
+    dist.barrier()
+    assert names(folder / "zero") == names(folder / "ddp") == ["checkpoint-1", "checkpoint-3"]
+    only = {"save_only_model": True, "load_best_model_at_end": False}
+    trained(three, "resumed", "ddp/checkpoint-1", **only)
+    assert not (folder / "resumed/checkpoint-3/run").exists()
+    last = load_file(folder / "resumed/checkpoint-3/model.safetensors")
+    assert_close(last, load_file(folder / "ddp/checkpoint-3/model.safetensors"), rtol=1e-3, atol=1e-4)
+
+
+def test_a_trainers_script_trains_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    own_pool.run(2, one_script, tmp_path, timeout=280)
+
+
+def tokenizer_of_letters() -> Any:
+    """A tokenizer of one letter a token, made without a download."""
+    made, kinds = library("tokenizers"), library("tokenizers.models")
+    letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    model = made.Tokenizer(kinds.WordLevel({letter: at for at, letter in enumerate(letters)}, unk_token="<unk>"))
+    model.pre_tokenizer = library("tokenizers.pre_tokenizers").Whitespace()
+    return library("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def texts(count: int, folder: Path, rank: int) -> Any:
+    """Prompts with a chosen and a rejected answer, all of one length; in files, which TRL's caches need."""
+    datasets, draw = library("datasets"), torch.Generator().manual_seed(3)
+    letters = [" ".join(map(chr, 97 + torch.randint(26, (6,), generator=draw))) for _ in range(3 * count)]
+    columns = ("prompt", "chosen", "rejected")
+    if rank == 0:
+        starts = range(0, len(letters), 3)
+        rows_of = [dict(zip(columns, (letters[at], *letters[at + 1 : at + 3]), strict=True)) for at in starts]
+        datasets.Dataset.from_list(rows_of).save_to_disk(folder)
+    dist.barrier()
+    return datasets.load_from_disk(folder)
+
+
+def by_trl(rank: int, world_size: int, folder: Path) -> None:
+    """SFT of adapters on packed rows, DPO with a reference, and DPO of adapters whose reference is computed before."""
+    as_torchrun_does(rank, world_size)
+    trl, peft, sharded_class = library("trl"), library("peft"), library("thunder_zero.hugging_face").sharded
+    pairs = texts(8, folder / "texts", rank)
+    options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 2, "logging_steps": 1}
+    options |= {"bf16": False, "per_device_train_batch_size": 1, "save_strategy": "no", "learning_rate": 0.1}
+    lora = partial(peft.LoraConfig, r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def trained(kind: Any, settings: Any, data: Any, adapters: bool, more: dict[str, Any], **given: Any) -> Any:
+        given |= {"peft_config": lora()} if adapters else {}
+        given |= {"model": llama(), "processing_class": tokenizer_of_letters(), "train_dataset": data}
+        torch.manual_seed(0)
+        trainer = kind(args=settings(str(folder / "out"), **options | more), **given)
+        trainer.train()
+        return trainer
+
+    sentences = pairs.map(lambda row: {"text": row["prompt"] + row["chosen"]}, remove_columns=pairs.column_names)
+    packed, before = {"packing": True, "max_length": 24}, {"precompute_ref_log_probs": True}
+    sft, dpo = (trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)
+    for (kind, settings), data, adapters, more, given in (
+        (sft, sentences, True, packed, {}),
+        (dpo, pairs, False, {}, {"ref_model": llama}),
+        (dpo, pairs, True, before, {}),
+    ):
+        kinds = sharded_class(kind, stage=3), kind
+        made = [trained(each, settings, data, adapters, more, **{k: v() for k, v in given.items()}) for each in kinds]
+        assert_trained_alike(*made)
+    words_of = raised(partial(trained, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
+    assert "DPOTrainer called the plain module, whose parameters are sharded" in words_of, words_of
+    assert "pass precompute_ref_log_probs=True to DPOConfig" in words_of, words_of
+
+
+def test_trainers_of_trl_train_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    own_pool.run(2, by_trl, tmp_path, timeout=280)

@@ -238,6 +238,32 @@ class Parts(torch.autograd.Function):
         return first * second.cos() + second.exp().sum() + (second - first) * 0.5
 
 
+class Tiled(torch.autograd.Function):
+    """Multiplies by columns, into a part of a buffer, which dynamo does not trace; backward reads the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        buffer = x.new_empty(len(x), 2 * len(weight))
+        torch.mm(x, weight.t(), out=buffer[:, : len(weight)])
+        return buffer[:, : len(weight)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight * 2, grad.t() @ x * 3
+
+
+class OwnLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tiled: Tensor = Tiled.apply(self.layer(x).sin(), self.layer.weight)  # type: ignore[no-untyped-call]
+        return tiled
+
+
 def own_function_in_a_checkpoint(y: Tensor) -> Tensor:
     return checkpoint(lambda z: own_function(z.exp()).sin(), y, use_reentrant=False)
 
@@ -550,6 +576,7 @@ SLOW: dict[str, Row] = {
     "writes to an input with a history": Row(WritesWithGradients, forward=written_in_the_graph),
     "writes to the output": Row(then(lambda y: y.sin().view(4, 3)), backward=writes_to_the_output),
     "own function": Row(within(own_function)),
+    "own function of a parameter, which dynamo does not trace": Row(OwnLayer),
     "own function, an output unused": Row(within(lambda y: Parts.apply(y)[0])),  # type: ignore[no-untyped-call]
     "own function, an output for the loss unused": Row(then(Parts.apply), backward=first_only),
     "own operator without a backward": Row(within(operator_without_backward)),

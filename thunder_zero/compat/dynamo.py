@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from thunder_zero.compat.private import (
+    AutogradFunctionVariable,
     BackendCompilerFailed,
     CompileContext,
     DeletedGuardManagerWrapper,
@@ -29,6 +30,7 @@ from thunder_zero.compat.private import (
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
     TracingContext,
+    Unsupported,
     builder,
     cache_entries,
     dynamo_config,
@@ -107,6 +109,32 @@ def take_as_plain(kind: type[Tensor]) -> None:
     home: Any = builder
     subclass_of = home.infer_subclass_type
     home.infer_subclass_type = lambda value: None if type(value) is kind else subclass_of(value)
+
+
+@cache
+def take_functions_whole() -> None:
+    """From now on, put an autograd function of parameters that dynamo cannot trace into the graph as one call, which
+    AOTAutograd traces. Outside of graphs the function would read parameters that nothing gathers."""
+    traced = AutogradFunctionVariable.call_apply
+
+    @wraps(traced)
+    def call_apply(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return traced(self, tx, args, kwargs)
+        except Unsupported:
+            if not any(map(_is_parameter, (*args, *kwargs.values()))):
+                raise
+        torch.compiler.allow_in_graph(self.fn_cls)
+        return self.call_method(tx, "apply", args, kwargs)
+
+    AutogradFunctionVariable.call_apply = call_apply
+
+
+def _is_parameter(variable: Any) -> bool:
+    """Return whether a value that dynamo traces is an input of the graph that is a parameter."""
+    node = variable.as_proxy().node if variable.is_tensor() else None
+    given = None if node is None else node.meta.get("grapharg")
+    return given is not None and isinstance(given.example, nn.Parameter)
 
 
 @contextmanager

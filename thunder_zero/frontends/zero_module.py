@@ -31,7 +31,12 @@ from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
 from thunder_zero.frontends.refusals import EXPORT, PARTS
-from thunder_zero.sharded.accelerate import refuse_lost_options, refuse_model_file
+from thunder_zero.sharded.accelerate import (
+    dtype_of_accelerate,
+    in_float32,
+    refuse_model_file,
+    refuse_plain_trainer,
+)
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
@@ -163,7 +168,13 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_lost_options(type(self.plain).__name__, self.state.plan.policy.mixed_precision, self.state.device)
+        device, precision = self.state.device, self.state.plan.policy.mixed_precision
+        if (dtype := dtype_of_accelerate(type(self.plain).__name__, precision, device)) is None:
+            return self._call_programs(*args, **kwargs)
+        with torch.autocast(device.type, dtype):
+            return in_float32(self._call_programs(*args, **kwargs))
+
+    def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
         watched = self._compilations.watched(self._programs_made, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
@@ -265,6 +276,16 @@ class ZeroModule(ShardedModel, ThunderModule):
             f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
         )
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Asked for by Accelerate, which wraps a model that is not prepared into DistributedDataParallel."""
+        refuse_plain_trainer(type(self.plain).__name__)
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Set by Accelerate after it prepared a model; it stays as it is."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

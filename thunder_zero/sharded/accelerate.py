@@ -1,4 +1,4 @@
-"""Refuses what Hugging Face's Accelerate, and so its ``Trainer``, would get wrong without a word.
+"""What Accelerate asks of a sharded model: an autocast, no wrapper, no files of one rank's rows.
 
 Accelerate is never imported: if a script uses it, ``sys.modules`` has it, and its public names say how it is set up.
 """
@@ -7,38 +7,61 @@ from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 import torch
 
 from thunder_zero.plan.precision import MixedPrecision
 
 SHARDERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PAGE = "(docs/hugging-face.md)"
 
 
-def refuse_lost_options(kind: str, precision: MixedPrecision, device: torch.device) -> None:
-    """Raise in a forward that Accelerate's ``mixed_precision`` does not reach, or if Accelerate is to shard."""
+def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the autocast in which Accelerate would call a model; None where it uses none, where the model
+    has a precision of its own, and where the caller has chosen an autocast.
+
+    Raises:
+        RuntimeError: Accelerate is to shard the model, or has another kind of precision.
+    """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
-        return
+        return None
     state = accelerate.AcceleratorState()
     if state.distributed_type in SHARDERS:
         raise RuntimeError(
             f"Accelerate is set up to shard by {state.distributed_type.value}, and thunder_zero already shards {kind}; "
             f"leave that plugin out of Accelerator, its config or TrainingArguments {PAGE}"
         )
-    if state.mixed_precision != "no" and precision == MixedPrecision() and not torch.is_autocast_enabled(device.type):
+    chosen: str = state.mixed_precision
+    if chosen == "no" or precision != MixedPrecision() or torch.is_autocast_enabled(device.type):
+        return None
+    if chosen not in DTYPES:
         raise RuntimeError(
-            f"mixed_precision of Accelerate is {state.mixed_precision!r}, and {kind} was called outside of autocast, "
-            f"so it would compute in its own dtypes; call model = accelerator.prepare_model(model, "
-            f"evaluation_mode=True) first, or shard with mixed_precision=tz.MixedPrecision(...) instead, of "
-            f"torch.float32 if the model is to stay as it is {PAGE}"
+            f"mixed_precision of Accelerate is {chosen!r}, and {kind} takes {' or '.join(map(repr, DTYPES))}; or shard "
+            f"with mixed_precision=tz.MixedPrecision(...) {PAGE}"
+        )
+    return DTYPES[chosen]
+
+
+def in_float32(output: Any) -> Any:
+    """Return what a model returned under autocast as Accelerate hands it on: floating-point tensors in float32."""
+    return sys.modules["accelerate.utils"].convert_to_fp32(output)
+
+
+def refuse_plain_trainer(kind: str) -> None:
+    """Raise if a Trainer of transformers asks whether the model still has to be wrapped: it would save rows."""
+    if _is_running("transformers.trainer._prepare_for_training"):
+        raise RuntimeError(
+            f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "
+            f"thunder_zero.hugging_face.sharded(Trainer)(model=model, ...) {PAGE}"
         )
 
 
 def refuse_model_file(kind: str) -> None:
     """Raise if Accelerate asks for a model's state dict, of which it writes one rank's rows."""
-    if _is_running("accelerator.get_state_dict"):
+    if _is_running("accelerate.accelerator.get_state_dict"):
         raise RuntimeError(
             f"Accelerate writes the state dict of {kind} on one rank, and each rank holds its own rows; call "
             f"tz.save_pretrained(model, folder) or tz.full_state_dict(model) on all ranks, and tz.save(path, model, "
@@ -48,7 +71,7 @@ def refuse_model_file(kind: str) -> None:
 
 def refuse_optimizer_file(kind: str) -> None:
     """Raise if Accelerate's ``save_state`` asks for an optimizer's state, of which it writes one rank's rows."""
-    if _is_running("checkpointing.save_accelerator_state"):
+    if _is_running("accelerate.checkpointing.save_accelerator_state"):
         raise RuntimeError(
             f"save_state of Accelerate writes the state of {kind} on one rank, and each rank may hold its own rows; "
             f"call tz.save(path, model, optimizer.optimizer) on all ranks, and tz.load to continue {PAGE}"
@@ -56,10 +79,10 @@ def refuse_optimizer_file(kind: str) -> None:
 
 
 def _is_running(function: str) -> bool:
-    """Return whether a function of Accelerate has called this one, directly or not."""
+    """Return whether a function, by its module and name, has called this one, directly or not."""
     frame = inspect.currentframe() if "accelerate" in sys.modules else None
     while frame is not None:
-        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == f"accelerate.{function}":
+        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:
             return True
         frame = frame.f_back
     return False

@@ -80,6 +80,7 @@ def export(
 
     for kind in (Placeholder, Memoryless):
         dynamo.take_as_plain(kind)
+    dynamo.take_functions_whole()
     captured = dynamo.capture(module, backend, dynamic=dynamic, whole=True)
     with dynamo.whole(breaks=[]), dynamo.floats_constant():
         returned = captured(*args, **kwargs)

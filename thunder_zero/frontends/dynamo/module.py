@@ -63,6 +63,7 @@ class DynamoModule(ZeroModule):
 
         dynamo.note_questions()
         dynamo.take_as_plain(Placeholder)
+        dynamo.take_functions_whole()
         captured = dynamo.capture(self.plain, backend, dynamic=dynamic)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 

@@ -1,0 +1,172 @@
+"""``sharded``: a class of Hugging Face trainers, ``Trainer`` or one of TRL, whose model is sharded.
+
+In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model once
+they are made. A trainer has two names for its model, so the code of any trainer finds what it expects::
+
+    trainer.model            the plain module, whose parameters are DTensors now: its class, config, signature, adapters
+    trainer.model_wrapped    the sharded model, in the place of DistributedDataParallel: what a step calls
+
+Nothing here imports transformers at run time: the class is the user's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from thunder_zero.checkpoint.hugging_face import save_pretrained
+from thunder_zero.checkpoint.load import load
+from thunder_zero.checkpoint.save import save
+from thunder_zero.frontends.dynamo.compile import compile
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.full_state_dict import step_shards
+from thunder_zero.sharded.optimizers import MIXED
+from thunder_zero.sharded.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+TrainerClass = TypeVar("TrainerClass", bound=type[Any])
+RUN = "run"  # in a checkpoint's folder: what training continues from
+REFUSED = {  # arguments of a trainer, with what to do instead
+    "fsdp": "choose a stage of thunder_zero",
+    "deepspeed": "choose a stage of thunder_zero",
+    "torch_compile": "pass executors=[torch_compile_ex] of Thunder to sharded, by which inductor compiles the model",
+    "auto_find_batch_size": "set per_device_train_batch_size, which tz.tools.memory helps to find",
+    "bf16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.bfloat16)",
+    "fp16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.float16)",
+    "use_liger_kernel": "leave it out: it replaces the forward that was captured",
+    "predict_with_generate": "generate after training: with tz.full_parameters(trainer.model_wrapped) as module",
+    "neftune_noise_alpha": "leave it out: its hook ends a graph wherever the length of a batch differs between ranks",
+}
+
+
+def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **arguments: Any) -> TrainerClass:
+    """Return a subclass of a trainer's class whose instances shard the model that they are given.
+
+    >>> trainer = sharded(Trainer, stage=3)(model=model, args=args, train_dataset=data)
+
+    ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``, with a folder
+    ``run`` inside, from which any number of ranks resumes. Checkpoints of plain trainers are resumed, too.
+
+    Args:
+        trainer: ``transformers.Trainer``, or a class derived from it.
+        policy, arguments: as for :func:`thunder_zero.compile`. Give neither if the trainer's model is one of
+            ``compile`` already.
+
+    Raises:
+        ValueError: when a trainer is made: an argument of it does not fit a sharded model.
+    """
+    shard: Any = partial(compile, policy=policy, **arguments) if policy is not None or arguments else None
+    made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_shard": staticmethod(shard)})
+    return made  # type: ignore[no-any-return]
+
+
+class ShardedTrainer(Trainer):
+    """What a trainer of a sharded model does differently; stands before the trainer's class."""
+
+    _shard: ClassVar[Any]  # makes a sharded model of a plain one; None: the trainer is given a sharded one
+
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_plain(model), *args, **kwargs)
+        _refuse(self, model)
+        made = model if self._shard is None else self._shard(self.model, device=self.args.device)
+        self.model_wrapped = self.accelerator.prepare_model(made, evaluation_mode=True)
+        if self.optimizer is not None:
+            step_shards(self.optimizer)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let the accelerator unwrap the sharded model, as it does DistributedDataParallel."""
+        super().create_accelerator_and_postprocess()
+        unwrap = self.accelerator.unwrap_model
+        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_plain(model), *args, **kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the plain model where it is: sharding moves this rank's rows alone."""
+
+    def _precompute_ref_logps(self, *args: Any) -> Any:
+        """Let ``DPOTrainer`` call the plain model on the device of its inputs, before it is sharded."""
+        super()._move_model_to_device(self.model, self.args.device)
+        return super()._precompute_ref_logps(*args)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Return the sharded model in the place of DistributedDataParallel."""
+        return self.model_wrapped
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute a loss, and name the way out where a trainer calls the plain module, which has rows alone."""
+        try:
+            return super().compute_loss(model, *args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            name = type(self).__name__.removeprefix("Sharded")
+            raise RuntimeError(
+                f"{name} called the plain module, whose parameters are sharded ({MIXED}), as DPOTrainer does for the "
+                f"reference of adapters; pass precompute_ref_log_probs=True to DPOConfig, or let compute_loss of your "
+                f"own call the model that it is given, not self.model"
+            ) from error
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write a folder for ``from_pretrained``; a collective."""
+        folder = Path(output_dir or self.args.output_dir)
+        save_pretrained(self.model_wrapped, folder)
+        if self.args.should_save:
+            if (tokenizer := self.processing_class or getattr(self.data_collator, "tokenizer", None)) is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a plain trainer; those of a sharded one come with the optimizer."""
+        if not (Path(resume_from_checkpoint) / RUN).exists():
+            super()._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (run := Path(checkpoint) / RUN).exists():
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load(run, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+
+    def _load_best_model(self) -> None:
+        load(Path(self.state.best_model_checkpoint) / RUN, self.model_wrapped)
+
+    def _extra(self) -> dict[str, Any]:
+        return {"scheduler": self.lr_scheduler}
+
+
+def _plain(model: Any) -> Any:
+    return model.plain if isinstance(model, ShardedModel) else model
+
+
+def _refuse(trainer: Any, model: Any) -> None:
+    """Refuse arguments of a trainer that a sharded model does not fit."""
+    args, is_sharded = trainer.args, isinstance(model, ShardedModel)
+    for name, instead in REFUSED.items():
+        if vars(args).get(name):
+            raise ValueError(f"{type(args).__name__} has {name}={getattr(args, name)!r}; {instead}")
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ValueError("save_only_model=True leaves out what load_best_model_at_end=True loads; set one of the two")
+    if trainer.model_init is not None:
+        raise ValueError("model_init makes a new model for each train(), unsharded; pass the model itself as model=")
+    if is_sharded is not (trainer._shard is None):
+        raise ValueError(
+            "the model of the trainer is sharded twice; leave stage= and the other arguments of sharded(...) out"
+            if is_sharded
+            else "nothing says how to shard the model of the trainer; pass stage= to sharded(...)"
+        )
+    if is_sharded and trainer.model is not model.plain:
+        raise ValueError(
+            f"the trainer made a {type(trainer.model).__name__} of a model that was sharded before; give it the plain "
+            f"model, and stage= to sharded(...)"
+        )
