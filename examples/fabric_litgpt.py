@@ -101,7 +101,7 @@ def main() -> None:
         fabric.print(f"step {number}: loss {loss:.5f}, norm {norm:.5f}")
     fabric.save(options.out, {**state, "steps": options.steps})
     if fabric.is_global_zero:
-        tz.print_trace(zero_module(model), unit="transformer.h.1", fold=True)
+        tz.print_trace(zero_module(model), unit="transformer.h.1", only="parameters")
     fabric.print(f"saved to {options.out}")
 
 

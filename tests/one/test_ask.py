@@ -378,7 +378,7 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     assert [line["kind"] for line in launched].count("reduce") == 3
     assert sum(line["sent"] for line in launched if line["phase"] == "forward") == 3 * MATRIX * 3 // 4
     assert {"forward", "backward"} == {line["phase"] for line in lines}
-    code, out, _ = run(capsys, "trace", place, "--json", "--unit", "1", "--fold")
+    code, out, _ = run(capsys, "trace", place, "--json", "--unit", "1", "--only", "parameters")
     shown = json.loads(out)["lines"]
     assert 0 < len(shown) < len(lines)
     assert any("lines_left_out" in line for line in shown)

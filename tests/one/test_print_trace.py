@@ -230,11 +230,16 @@ def test_one_unit(stage: int) -> None:
 
 
 def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
-    whole, folded = printed(traces(3), "forward"), printed(traces(3), "forward", fold=True)
+    whole, folded = printed(traces(3), "forward"), printed(traces(3), "forward", only="parameters")
     assert folded[-1] == whole[-1]
     assert len(folded) < len(whole)
     named = re.compile(r"^.{40} (gather|wait|free|reduce) ")
     assert [line for line in folded if named.match(line)] == [line for line in whole if named.match(line)]
+    whole, sent = printed(traces(3)), printed(traces(3), only="communication")
+    named = re.compile(r"^.{40} (gather|wait|reduce) ")
+    assert [line for line in sent if named.match(line)] == [line for line in whole if named.match(line)]
+    assert any(" free " in line for line in whole)
+    assert not any(" free " in line for line in sent)
     text = "\n".join(printed(traces(3, tied)))
     assert "0.weight" in text
     assert "2.weight" not in text

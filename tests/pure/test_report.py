@@ -131,15 +131,18 @@ def test_what_a_row_says_of_several_operations_or_parameters() -> None:
 
 
 def test_a_unit_s_rows_leave_out_the_others() -> None:
-    shown = select(phase(backward=False), PLAN, "h.0", only_parameters=False)
+    shown = select(phase(backward=False), PLAN, "h.0", None)
     assert [each.line.position if isinstance(each, Row) else each for each in shown] == [1, *range(2, 11)]
-    assert select(phase(backward=False), PLAN, "", only_parameters=False) == ()
+    assert select(phase(backward=False), PLAN, "", None) == ()
 
 
 def test_lines_that_concern_no_parameter_become_one() -> None:
     texts = [f"gather f{at} <- t_w: h.0.w" if at in (3, 12, 14) else f"compute t{at} <- x" for at in range(20)]
-    shown = select(rows_of(*texts), PLAN, None, only_parameters=True)
+    shown = select(rows_of(*texts), PLAN, None, "parameters")
     assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, Gap(8), 12, 13, 14]
+    texts[4], texts[13] = "wait w <- f3: h.0.w", "compute y <- w"
+    shown = select(rows_of(*texts), PLAN, None, "communication")
+    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, 4, Gap(7), 12, 13, 14]
 
 
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
@@ -147,7 +150,9 @@ def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
     with pytest.raises(ValueError, match=r"operations at positions \[11\], but the trace has no lines there"):
         rows(lines, TIMELINE, backward=False)
     with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
-        select((), PLAN, "h.7", only_parameters=False)
+        select((), PLAN, "h.7", None)
+    with pytest.raises(ValueError, match="only is 'waits'; choose 'parameters' or 'communication', or None"):
+        select((), PLAN, None, "waits")
 
 
 @pytest.mark.parametrize(

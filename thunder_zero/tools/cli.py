@@ -24,7 +24,7 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
-from thunder_zero.tools.printing.line_meanings import PHASES
+from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
 DESCRIPTION = (
@@ -140,7 +140,7 @@ def _trace(add: Add) -> None:
     )
     show.add_argument("--phase", choices=PHASES, default="both", help="(default: both)")
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
-    show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
+    show.add_argument("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
     show.add_argument("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
     show.add_argument(
         "--frontend",
@@ -229,9 +229,9 @@ def _show_trace(options: argparse.Namespace) -> None:
     with naming_the_users_line(options.place):
         traces = trace(module, *inputs, policy=options.stage, **world)
     if options.json:
-        print(json.dumps(json_of(traces, options.phase, unit=options.unit, fold=options.fold), indent=1))
+        print(json.dumps(json_of(traces, options.phase, unit=options.unit, only=options.only), indent=1))
     else:
-        print_trace(traces, options.phase, unit=options.unit, fold=options.fold, every_line=options.all)
+        print_trace(traces, options.phase, unit=options.unit, only=options.only, every_line=options.all)
 
 
 def _write_report(options: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def print_trace(
     file: IO[str] | None = None,
     *,
     unit: str | None = None,
-    fold: bool = False,
+    only: str | None = None,
     every_line: bool = False,
     memory: Memory | None = None,
     rank: int = 0,
@@ -66,14 +66,15 @@ def print_trace(
         phase: "forward", "backward" or "both".
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
-        fold: print only the lines that handle or read a parameter, and the number of the others.
+        only: "parameters" prints the lines that handle or read a parameter, "communication" those that launch or end a
+            collective of the schedule; each with the number of lines left out. None prints all.
         every_line: print each line as it runs. By default views stand where they are read, as in
             ``aten.mm(x, w.t())``, and unpacking, and the ``del`` of activations, are left out.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
         rank: of the default process group, the one that prints; a process without a group is rank 0.
 
     Raises:
-        ValueError: there is no such phase, unit or rank; ``memory`` is a forecast of other traces.
+        ValueError: there is no such phase, unit, rank or ``only``; ``memory`` is a forecast of other traces.
         RuntimeError: the model was not called yet.
         TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
     """
@@ -92,7 +93,7 @@ def print_trace(
     printed: list[Row | Gap] = []
     console.print(HOW_TO_READ, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
-        printed += _print_phase(name, traces, forecast, console, unit=unit, fold=fold, every_line=every_line)
+        printed += _print_phase(name, traces, forecast, console, unit=unit, only=only, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():
         console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
     print_total(printed, console)
@@ -135,7 +136,7 @@ def _print_phase(
     console: Console,
     *,
     unit: str | None,
-    fold: bool,
+    only: str | None,
     every_line: bool,
 ) -> Sequence[Row | Gap]:
     """Print it, and return its rows."""
@@ -143,7 +144,7 @@ def _print_phase(
     if not whole:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
-    shown = select(whole, traces.plan, unit, only_parameters=fold)
+    shown = select(whole, traces.plan, unit, only)
     print_rows(shown, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
     if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
         console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
@@ -184,11 +185,11 @@ def _origin(bsym: BoundSymbol, phase: str) -> str:
     return f"{of}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
-def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
+def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
     """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes."""
     plan = traces.plan
     forecast = _forecast(traces, Console(quiet=True))
-    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in PHASES[phase]}
+    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.rank,

@@ -15,7 +15,7 @@ Lines are plain text here; this module does not know Thunder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -87,6 +87,12 @@ class Row:
     gathered: int
 
 
+ONLY: Mapping[str, Callable[[Row], bool]] = {
+    "parameters": lambda row: bool(row.params),
+    "communication": lambda row: row.kind in (*LAUNCHES, Kind.WAIT),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """A number of lines that are not shown."""
@@ -121,16 +127,18 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
     return tuple(out)
 
 
-def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters: bool) -> tuple[Row | Gap, ...]:
-    """The rows of one unit, or of all (None); optionally only those that concern a parameter.
+def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
+    """Return the rows of one unit, or of all (None); of these, if ``only`` names one of ``ONLY``, those that fit it.
 
     The rows of a unit are those from the first to the last that waits for its parameters or computes with them, and its
     other collectives and frees, which may be far from these.
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
+    if only is not None and only not in ONLY:
+        raise ValueError(f"only is {only!r}; choose {' or '.join(map(repr, ONLY))}, or None for all lines")
     candidates = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
-    chosen = [at for at in candidates if rows[at].params or not only_parameters]
+    chosen = [at for at in candidates if only is None or ONLY[only](rows[at])]
     out: list[Row | Gap] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
     for before, at in pairwise(chosen):
         between = rows[before + 1 : at]
