@@ -485,30 +485,39 @@ def test_lengths_that_change_are_warned_of(make: Callable[[nn.Module], Any]) -> 
         model(X[:1].expand(10, 4))
 
 
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("way", ["tz.compile", "thunder.jit"])
-def test_a_terminal_is_told_what_is_compiled_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Of later programs, too. Nothing of what takes less than a second; and nothing where it is no terminal, or the
-    user wants none."""
+def test_standard_error_is_told_what_was_compiled_and_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Later programs, too; on a terminal also while they are compiled. Nothing of what takes less than a second, of
+    other ranks, and if the user wants none."""
     jit = lambda module, stage, **options: thunder.jit(module, transforms=[tz.ZeroTransform(stage, **options)])  # noqa: E731
     make: Callable[..., Any] = tz.compile if way == "tz.compile" else jit
-    assert compilations.terminal_of(shows=True, rank=0) is None, "pytest's standard error is no terminal"
-    module, terminal = fresh(lambda: nn.Linear(4, 4)), StringIO()
-    monkeypatch.setattr(compilations, "terminal_of", lambda shows, rank: terminal if shows and not rank else None)
-    monkeypatch.setattr("thunder_zero.frontends.zero_module.terminal_of", compilations.terminal_of)
-    make(deepcopy(module), 3)(X)
-    quick = terminal.getvalue()
-    monkeypatch.setattr(compilations, "SECONDS", 0.0)
-    make(deepcopy(module), 3, progress=False)(X)
-    assert terminal.getvalue() == quick
-    model = make(deepcopy(module), 3)
-    model(X)
-    said = terminal.getvalue().removeprefix(quick)
-    line = r"compiling Linear for \({0}, 4\) \.\.\.\rcompiled forward and backward of Linear for \({0}, 4\): .*s\n"
-    assert re.fullmatch(line.format(len(X)), said)
-    model(X)
-    assert terminal.getvalue() == quick + said
-    model(X[:1])
-    assert re.fullmatch(line.format(len(X)) + line.format(1), terminal.getvalue().removeprefix(quick))
+    assert compilations.stream_of(shows=True, rank=1) is None
+    module = fresh(lambda: nn.Linear(4, 4))
+    compiled = r"compiled forward and backward of Linear for \({0}, 4\): [\d.]+ s\n"
+    line = {Terminal: rf"compiling Linear for \({{0}}, 4\) \.\.\.\r{compiled}", StringIO: compiled}
+    for kind, pattern in line.items():
+        stream = kind()
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr(compilations, "SECONDS", 100.0)
+        make(deepcopy(module), 3)(X)
+        monkeypatch.setattr(compilations, "SECONDS", 0.0)
+        make(deepcopy(module), 3, progress=False)(X)
+        assert stream.getvalue() == ""
+        model = make(deepcopy(module), 3)
+        model(X)
+        said = stream.getvalue()
+        assert re.fullmatch(pattern.format(len(X)), said)
+        model(X)
+        assert stream.getvalue() == said
+        model(X[:1])
+        assert re.fullmatch(pattern.format(len(X)) + pattern.format(1), stream.getvalue())
 
 
 class Masking(nn.Module):

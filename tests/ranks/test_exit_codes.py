@@ -6,6 +6,7 @@ when the interpreter ends. ``tests/one/test_exit.py`` shows that they have ended
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def test_ranks_end_with_the_code_of_their_exception(tmp_path: Path) -> None:
         for rank in range(2):
             command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(rank)]
             with said[rank].open("w") as errors:
-                ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_RANK}, stderr=errors))
+                names = {**os.environ, **ONE_RANK, "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json")}
+                ranks.append(subprocess.Popen(command, cwd=ROOT, env=names, stderr=errors))
         codes = [process.wait(SECONDS) for process in ranks]
     finally:
         for process in ranks:
@@ -57,3 +59,7 @@ def test_ranks_end_with_the_code_of_their_exception(tmp_path: Path) -> None:
         assert "differs between ranks" in text
         assert "terminate called" not in text
     assert codes == [1, 1]
+    for rank in range(2):  # of which torchrun's summary prints the message
+        message = json.loads((tmp_path / f"error{rank}.json").read_text())["message"]
+        assert message.startswith("RuntimeError: the initial value of parameter 'weight' differs between ranks")
+        assert "\n" not in message

@@ -7,16 +7,20 @@ In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for 
          of (replicate, shard)               first_copy (0, 1)
 
 :func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save;
-:func:`destroy_groups_after_error` runs at exit.
+:func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -143,6 +147,23 @@ def has_groups() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _uncaught() -> BaseException | None:
+    """Return the exception that ended the script; None while it runs, and if none did."""
+    error: BaseException | None = vars(sys).get("last_value")
+    return error
+
+
+def tell_launcher() -> None:
+    """At exit after an uncaught exception: write its sentence where torchrun looks for it. torchrun's summary of the
+    failure then ends with the sentence, below all frames. It reads a message and a time from the file that it names."""
+    error = _uncaught()
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if error is None or not file.name or file.exists():  # torch's own `record` has written it
+        return
+    sentence = "".join(traceback.format_exception_only(error)).strip()
+    file.write_text(json.dumps({"message": sentence, "timestamp": str(int(time.time()))}))
+
+
 def destroy_groups_after_error() -> None:
     """At exit after an uncaught exception: destroy the process groups that the script left, if gloo alone carries them.
 
@@ -150,7 +171,7 @@ def destroy_groups_after_error() -> None:
     thread which still has to drop the tensors of the last collective waits for the GIL in vain, and the process aborts
     instead of ending with the exception's exit code. The frames of its traceback refer to the group, too.
     """
-    error: BaseException | None = vars(sys).get("last_value")  # there after an uncaught exception alone
+    error = _uncaught()
     configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
     if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
         return

@@ -46,8 +46,8 @@ class Arguments(TypedDict, total=False):
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
             the values of the module's parameters and buffers, read one at a time. Or the path of a folder of
             safetensors files, as ``save_pretrained`` writes it, or of one such file.
-        progress: rank 0 says on a terminal what it compiles, for which shapes, and how long that took, where it takes
-            more than a second (default: True).
+        progress: rank 0 says on standard error what it compiled, for which shapes, and how long that took, where it
+            took more than a second (default: True).
     """
 
     process_group: dist.ProcessGroup | None

@@ -1,11 +1,10 @@
 """Says what a model is compiled for, and warns where shapes of inputs change all the time.
 
-In: the arguments of each forward, and how many programs there are before and after it. Out: two lines on the terminal
-of rank 0, if it has one, the second in the place of the first; on every rank one warning, after ``WARN_AFTER``
-different shapes::
+In: the arguments of each forward, and how many programs there are before and after it. Out: lines on rank 0's standard
+error, a terminal or a log; on every rank one warning, after ``WARN_AFTER`` different shapes::
 
-    compiling Net for (8, 16) ...                                    after a second, while it is compiled
-    compiled forward and backward of Net for (8, 16): 2.3 s          if it took a second
+    compiling Net for (8, 16) ...                                    on a terminal alone, after a second
+    compiled forward and backward of Net for (8, 16): 2.3 s          in its place, if it took a second
 
 :func:`too_many` says that programs are dropped, and names what changes in the same words.
 """
@@ -36,7 +35,7 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Compilations:
-    """The compilations of one model, said on ``terminal`` (None: nowhere).
+    """The compilations of one model, said on ``stream`` (None: nowhere).
 
     Attributes:
         forward: the module's, whose signature names inputs.
@@ -46,7 +45,7 @@ class Compilations:
 
     name: str
     forward: Callable[..., Any]
-    terminal: TextIO | None
+    stream: TextIO | None
     shapes: list[Shapes] = field(default_factory=list)
     warned: bool = False
     seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -58,7 +57,7 @@ class Compilations:
         programs, start = made(), time.monotonic()
         ended = Event()
         with ExitStack() as at_end:
-            if self.terminal is not None and self._is_new(args, kwargs):
+            if self.stream is not None and self.stream.isatty() and self._is_new(args, kwargs):
                 announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
                 announcer.start()  # not in each forward: it takes a tenth of a millisecond
                 at_end.callback(announcer.join)
@@ -75,15 +74,17 @@ class Compilations:
         return not known
 
     def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
-        if self.terminal is not None and not ended.wait(SECONDS):
+        if self.stream is not None and not ended.wait(SECONDS):
             shapes = shapes_of_arguments(self.forward, args, kwargs)
-            self.terminal.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
-            self.terminal.flush()
+            self.stream.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
+            self.stream.flush()
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
-        if self.terminal is not None and seconds >= SECONDS:
+        if self.stream is not None and seconds >= SECONDS:
             both = "forward and backward" if torch.is_grad_enabled() else "forward"
-            print(f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s", file=self.terminal)
+            print(
+                f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s", file=self.stream, flush=True
+            )
         self.shapes.append(shapes)
         self._warn()
 
@@ -95,9 +96,9 @@ class Compilations:
             warnings.warn(f"{self.name} was compiled for {WARN_AFTER} shapes: {sentence}", stacklevel=2)
 
 
-def terminal_of(shows: bool, rank: int) -> TextIO | None:
-    """Where to say what is compiled: standard error of rank 0, where it is a terminal; None: nowhere."""
-    return sys.stderr if shows and not rank and sys.stderr.isatty() else None
+def stream_of(shows: bool, rank: int) -> TextIO | None:
+    """Return where to say what is compiled: rank 0's standard error. None: nowhere."""
+    return sys.stderr if shows and not rank else None
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.collective_tags import doing
-from thunder_zero.comm.group import destroy_groups_after_error, has_groups
+from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher
 from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.printed import printed
@@ -124,6 +124,7 @@ def _leave_groups() -> None:
     """At exit: let torch join gloo's threads, as it does when the last reference to a destroyed group goes; one that
     drops tensors once the interpreter ends aborts the process. Groups that were not destroyed stay: another handler at
     exit may still save a model, unless an error ended the script."""
+    tell_launcher()
     destroy_groups_after_error()
     if not has_groups():
         for state in states():
