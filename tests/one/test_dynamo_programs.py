@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,39 @@ from thunder.core import interpreter
 
 X = torch.arange(8.0).view(2, 4).sin()
 pytestmark = pytest.mark.usefixtures("group")
+
+
+class Observed(nn.Module):
+    """Notes what is set in the process while it runs as Python, between two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.seen: list[tuple[int, bool]] = []
+
+    @torch.compiler.disable
+    def note(self) -> None:
+        self.seen.append((torch._dynamo.config.recompile_limit, gc.isenabled()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        self.note()
+        z: Tensor = self.b(y)
+        return z.tanh()
+
+
+def test_settings_of_the_process_are_changed_while_something_compiles_alone() -> None:
+    """Of a forward that compiles, too, the code that runs has what everybody else has."""
+    plain = Observed()
+    model, usual = tz.compile(plain), (torch._dynamo.config.recompile_limit, True)
+    with mock.patch.object(gc, "disable", wraps=gc.disable) as stopped:
+        model(X).sum().backward()
+        compiling = stopped.call_count
+        for _ in range(3):
+            model(X).sum().backward()
+    assert plain.seen == [usual] * 4
+    assert compiling >= 4, "of two functions, two programs, and a backward for each"
+    assert stopped.call_count == compiling, "nothing compiles again"
 
 
 class Mixed(nn.Module):

@@ -5,6 +5,7 @@ A row fails on the versions that the need is known for once it is gone; on other
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -428,6 +429,15 @@ def gloo_has_threads_after_its_group() -> bool:
     return any("gloo" in (thread / "comm").read_text() for thread in THREADS.iterdir())
 
 
+def gloo_takes_a_core_when_woken() -> bool:
+    if not THREADS.exists():
+        pytest.skip("reads the scheduling of threads from Linux")
+    before = set(THREADS.iterdir())
+    with group_of_one("cpu"):
+        made = set(THREADS.iterdir()) - before
+        return bool(made) and all(os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER for thread in made)
+
+
 def a_failed_launch_stays_queued() -> bool:
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
@@ -519,6 +529,7 @@ NEEDS = (
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("aot.py", no_public_name_gives_the_joint_graph, TORCH),
     Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
+    Need("torch_gaps.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),

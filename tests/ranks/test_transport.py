@@ -5,8 +5,11 @@ Every rank's tensors come from a seed, so each process knows those of all others
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +24,9 @@ from tests.harness.ranks import RanksPool, everyone
 from tests.harness.tiers import slow
 from thunder_zero.comm import native
 from thunder_zero.comm.backends import transport_for
-from thunder_zero.comm.handle import AVERAGER, Waitable, in_background
+from thunder_zero.comm.handle import AVERAGER, SENDER, Waitable, in_background
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, PairwiseGloo, mean_into, messages
+from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, PairwiseGloo, mean_into, messages, packed_messages
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan import layout
 
@@ -32,6 +35,7 @@ Shapes = tuple[Shape, ...]
 Case = tuple[str, Shapes, torch.dtype]
 
 CPU = torch.device("cpu")
+THREADS = Path("/proc/self/task")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 EVEN: Shapes = ((12, 5), (24, 12, 300))  # rows and numbers of elements that 2, 3 and 4 divide
 UNEVEN: Shapes = ((5,), (7, 3), (13, 2, 2))
@@ -184,10 +188,13 @@ def test_float16_neither_overflows_nor_vanishes(ranks_pool: RanksPool, world_siz
 def test_tensors_share_messages_by_their_bytes_to_one_peer() -> None:
     limit = torch.empty(PACK_BELOW_BYTES // 4)
     below = limit[:-1]
-    assert messages([limit, below, limit, below], 4, sharded=True) == [[1, 3], [0], [2]]
-    whole = [torch.empty(4 * limit.numel()), torch.empty(4 * limit.numel() - 1)]
-    assert messages(whole, 4, sharded=False) == [[1], [0]]
-    assert messages([limit], 4, sharded=True) == [[0]]
+    assert messages([limit, below, limit, below]) == [[1, 3], [0], [2]]
+    assert messages([limit]) == [[0]]
+    rows, few, odd = (4 * limit.numel(), 1), (4, 3), (5, 3)
+    small, large = packed_messages((few, rows, (8,)), 4, 4, PACK_BELOW_BYTES)
+    assert (small.members, small.shard_shapes, small.sizes, small.is_even) == ((0, 2), ((1, 3), (2,)), (3, 2), True)
+    assert (large.members, large.sizes, large.is_even) == ((1,), (limit.numel(),), False)
+    assert not packed_messages((few, odd), 4, 4, PACK_BELOW_BYTES)[0].is_even
 
 
 def test_the_mean_may_overwrite_its_first_two_parts() -> None:
@@ -310,9 +317,24 @@ def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_o
     failed = in_background(AVERAGER, lambda: done.index(0) and None)
     after = in_background(AVERAGER, lambda: done.append(1))
     with pytest.raises(ValueError, match="not in list"):
-        failed.result(timeout=10)
-    after.result(timeout=10)
+        failed.result()
+    after.result()
     assert done == [1]
+
+
+def threads_that_send_wait_for_a_core(rank: int, world_size: int) -> None:
+    tz.compile(nn.Linear(2, 2))
+    in_background(SENDER, int).result()
+    names = {int(thread.name): (thread / "comm").read_text().strip() for thread in THREADS.iterdir()}
+    names |= {thread.native_id or 0: thread.name for thread in threading.enumerate()}
+    policies = {name: os.sched_getscheduler(thread) for thread, name in names.items()}
+    assert policies["gloo_tcp_loop"] == policies["thunder_zero sender"] == os.SCHED_BATCH, policies
+    assert policies["MainThread"] == os.SCHED_OTHER, policies
+
+
+@pytest.mark.skipif(not THREADS.exists(), reason="reads the scheduling of threads from Linux")
+def test_a_thread_that_sends_takes_no_core_from_another_one_in_the_middle_of_a_message(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, threads_that_send_wait_for_a_core)
 
 
 # Other transports

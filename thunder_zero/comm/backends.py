@@ -33,6 +33,7 @@ from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
 from thunder_zero.plan.params import Param, Plan
 
 # (device type, backend) -> transport; PerTensor for all others
@@ -67,6 +68,7 @@ def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: Host
     )
     transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
     transport = _in_front(Staging, transports, plan, device, copies)
+    let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
     return TaggedTransport(transport, model, ranks.world, announces=announces)
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
 from queue import SimpleQueue
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.torch_gaps import at_exit
+from thunder_zero.compat.torch_gaps import at_exit, wait_for_a_core
 
 Result = TypeVar("Result")
 
@@ -87,11 +85,53 @@ SENDER, AVERAGER = "sender", "averager"
 EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 
 
-def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
+class Task(Generic[Result]):
+    """A task of a background thread, with its end: a lock, as a ``Future`` costs ten times as much in each bucket."""
+
+    __slots__ = "_call", "_error", "_lock", "_result"
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call: Callable[[], Result] | None = call
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def run(self) -> None:
+        """Run it, in the thread; what it holds is free by its end."""
+        call, self._call = self._call, None
+        assert call is not None, "a task runs once"
+        try:
+            self._result = call()
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        """Let those go on that wait for it."""
+        self._lock.release()
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end, at most for so many seconds."""
+        if self._lock.acquire(timeout=timeout):
+            self._lock.release()
+
+    def result(self) -> Result:
+        """Wait for its end; return what it returned, or raise what it raised."""
+        with self._lock:
+            error = self._error
+        if error is None:
+            return self._result  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            del error, self  # which the traceback would hold, and the error holds that
+
+
+def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
     """Run a task in the named thread, after all tasks that were given to it earlier."""
-    future: Future[Result] = Future()
-    _thread_of(thread).give(task, future)
-    return future
+    task = Task(call)
+    _thread_of(thread).give(task)
+    return task
 
 
 def at_once(thread: str, task: Callable[[], None]) -> Callable[[], None]:
@@ -119,7 +159,7 @@ class _Background:
     is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._tasks: SimpleQueue[Task[Any]] = SimpleQueue()
         self._lock, self._given, self._ended = threading.Lock(), 0, 0
         threading.Thread(target=self._serve, name=f"thunder_zero {name}", daemon=True).start()
 
@@ -128,27 +168,20 @@ class _Background:
         """Whether all tasks that were given to it have ended."""
         return self._given == self._ended
 
-    def give(self, task: Callable[[], Any], future: Future[Any]) -> None:
+    def give(self, task: Task[Any]) -> None:
         """Run a task after the earlier ones."""
         with self._lock:
             self._given += 1
-            self._tasks.put((task, future))
+            self._tasks.put(task)
 
     def _serve(self) -> None:
+        wait_for_a_core(threading.get_native_id())  # or each bucket would interrupt what computes
         while True:
-            task, future = self._tasks.get()
-            result, failure = None, None
-            try:
-                result = task()
-            except BaseException as error:
-                failure = error
-            del task  # before the future is done: the tensors that it held must be free by then
+            task = self._tasks.get()
+            task.run()
             self._ended += 1
-            if failure is None:
-                future.set_result(result)
-            else:
-                future.set_exception(failure)
-            del future, result, failure
+            task.end()
+            del task
 
 
 @cache
@@ -159,4 +192,4 @@ def _thread_of(name: str) -> _Background:
 
 def _let_end(thread: str) -> None:
     """At exit: give the thread time to notice lost peers; the interpreter cannot stop it cleanly later."""
-    futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
+    in_background(thread, lambda: None).wait(EXIT_SECONDS)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from time import monotonic
@@ -76,27 +77,37 @@ class PairwiseGloo(Launching):
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
         bucket, parts = self._bucket(), []
-        shapes = [param.shape for param in params]
         fulls: list[Any] = [None] * len(shards)
-        for members in messages(shards, self._world_size, sharded=True):
-            rows = [shards[at] for at in members]
-            if into is None and self._are_even(members, shapes):
-                parts.append(self._gather_even(bucket, rows, partial(_cut, fulls, members, shapes)))
+        for message in self._messages(params, shards[0].itemsize):
+            rows = [shards[at] for at in message.members]
+            if into is None and message.is_even:
+                parts.append(self._gather_even(bucket, rows, message, fulls))
                 continue
-            for at in members:
-                fulls[at] = shards[at].new_empty(shapes[at]) if into is None else into[at].detach()[: shapes[at][0]]
-            parts.append(self._gather(bucket, rows, [fulls[at] for at in members], copies=into is None))
+            for at in message.members:
+                shape = params[at].shape
+                fulls[at] = shards[at].new_empty(shape) if into is None else into[at].detach()[: shape[0]]
+            parts.append(self._gather(bucket, rows, [fulls[at] for at in message.members], copies=into is None))
         return Handle(bucket.posted(parts), fulls, self._pending)
 
-    def _gather_even(self, bucket: GlooBucket, shards: Sequence[Tensor], cut: Callable[..., None]) -> BucketPart:
+    def _gather_even(
+        self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
+    ) -> BucketPart:
         """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
         all, and one cuts what has arrived into them."""
-        sizes = [shard.numel() for shard in shards]
-        packed = shards[0].new_empty((self._world_size, sum(sizes)))
+        own = flatten(shards)
+        packed = own.new_empty((self._world_size, message.elements))
         rows = packed.unbind()
-        torch.cat([shard.view(-1) for shard in shards], out=rows[self._rank])
-        bucket.send(dict.fromkeys(self._peers, rows[self._rank]))
-        return bucket.receive({rank: rows[rank] for rank in self._peers}, partial(cut, packed, sizes, 1))
+        rows[self._rank].copy_(own)
+        bucket.send(dict.fromkeys(self._peers, own))
+        cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
+        return bucket.receive({rank: rows[rank] for rank in self._peers}, cut)
+
+    def _messages(self, params: Sequence[Param], itemsize: int, *, sharded: bool = True) -> tuple[PackedMessage, ...]:
+        """The messages of a bucket, which carry a rank's rows of each parameter, or all of it."""
+        shapes = tuple([param.shape for param in params])
+        if sharded:
+            return packed_messages(shapes, itemsize, self._world_size, PACK_BELOW_BYTES)
+        return packed_messages(shapes, itemsize, 1, PACK_BELOW_BYTES * self._world_size)
 
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
@@ -115,22 +126,19 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        full_shapes = [param.shape for param in params]
-        shapes = [_shard_shape(shape, self._world_size) for shape in full_shapes]
-        sizes = [_numel(shape) for shape in shapes]
-        nbytes = [size * grad.itemsize for size, grad in zip(sizes, grads, strict=True)]
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts = self._bucket(), []
-        for members in grouped(nbytes, PACK_BELOW_BYTES):
+        for message in self._messages(params, grads[0].itemsize):
+            members = message.members
             of = [grads[at] for at in members]
             unpack: Callable[[], None] | None
-            if self._are_even(members, full_shapes):
+            if message.is_even:
                 parts = chunk_cat(of, 0, self._world_size).unbind()
                 mean = torch.empty_like(parts[0])
-                unpack = partial(_cut, means, members, shapes, mean, [sizes[at] for at in members], 0)
+                unpack = partial(_cut, means, members, message.shard_shapes, mean, message.sizes, 0)
             else:
-                for at in members:
-                    means[at] = grads[at].new_empty(shapes[at])
+                for at, shape in zip(members, message.shard_shapes, strict=True):
+                    means[at] = grads[at].new_empty(shape)
                 cuts = [self._cut_rows(grad.contiguous()) for grad in of]
                 parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self._world_size))
                 flat = [means[at].view(-1) for at in members]
@@ -148,16 +156,16 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        shapes = [grad.shape for grad in grads]
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts, spreads = self._bucket(), [], []
-        for members in messages(grads, self._world_size, sharded=False):
+        for message in self._messages(params, grads[0].itemsize, sharded=False):
+            members = message.members
             flat, unpack = flatten([grads[at] for at in members]), None
             if len(members) > 1:
                 mean = torch.empty_like(flat)
-                unpack = partial(_cut, means, members, shapes, mean, [grads[at].numel() for at in members], 0)
+                unpack = partial(_cut, means, members, message.shapes, mean, message.sizes, 0)
             else:
-                means[members[0]] = grads[members[0]].new_empty(shapes[members[0]])
+                means[members[0]] = grads[members[0]].new_empty(message.shapes[0])
                 mean = means[members[0]].view(-1)
             if self._world_size == 2:
                 bucket.send(dict.fromkeys(self._peers, flat))
@@ -173,7 +181,7 @@ class PairwiseGloo(Launching):
         bucket = self._bucket()
         bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
         for rank in self._peers:
-            for members in messages(outgoing.get(rank, ()), 1, sharded=True):
+            for members in messages(outgoing.get(rank, ())):
                 bucket.send({rank: _pack([outgoing[rank][at] for at in members])})
         return Handle(bucket.posted(bucket_parts), (), self._pending)
 
@@ -231,10 +239,6 @@ class PairwiseGloo(Launching):
         sizes = _elements_of_ranks(tuple(tensor.shape), self._world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
-    def _are_even(self, members: Sequence[int], shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether parameters share a message, and each rank owns as many rows of each."""
-        return len(members) > 1 and all(shapes[at][0] % self._world_size == 0 for at in members)
-
 
 class GlooBucket:
     """The messages of one launch. One task of the sender thread posts them all: first what is received, then what is
@@ -286,7 +290,7 @@ class GlooBucket:
 
 def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
     """Receive what a rank trades, in the messages in which it sends it."""
-    for members in messages(slots, 1, sharded=True):
+    for members in messages(slots):
         column = [slots[at] for at in members]
         buffer = _one_buffer(column)
         yield bucket.receive({rank: buffer}, _unpacking([(buffer, column)]) if len(members) > 1 else None)
@@ -332,7 +336,40 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
         raise_named(error, group, start, rank)
 
 
-_shard_shape, _numel = cache(layout.shard_shape), cache(prod)
+@dataclass(frozen=True, slots=True)
+class PackedMessage:
+    """Parameters that share a message.
+
+    Attributes:
+        members: their positions in the bucket.
+        shapes: of the parameters.
+        shard_shapes: of what the message has of them: a rank's rows with padding, or all.
+        sizes: of that, in elements.
+        elements: the sum of the sizes.
+        is_even: there are several, and the message has as many rows of each for each rank.
+    """
+
+    members: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shard_shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    elements: int
+    is_even: bool
+
+
+@cache
+def packed_messages(
+    shapes: tuple[tuple[int, ...], ...], itemsize: int, world_size: int, limit: int
+) -> tuple[PackedMessage, ...]:
+    """The messages of a bucket of parameters of these shapes. What takes less than ``limit`` bytes shares one."""
+    shards = [layout.shard_shape(shape, world_size) for shape in shapes]
+    found = []
+    for members in grouped([prod(shape) * itemsize for shape in shards], limit):
+        full, own = tuple(shapes[at] for at in members), tuple(shards[at] for at in members)
+        sizes = tuple(map(prod, own))
+        is_even = world_size > 1 < len(members) and all(shape[0] % world_size == 0 for shape in full)
+        found.append(PackedMessage(tuple(members), full, own, sizes, sum(sizes), is_even))
+    return tuple(found)
 
 
 @cache
@@ -340,12 +377,6 @@ def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
     """How many elements of a tensor each rank owns."""
     ranges = [layout.row_range(shape[0], world_size, rank) for rank in range(world_size)]
     return [(stop - start) * prod(shape[1:]) for start, stop in ranges]
-
-
-def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
-    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
-    Their order depends on shapes and dtypes only. If not ``sharded``, tensors are cut into one part per rank."""
-    return grouped([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES * (1 if sharded else world_size))
 
 
 def grouped(nbytes: Sequence[int], limit: int) -> list[list[int]]:
@@ -382,6 +413,12 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
+def messages(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
+    Their order depends on shapes and dtypes only."""
+    return grouped([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
+
+
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
     """A 1-D buffer for such a message: a single tensor itself, or new memory for several."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
@@ -398,8 +435,9 @@ def _cut(
 ) -> None:
     """Cut a packed message into new tensors, the results at these positions."""
     split: Any = torch.split_with_sizes_copy  # which torch's types give no result
-    for at, piece in zip(members, split(packed, sizes, dim), strict=True):
-        results[at] = piece.resize_(shapes[at])  # it has as many elements; a view would hold a tensor more
+    for at, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
+        # It has as many elements, and a view would hold a tensor more. Most biases have their shape already.
+        results[at] = piece if piece.shape == shape else piece.resize_(shape)
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from inspect import getfile
 from pathlib import Path
@@ -55,15 +55,34 @@ GRAD_MODE = frozenset(  # names in code whose graph may not be that of another g
 
 
 def capture(
-    module: nn.Module, backend: Callable[..., Any], *, dynamic: bool | None = None, whole: bool = False
+    module: nn.Module,
+    backend: Callable[..., Any],
+    compiling: Callable[[], AbstractContextManager[None]],
+    *,
+    dynamic: bool | None = None,
+    whole: bool = False,
 ) -> Callable[..., Any]:
     """The module with its forward captured, itself without the marks that torch and Lightning put on it. ``whole``:
-    raise where forward is more than one graph. What other models compiled of the same code does not count."""
+    raise where forward is more than one graph. What other models compiled of the same code does not count. Dynamo
+    compiles each function inside of what ``compiling`` returns, and calls what it has compiled outside of it."""
     options: Any = {"dynamic": dynamic, "fullgraph": whole, "isolate_recompiles": True}
-    captured: Callable[..., Any] = torch.compile(module, backend=backend, **options)
+    captured: Any = torch.compile(module, backend=backend, **options)
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
-    return captured
+    asked = captured.dynamo_ctx.callback  # dynamo calls it for what it has not compiled; it skips what is not to be
+    asked._torchdynamo_orig_backend = _inside(compiling, asked._torchdynamo_orig_backend)
+    return captured  # type: ignore[no-any-return]
+
+
+def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what compiles a function of the user inside of a context."""
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        with compiling():
+            return convert(*args, **kwargs)
+
+    converted._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # type: ignore[attr-defined]
+    return converted
 
 
 def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
@@ -139,7 +158,7 @@ def _is_parameter(variable: Any) -> bool:
 
 @contextmanager
 def whole(breaks: list[str]) -> Iterator[None]:
-    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph.
+    """Inside the block, dynamo gives up on nothing because it compiled too much, and loggers end no graph.
     ``breaks`` gets, for each graph that it ends, the sentence that says where and why."""
     others = len(graph_break_reasons)  # of all that this process compiled before
     FAKES.addFilter(_is_no_failure)

@@ -8,10 +8,12 @@ its own registries: :func:`on_failed_steps` and :func:`share_found_inf` for the 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +106,30 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Change how long the group's collectives wait, for which torch has no public way."""
     set_pg_timeout(timeout, group)
+
+
+# needed while: gloo's thread polls a connection to which another thread writes.
+# It is woken by what arrives there. If that takes the core from a thread that is writing, it polls until it loses the
+# core again: a third of a step's CPU time where cores are few. Linux can wake a thread without taking a core from
+# another one of its kind, which changes nothing but who waits.
+
+GLOO_LOOP = "gloo_tcp_loop"  # the name of the thread
+
+
+def wait_for_a_core(thread: int) -> None:
+    """Let a thread, by the system's number, take no core from another thread when it is woken, on Linux."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it, and the thread may have ended
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def let_gloo_wait_for_a_core() -> None:
+    """:func:`wait_for_a_core` for gloo's threads that run now; a second call changes nothing."""
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):
+            if thread.read_text().strip() == GLOO_LOOP:
+                wait_for_a_core(int(thread.parent.name))
 
 
 # needed while: a thread of gloo that still holds tensors aborts a process that exits.

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -55,16 +55,24 @@ class Compilations:
         """A forward, which compiles something if its inputs look new: the number of programs then says whether it did.
         A thread says that it does, once forward takes long."""
         programs, start = made(), time.monotonic()
-        ended = Event()
-        with ExitStack() as at_end:
-            if self.stream is not None and self.stream.isatty() and self._is_new(args, kwargs):
-                announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
-                announcer.start()  # not in each forward: it takes a tenth of a millisecond
-                at_end.callback(announcer.join)
-                at_end.callback(ended.set)
+        if self.stream is not None and self.stream.isatty() and self._is_new(args, kwargs):
+            with self._announced(args, kwargs):  # not each forward: it takes a tenth of a millisecond
+                yield
+        else:
             yield
         if made() > programs:
             self._end(shapes_of_arguments(self.forward, args, kwargs), time.monotonic() - start)
+
+    @contextmanager
+    def _announced(self, args: Any, kwargs: Any) -> Iterator[None]:
+        ended = Event()
+        announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
+        announcer.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            announcer.join()
 
     def _is_new(self, args: Any, kwargs: Any) -> bool:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -12,6 +12,7 @@ The optimizer steps DTensors, whose local tensors end before the padding; progra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -35,10 +36,13 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
     mesh = ranks.mesh or DeviceMesh.from_group(ranks.shard_group, device.type)
     copies = [Replicate()] * (mesh.ndim - 1)
     placements = {True: (*copies, Shard(0)), False: (*copies, Replicate())}
-    return {
-        param.path: DTensorSpec(mesh, placements[param.sharded], contiguous(param.shape, param.dtype))
-        for param in plan.params
-    }
+
+    @cache
+    def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> DTensorSpec:
+        # Parameters that look alike share it: torch compares specs in each call of an operator, the same one at once.
+        return DTensorSpec(mesh, placements[sharded], contiguous(shape, dtype))
+
+    return {param.path: spec(param.shape, param.dtype, param.sharded) for param in plan.params}
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:

@@ -81,8 +81,8 @@ def export(
     for kind in (Placeholder, Memoryless):
         dynamo.take_as_plain(kind)
     dynamo.take_functions_whole()
-    captured = dynamo.capture(module, backend, dynamic=dynamic, whole=True)
-    with dynamo.whole(breaks=[]), dynamo.floats_constant():
+    captured = dynamo.capture(module, backend, partial(dynamo.whole, []), dynamic=dynamic, whole=True)
+    with dynamo.floats_constant():
         returned = captured(*args, **kwargs)
     if not ran:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")

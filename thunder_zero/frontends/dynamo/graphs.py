@@ -83,6 +83,7 @@ class Graphs:
         user: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
         warned: somebody was told that graphs are dropped.
         numbered: how many graphs have got a number.
+        compiled: how many programs were compiled.
     """
 
     captured: dict[int, Captured] = field(default_factory=dict)
@@ -93,12 +94,7 @@ class Graphs:
     user: GradMode | None = None
     warned: bool = False
     numbered: int = 0
-
-    @property
-    def compiled(self) -> int:
-        """How many programs there are."""
-        made = {id(each): each for of in self.captured.values() for each in of.made.values()}
-        return sum(len(each.entries) for each in made.values())
+    compiled: int = 0
 
     def name_of(self, frame: CompiledFrame) -> str:
         """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""

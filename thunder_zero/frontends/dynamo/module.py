@@ -16,7 +16,8 @@ for each choice of paths. A parameter that is read between graphs raises, as not
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -64,7 +65,7 @@ class DynamoModule(ZeroModule):
         dynamo.note_questions()
         dynamo.take_as_plain(Placeholder)
         dynamo.take_functions_whole()
-        captured = dynamo.capture(self.plain, backend, dynamic=dynamic)
+        captured = dynamo.capture(self.plain, backend, lambda: _alive(model)._compiling(), dynamic=dynamic)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
@@ -74,13 +75,18 @@ class DynamoModule(ZeroModule):
     def _programs_made(self) -> int:
         return self._graphs.compiled
 
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Dynamo captures something, inside the block: nothing else needs its settings, or no garbage collection."""
+        with dynamo.whole(self._graphs.breaks), uncollected():
+            yield
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
         for dropped in self._graphs.drop_oldest():
             self._warn(dropped)
         try:
-            with dynamo.whole(self._graphs.breaks), uncollected():
-                output = self._captured(*args, **kwargs)
+            output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.NOT_TRACED as error:
@@ -148,7 +154,7 @@ class DynamoModule(ZeroModule):
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
-        with (self._graphs.user or GradMode.now()).entered():
+        with nullcontext() if self._graphs.user is None else self._graphs.user.entered():
             of, paths = self._graphs.about_to_run(number), paths_of(inputs)
             if of.joint.mutated and shared_memory(inputs) != of.shared:
                 raise RuntimeError(
@@ -160,8 +166,12 @@ class DynamoModule(ZeroModule):
                 executor = ZeroExecutor(self.state.plan, self._calls, of.name)
                 name = type(self.plain).__name__
                 of.made[paths] = Programs(of.joint, paths, name, executor, self._fuses, self.state, self._calls)
-            self._graphs.ran.append(of.made[paths])
-            return of.made[paths].run(inputs)
+            programs = of.made[paths]
+            self._graphs.ran.append(programs)
+            before = len(programs.entries)
+            outputs = programs.run(inputs)
+            self._graphs.compiled += len(programs.entries) - before
+            return outputs
 
 
 def graphs_of(model: ThunderModule) -> Graphs:

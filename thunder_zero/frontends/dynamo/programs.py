@@ -108,7 +108,7 @@ class Programs:
         self._outputs = ()
 
     def _compile(self, mode: Mode) -> GraphEntry:
-        with metered() as spent:
+        with metered() as spent, uncollected():
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
             phases = TracedPhases(converted, program, self.name, fuses=self.fuses)
             run = aot.compiled(self.joint, phases, self._look(mode))
