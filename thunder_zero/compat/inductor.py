@@ -21,6 +21,7 @@ from thunder_zero.compat.private import (
     TracingContext,
     compile_fx_inner,
     fx_config,
+    python_dispatcher,
     select_decomp_table,
     tracing,
 )
@@ -52,7 +53,7 @@ def kernel(
         return [_like(output, like) for output, like in zip(graph(*args), wanted, strict=True)]
 
     try:
-        with torch.no_grad(), tracing(TracingContext(mode)), mode, _for_all_sizes(mode.shape_env):
+        with tracing(TracingContext(mode)), faking(mode), _for_all_sizes(mode.shape_env):
             traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*inputs)
             results: Any = traced.graph.output_node().args[0]
             outputs = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
@@ -64,6 +65,13 @@ def kernel(
         if isinstance(error.inner_exception, ShapeEnvGuardError):
             raise HoldsForSomeSizes(str(error)) from error
         raise RuntimeError(str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def faking(mode: Any) -> Iterator[None]:
+    """Compute what values look like: with fake tensors of a mode, whose sizes may be symbols."""
+    with torch.no_grad(), mode, python_dispatcher():
+        yield
 
 
 def _like(value: Any, like: Any) -> Any:

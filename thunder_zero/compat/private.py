@@ -114,6 +114,8 @@ NAMES = {name: Private(*row) for name, row in {
     "fx_config": ("torch.fx.experimental._config:", "code for all sizes that symbols stand for", "an option for it"),
     "ShapeEnvGuardError": ("torch.fx.experimental.symbolic_shapes:_ShapeEnvGuardError",
         "code that holds for some sizes only", "likewise"),
+    "python_dispatcher": ("torch._dispatch.python:enable_python_dispatcher", "operators of sizes that are symbols",
+        "likewise"),
     "tracing": ("torch._guards:tracing", "the context in which inductor finds symbols", "likewise"),
     # operators: traces/
     "OpOverload": ("torch._ops:OpOverload", "an operator's schema, tags and name", "the type made public"),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, kernel
+from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, kernel
 from thunder_zero.compat.private import OpOverload, detect_fake_mode
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
@@ -98,7 +98,7 @@ def _compiled(
             f"computes its operators one by one; pass dynamic=False for a program for each shape",
             stacklevel=2,
         )
-        with mode, torch.no_grad():
+        with faking(mode):
             return (lambda args: graph(*args)), graph(*inputs)
     except RuntimeError as error:
         raise RuntimeError(
@@ -111,7 +111,8 @@ def _look(value: Any) -> str:
     """Return a text that is equal for values that look the same."""
     if not isinstance(value, Tensor):
         return str(value)
-    return f"{tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.dtype} {value.device}"
+    offset = torch.ops.aten.sym_storage_offset.default(value)  # the method takes no symbols
+    return f"{tuple(value.shape)} {value.stride()} {offset} {value.dtype} {value.device}"
 
 
 class _Known:
@@ -156,7 +157,7 @@ class _Known:
             lambda leaf: self.values[leaf.name] if isinstance(leaf, Proxy) else leaf,
             (tuple(line.args), dict(line.kwargs)),
         )
-        with self.mode, torch.no_grad():
+        with faking(self.mode):
             made = target(*args, **kwargs)
         pairs = ((line.output, made),) if isinstance(line.output, Proxy) else zip(line.output, made, strict=True)
         self.values.update((proxy.name, value) for proxy, value in pairs if isinstance(proxy, Proxy))
