@@ -11,7 +11,6 @@ Nothing here imports transformers at run time: the class is the user's.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -42,6 +41,7 @@ REFUSED = {  # arguments of a trainer, with what to do instead
     "bf16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.bfloat16)",
     "fp16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.float16)",
     "use_liger_kernel": "leave it out: it replaces the forward that was captured",
+    "sync_ref_model": "leave it out: it would mix rows into the reference model, which is whole",
     "predict_with_generate": "generate after training: with tz.full_parameters(trainer.model_wrapped) as module",
     "neftune_noise_alpha": "leave it out: its hook ends a graph wherever the length of a batch differs between ranks",
 }
@@ -63,20 +63,20 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
     Raises:
         ValueError: when a trainer is made: an argument of it does not fit a sharded model.
     """
-    shard: Any = partial(compile, policy=policy, **arguments) if policy is not None or arguments else None
-    made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_shard": staticmethod(shard)})
+    given = arguments if policy is None else {"policy": policy, **arguments}
+    made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_of_compile": given})
     return made  # type: ignore[no-any-return]
 
 
 class ShardedTrainer(Trainer):
     """What a trainer of a sharded model does differently; stands before the trainer's class."""
 
-    _shard: ClassVar[Any]  # makes a sharded model of a plain one; None: the trainer is given a sharded one
+    _of_compile: ClassVar[dict[str, Any]]  # the arguments of compile; none if the trainer is given a sharded model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(_plain(model), *args, **kwargs)
         _refuse(self, model)
-        made = model if self._shard is None else self._shard(self.model, device=self.args.device)
+        made = compile(self.model, **{"device": self.args.device, **self._of_compile}) if self._of_compile else model
         self.model_wrapped = self.accelerator.prepare_model(made, evaluation_mode=True)
         if self.optimizer is not None:
             step_shards(self.optimizer)
@@ -159,7 +159,7 @@ def _refuse(trainer: Any, model: Any) -> None:
         raise ValueError("save_only_model=True leaves out what load_best_model_at_end=True loads; set one of the two")
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model for each train(), unsharded; pass the model itself as model=")
-    if is_sharded is not (trainer._shard is None):
+    if is_sharded is bool(trainer._of_compile):
         raise ValueError(
             "the model of the trainer is sharded twice; leave stage= and the other arguments of sharded(...) out"
             if is_sharded
