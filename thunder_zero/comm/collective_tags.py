@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import SENDER, Waitable, at_once
+from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
 from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
 from thunder_zero.plan.params import Param
@@ -147,7 +147,7 @@ def require_same_so_far(group: ProcessGroup) -> None:
 
 
 # Rank, and its number in the channel; what it says; the messages from it and to it.
-_Posted = tuple[tuple[int, int], bytearray, dist.Work | None, dist.Work | None]
+_Posted = tuple[tuple[int, int], bytearray, dist.Work, dist.Work]
 
 
 class AnnouncedTag:
@@ -165,11 +165,13 @@ class AnnouncedTag:
             with naming_lost_ranks(channel):
                 slots = [bytearray(BYTES) for _ in ranks]
                 pairs = zip((torch.frombuffer(slot, dtype=torch.uint8) for slot in slots), peers.values(), strict=True)
-                receives = [dist.irecv(slot, None, channel, TAG, peer) for slot, peer in pairs]
-                sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
+                # Not dist.irecv and isend, whose checks cost more than the message.
+                receives = [channel.recv([slot], peer, TAG) for slot, peer in pairs]
+                sends = [channel.send([message], peer, TAG) for peer in peers.values()]
             self._posted += zip(peers.items(), slots, receives, sends, strict=True)
 
-        self._end_of_post: Callable[[], None] | None = at_once(SENDER, post)  # None: confirmed
+        # The sender thread holds the connection while it writes; gloo's thread would poll for it if this one did.
+        self._end_of_post: Callable[[], None] | None = in_background(SENDER, post).result  # None: confirmed
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
@@ -181,8 +183,6 @@ class AnnouncedTag:
         with naming_tag(self._tag.text):
             self._end_of_post()
             for (rank, peer), slot, received, sent in self._posted:
-                assert received is not None, "every rank of the group takes part"
-                assert sent is not None, "every rank of the group takes part"
                 with naming_lost_ranks(self._channel, peer, self._timeout):
                     received.wait(self._timeout)
                     # The peer posted its receive before it sent: it learns of a difference as well.

@@ -12,9 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from queue import SimpleQueue
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 
 
 class Task(Generic[Result]):
-    """A task of a background thread, with its end: a lock, as a ``Future`` costs ten times as much in each bucket."""
+    """A task of a background thread. A lock says when it has ended; a ``Future`` costs ten times as much."""
 
     __slots__ = "_call", "_error", "_lock", "_result"
 
@@ -105,6 +105,8 @@ class Task(Generic[Result]):
             self._result = call()
         except BaseException as error:
             self._error = error
+        finally:
+            del call  # which the traceback would hold
 
     def end(self) -> None:
         """Let those go on that wait for it."""
@@ -134,52 +136,23 @@ def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
     return task
 
 
-def at_once(thread: str, task: Callable[[], None]) -> Callable[[], None]:
-    """Run a short task in its place among those of the named thread: here, if that has nothing to do, which spares two
-    changes of threads and the fight for the interpreter's lock. Return what waits for its end, and raises its error."""
-    if not _thread_of(thread).is_idle:
-        return in_background(thread, task).result
-    try:
-        task()
-    except Exception as error:
-        return partial(_raise, error)
-    return _nothing
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _nothing() -> None:
-    """Wait for what has ended."""
-
-
 class _Background:
     """A background thread, one for all transports: messages under a tag must leave in the same order on all ranks. It
     is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task[Any]] = SimpleQueue()
-        self._lock, self._given, self._ended = threading.Lock(), 0, 0
         threading.Thread(target=self._serve, name=f"thunder_zero {name}", daemon=True).start()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all tasks that were given to it have ended."""
-        return self._given == self._ended
 
     def give(self, task: Task[Any]) -> None:
         """Run a task after the earlier ones."""
-        with self._lock:
-            self._given += 1
-            self._tasks.put(task)
+        self._tasks.put(task)
 
     def _serve(self) -> None:
         wait_for_a_core(threading.get_native_id())  # or each bucket would interrupt what computes
         while True:
             task = self._tasks.get()
             task.run()
-            self._ended += 1
             task.end()
             del task
 

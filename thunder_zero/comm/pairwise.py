@@ -102,12 +102,9 @@ class PairwiseGloo(Launching):
         cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
         return bucket.receive({rank: rows[rank] for rank in self._peers}, cut)
 
-    def _messages(self, params: Sequence[Param], itemsize: int, *, sharded: bool = True) -> tuple[PackedMessage, ...]:
-        """The messages of a bucket, which carry a rank's rows of each parameter, or all of it."""
-        shapes = tuple([param.shape for param in params])
-        if sharded:
-            return packed_messages(shapes, itemsize, self._world_size, PACK_BELOW_BYTES)
-        return packed_messages(shapes, itemsize, 1, PACK_BELOW_BYTES * self._world_size)
+    def _messages(self, params: Sequence[Param], itemsize: int) -> tuple[PackedMessage, ...]:
+        """The messages of a bucket of sharded parameters."""
+        return packed_messages(tuple([param.shape for param in params]), itemsize, self._world_size, PACK_BELOW_BYTES)
 
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
@@ -158,7 +155,8 @@ class PairwiseGloo(Launching):
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts, spreads = self._bucket(), [], []
-        for message in self._messages(params, grads[0].itemsize, sharded=False):
+        shapes, limit = tuple([grad.shape for grad in grads]), PACK_BELOW_BYTES * self._world_size
+        for message in packed_messages(shapes, grads[0].itemsize, 1, limit):
             members = message.members
             flat, unpack = flatten([grads[at] for at in members]), None
             if len(members) > 1:

@@ -38,6 +38,7 @@ class Calls:
         self._state, self._plan, self._transport = state, state.plan, state.transport
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
+        self._params: dict[Sequence[str], tuple[Param, ...]] = {}  # of buckets, by their paths
 
     @cached_property
     def guards(self) -> room.Guards:
@@ -77,18 +78,24 @@ class Calls:
         return self._state.labels.watched(handle, Kind.GATHER, paths)
 
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        params = [self._plan.by_name[path] for path in paths]
+        params = self._of_bucket(paths)
         if params[0].resident:
             return self._state.resident.gather(shards, params, self._transport)
         if not self._plan.policy.reshard_after_backward and params[0].kept_unsharded:
             return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 
+    def _of_bucket(self, paths: Sequence[str]) -> tuple[Param, ...]:
+        """The parameters of a bucket, whose paths are a constant of a program."""
+        if paths not in self._params:
+            self._params[paths] = tuple(self._plan.by_name[path] for path in paths)
+        return self._params[paths]
+
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients, with their deferred sums, to their mean over ranks."""
         self._state.resident.expect_step()
         self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
-        params = [self._plan.by_name[path] for path in paths]
+        params = self._of_bucket(paths)
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         sums = [add(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):

@@ -9,7 +9,7 @@ buffers as stale: the step of a DTensor does neither. If torch fails in it, name
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 from weakref import WeakSet
@@ -108,15 +108,20 @@ def watch(state: State, module: nn.Module) -> None:
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:
-        for hook in (_refuse_replaced, _refuse_early, _check_first_step):
-            register_optimizer_step_pre_hook(hook)
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_note_step)
         on_failed_steps(_explain)
         _hooked = True
 
 
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = parameters_of(optimizer)
+    _refuse_replaced(optimizer, stepped)
+    _refuse_early(optimizer, stepped)
+    _check_first_step(optimizer, stepped)
+
+
+def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     for param in stepped if sharded_model.may_be_replaced(stepped) else ():
         if (before := sharded_model.replaced(param)) is not None:
             raise RuntimeError(
@@ -126,18 +131,18 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
-def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    kind, stepped = type(optimizer).__name__, parameters_of(optimizer)
+def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+    kind = type(optimizer).__name__
     for state in sharded_model.states():
         state.require_reduced(f"step {kind}", stepped)
-        if not state.averaged.isdisjoint(map(id, stepped)):
+        if state.averaged and not state.averaged.isdisjoint(map(id, stepped)):
             state.require_own_values(f"step {kind}")
 
 
-def _check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Before an optimizer's first step of shards, and whenever it loads states: refuse those of another rank, and take
     this rank's rows of full ones. Refuse to give its own to one rank's file."""
-    if optimizer not in _checked and any(sharded_model.owners_of(parameters_of(optimizer))):
+    if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
         _checked.add(optimizer)
         _take_own_states(optimizer)
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
@@ -159,7 +164,7 @@ def _take_own_states(optimizer: Optimizer) -> None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(param) for param in parameters_of(optimizer)}
+    stepped = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
         paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
         increment_version([state.rows[path] for path in paths])

@@ -84,7 +84,8 @@ class ResidentParameters:
 
     def mark_stale(self, paths: Iterable[str]) -> None:
         """These parameters changed: their next gather refreshes the other ranks' rows."""
-        self._stale.update(self._buffers.keys() & set(paths))
+        if self._buffers:
+            self._stale.update(self._buffers.keys() & set(paths))
 
     def _digests_now(self) -> Tensor | None:
         return digests_of(tuple(self._digested.values())) if self._digested else None
@@ -206,7 +207,7 @@ class KeptUnsharded:
 
     def drop(self, paths: Iterable[str]) -> None:
         """Let go of these parameters."""
-        for path in paths:
+        for path in paths if self._held else ():
             self._held.pop(path, None)
 
     def clear(self) -> None:
