@@ -484,6 +484,10 @@ def no_public_name_gives_the_joint_graph() -> bool:
     return not [name for home in homes for name in dir(home) if "joint" in name.lower() and not name.startswith("_")]
 
 
+def no_public_name_compiles_a_graph_without_autograd() -> bool:
+    return not [name for name in dir(torch.compiler) if "inductor" in name.lower() or "standalone" in name.lower()]
+
+
 def torch_has_no_public_names() -> bool:
     homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
     words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
@@ -532,6 +536,7 @@ NEEDS = (
     Need("torch_gaps.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
+    Need("inductor.py", no_public_name_compiles_a_graph_without_autograd, TORCH),
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
     Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
