@@ -105,6 +105,9 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     assert found.chosen.tokens_per_second >= 0.995 * max(row.tokens_per_second for row in found.rows)
     assert found.tokens == 6
     assert f"{found.chosen.name} ranks is " in found.reason
+    fewest, most = found.expected_tokens_per_second or (0, 0)
+    assert (fewest, most) == (0.57 * found.chosen.tokens_per_second, 0.66 * found.chosen.tokens_per_second)
+    assert f"Expect {fewest:,.0f} to {most:,.0f} tokens/s" in str(found).replace("\n", " ")
     names = pasted(found.code)
     assert names["policy"] == programs().policy(found.chosen.stage, found.chosen.recompute)
     # A step has the traffic of the loss and of AdamW.

@@ -23,6 +23,7 @@ from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
 from thunder_zero.tools.cost.lanes import Lanes, Span
+from thunder_zero.tools.cost.published import expected_seconds
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -169,9 +170,12 @@ class Estimate:
 
     def __str__(self) -> str:
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
+        is_bound = not (self.measured or isinstance(self.device, Calibrated))
+        expected = " to ".join(map(duration, expected_seconds(self.seconds)))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
             f"communication {duration(self.exposed_seconds)} (wires: {wires}), MFU {self.mfu:.1%}"
+            + (f"; at least, expect {expected}" if is_bound else "")
         )
 
     def table(self) -> str:

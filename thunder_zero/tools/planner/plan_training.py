@@ -129,6 +129,7 @@ class _Comparison:
             reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
             code=code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), build) if chosen else "",
             assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
+            is_bound=not isinstance(self.device, Calibrated),
         )
 
     @cached_property

@@ -19,6 +19,7 @@ from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
+from thunder_zero.tools.cost.published import LEAST, MOST, RUNS
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
@@ -142,6 +143,7 @@ class TrainingPlan:
         reason: why, in one sentence.
         code: to paste; "" if nothing fits.
         assumed: what the figures assume, sentence by sentence.
+        is_bound: whether times are lower bounds, as those of devices that were not measured.
     """
 
     model: str
@@ -157,6 +159,15 @@ class TrainingPlan:
     reason: str
     code: str
     assumed: tuple[str, ...]
+    is_bound: bool
+
+    @property
+    def expected_tokens_per_second(self) -> tuple[float, float] | None:
+        """What a rank of the chosen row reaches if it does as published runs did, fewest first; None if times are no
+        bounds, or nothing fits."""
+        if self.chosen is None or not self.is_bound:
+            return None
+        return LEAST * self.chosen.tokens_per_second, MOST * self.chosen.tokens_per_second
 
     def as_json(self) -> dict[str, Any]:
         """Of numbers, strings, lists and dicts alone."""
@@ -193,6 +204,13 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
     yield from wrap(_heading(plan), NARROW)
     yield plan.table()
     yield from wrap(f"{plan.reason}.", NARROW)
+    if (expected := plan.expected_tokens_per_second) and plan.chosen:
+        fewest, most = (f"{tokens:,.0f}" for tokens in expected)
+        mfu = f"{LEAST * plan.chosen.mfu:.0%} to {MOST * plan.chosen.mfu:.0%}"
+        sentence = (
+            f"These are bounds. Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
+        )
+        yield from wrap(sentence, NARROW)
     yield f"\n{plan.code}\n" if plan.code else ""
     for sentence in plan.assumed:
         yield from wrap(f"- {sentence}", NARROW, subsequent_indent="  ")
