@@ -175,7 +175,7 @@ class Estimate:
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
             f"communication {duration(self.exposed_seconds)} (wires: {wires}), MFU {self.mfu:.1%}"
-            + (f"; at least, expect {expected}" if is_bound else "")
+            + (f"; a bound, expect {expected}" if is_bound else "")
         )
 
     def table(self) -> str:

@@ -1,4 +1,4 @@
-"""What published runs reached of forecasts for described devices, which are bounds: a range to expect.
+"""What published runs reached of forecasts, which are bounds: a range to expect.
 
 FSDP2 trained Llama 3.1 8B on 8 H100 with 5,762 tokens a second and device, and with ``torch.compile`` 6,667
 (https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md), where the forecast is
