@@ -292,7 +292,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (plans(devices_per_node=2.0), ValueError, ("devices_per_node is 2.0", "give the number")),
     (plans(micro_batch=2), ValueError, ("micro_batch belongs to models by name", "change the shapes of the inputs")),
     (plans(sequence_length=2), ValueError, ("sequence_length belongs to models by name",)),
-    (plans(model="gpt-1.3b", loss=torch.sum), ValueError, ("gpt-1.3b comes with inputs and a loss", "give loss= with")),
+    (plans(model="gpt-1.3b", loss=torch.sum), ValueError, ("gpt-1.3b comes with a loss", "give loss= with")),
     (plans(torch.zeros(1), model="gpt-1.3b"), ValueError, ("give inputs with a module alone",)),
     (plans(model=nn.ReLU()), ValueError, ("ReLU has no parameter that requires a gradient",)),
 ]
@@ -328,6 +328,14 @@ def test_the_command_prints_data_or_refuses(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert (found["parameters"], found["memory_bytes"]) == (6, 80 * 10**9)
     assert found["chosen"] in found["rows"]
+    assert any("the loss is left out" in each for each in found["assumed"])
+    loss = tmp_path / "loss.py"
+    loss.write_text("def of(y):\n    return y.square().mean()\n")
+    asked = ("--memory-bytes", "80GB", "--json", "--loss", f"{loss}:of")
+    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("the loss is eager torch's" in each for each in found["assumed"])
+    assert found["chosen"]["loss_seconds"] > 0
     file.write_text("def build():\n    return 1\n")
     for arguments, words in REFUSED_ARGUMENTS:
         assert main(["plan", "--world-size", "8", *(one.format(file=file) for one in arguments)]) == 1

@@ -175,6 +175,7 @@ def _plan(add: Add) -> None:
     show.add_argument("--devices-per-node", type=int, help="(default: the device's)")
     show.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
     show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
+    show.add_argument("--loss", metavar="FILE.py:function", help="from what forward returns to a loss")
     show.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -210,11 +211,12 @@ def _devices() -> str:
 
 def _show_plan(options: argparse.Namespace) -> None:
     """Print which stage and mesh to train a model with."""
-    from thunder_zero.tools.from_file import naming_the_users_line
+    from thunder_zero.tools.from_file import function_at, naming_the_users_line
     from thunder_zero.tools.planner.plan_training import plan_training
 
+    loss = None if options.loss is None else function_at(options.loss)
     with naming_the_users_line(options.model):
-        plan = plan_training(options.model, **_others(options, "model", "json"))
+        plan = plan_training(options.model, loss=loss, **_others(options, "model", "loss", "json"))
     print(json.dumps(plan.as_json(), indent=1) if options.json else plan)
 
 

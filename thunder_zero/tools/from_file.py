@@ -19,8 +19,24 @@ PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What the function in ``FILE.py:function`` returns: ``(module, input, ...)``; the file imports others of its
-    folder, as a script does."""
+    """Return what the function in ``FILE.py:function`` returns: ``(module, input, ...)``."""
+    with _imported(place) as function:
+        made = function()
+    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[0], nn.Module):
+        got = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{place} returns {got}; return a tuple of the module and its inputs: (module, input, ...)")
+    return made[0], made[1:]
+
+
+def function_at(place: str) -> Callable[..., Any]:
+    """Return the function in ``FILE.py:function``."""
+    with _imported(place) as function:
+        return function
+
+
+@contextmanager
+def _imported(place: str) -> Iterator[Callable[..., Any]]:
+    """Yield the function of a file, which imports others of its folder, as a script does."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")
@@ -37,13 +53,9 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
     try:
         with naming_the_users_line(place):
             spec.loader.exec_module(module)
-            made = _function(module, function, name)()
+            yield _function(module, function, name)
     finally:
         sys.path.remove(folder)
-    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[0], nn.Module):
-        got = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
-        raise ValueError(f"{place} returns {got}; return a tuple of the module and its inputs: (module, input, ...)")
-    return made[0], made[1:]
 
 
 @contextmanager

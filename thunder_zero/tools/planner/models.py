@@ -252,9 +252,9 @@ def subject_of(
     length: int | None = None,
     micro_batch: int = 1,
 ) -> Subject:
-    """A module, a model by its name, a key of ``KNOWN``, or one that a function of a file makes, ``FILE.py:function``.
-    Inputs and loss are those of a module; of a model by name, ``length`` is the tokens of a sequence (None: the
-    model's), and ``micro_batch`` the sequences of one rank in a step."""
+    """Return what to plan: a module, a model by its name, a key of ``KNOWN``, or one that a function of a file makes,
+    ``FILE.py:function``. Inputs are given for a module, and a loss for that or a file's. Of a model by name, ``length``
+    is the tokens of a sequence (None: the model's), and ``micro_batch`` the sequences of one rank in a step."""
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:
             given = "micro_batch" if length is None else "sequence_length"
@@ -262,21 +262,25 @@ def subject_of(
         subject = of_module(model, args, kwargs, loss)
     elif not isinstance(model, str):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
-    elif args or kwargs or loss is not None:
-        given = "inputs" if args or kwargs else "loss="
-        raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
+    elif args or kwargs:
+        raise ValueError(f"{model} comes with inputs; give inputs with a module alone")
+    elif ".py:" in model:
+        subject = _of_file(model, length, micro_batch, loss)
+    elif loss is not None:
+        raise ValueError(f"{model} comes with a loss; give loss= with a model of your own")
     else:
-        subject = (_of_file if ".py:" in model else _by_name)(model, length, micro_batch)
+        subject = _by_name(model, length, micro_batch)
     if not any(param.requires_grad for param in subject.module.parameters()):
         raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
     return subject
 
 
-def _of_file(place: str, length: int | None, micro_batch: int) -> Subject:
+def _of_file(place: str, length: int | None, micro_batch: int, loss: Callable[[Any], Tensor] | None) -> Subject:
     if length is not None or micro_batch != 1:
         raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
     module, args = module_and_inputs(place)
-    return replace(of_module(module, args), name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
+    subject = of_module(module, args, loss=loss)
+    return replace(subject, name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
 
 
 def _by_name(name: str, length: int | None, micro_batch: int) -> Subject:
