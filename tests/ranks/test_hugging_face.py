@@ -210,6 +210,24 @@ def test_the_repositorys_llama_takes_weights_of_transformers(ranks_pool: RanksPo
     assert len(trained) == len(list(plain.parameters()))
 
 
+def hooked_in_forward(rank: int, world_size: int) -> None:
+    """transformers hooks layers in the first forward that is asked for hidden states, and drops nothing later."""
+    plain, model = llama(), compiled(llama())
+    for asked in (False, True, False):
+        outputs = [each(input_ids=WORDS, labels=WORDS, output_hidden_states=asked) for each in (model, plain)]
+        assert [out.hidden_states is not None for out in outputs] == [asked] * 2
+        for mine, right in zip(*(out.hidden_states or [out.logits] for out in outputs), strict=True):
+            assert_close(mine, right)
+        for out in outputs:
+            (out.loss + sum(each.mean() for each in out.hidden_states or ())).backward()
+    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(full(mine.grad), right.grad, msg=name)
+
+
+def test_hidden_states_are_those_of_the_plain_model(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, hooked_in_forward)
+
+
 FAMILIES = ("BERT", "CLIP", "GPT-2", "Mixtral", "ResNet", "T5", "ViT", "Whisper")  # each ties or names its own way
 CONVERTED = ("Mixtral",)
 
