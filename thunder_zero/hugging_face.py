@@ -57,13 +57,15 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
 
     Args:
         trainer: ``transformers.Trainer``, or a class derived from it.
-        policy, arguments: as for :func:`thunder_zero.compile`. Give neither if the trainer's model is one of
-            ``compile`` already.
+        policy, arguments: as for :func:`thunder_zero.compile`, but all ranks take rank 0's initial values
+            (``broadcast_from=0``), as under DistributedDataParallel, unless a :class:`~thunder_zero.Policy` says
+            otherwise. Give neither if the trainer's model is one of ``compile`` already.
 
     Raises:
         ValueError: when a trainer is made: an argument of it does not fit a sharded model.
     """
-    given = arguments if policy is None else {"policy": policy, **arguments}
+    defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
+    given = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
     made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_of_compile": given})
     return made  # type: ignore[no-any-return]
 

@@ -835,7 +835,7 @@ def by_trl(rank: int, world_size: int, folder: Path) -> None:
     def trained(kind: Any, settings: Any, data: Any, adapters: bool, more: dict[str, Any], **given: Any) -> Any:
         given |= {"peft_config": lora()} if adapters else {}
         given |= {"model": llama(), "processing_class": tokenizer_of_letters(), "train_dataset": data}
-        torch.manual_seed(0)
+        torch.manual_seed(rank)  # of the adapters, which each rank draws: all ranks take rank 0's
         trainer = kind(args=settings(str(folder / "out"), **options | more), **given)
         trainer.train()
         return trainer
