@@ -777,7 +777,7 @@ def one_script(rank: int, world_size: int, folder: Path) -> None:
     def trained(kind: Any, name: str, start: str | None = None, **more: Any) -> Any:
         arguments = transformers.TrainingArguments(str(folder / name), **options | more)
         given = {"args": arguments, "train_dataset": words(24), "eval_dataset": words(4, 1), "data_collator": padded}
-        trainer = kind(model=llama(), **given)
+        trainer = kind(model=llama(seed=rank), **given)  # all ranks take rank 0's values
         trainer.train(resume_from_checkpoint=start and str(folder / start))
         return trainer
 
@@ -835,7 +835,6 @@ def by_trl(rank: int, world_size: int, folder: Path) -> None:
     def trained(kind: Any, settings: Any, data: Any, adapters: bool, more: dict[str, Any], **given: Any) -> Any:
         given |= {"peft_config": lora()} if adapters else {}
         given |= {"model": llama(), "processing_class": tokenizer_of_letters(), "train_dataset": data}
-        torch.manual_seed(rank)  # of the adapters, which each rank draws: all ranks take rank 0's
         trainer = kind(args=settings(str(folder / "out"), **options | more), **given)
         trainer.train()
         return trainer
