@@ -36,7 +36,7 @@ RUN = "run"  # in a checkpoint's folder: what training continues from
 REFUSED = {  # arguments of a trainer, with what to do instead
     "fsdp": "choose a stage of thunder_zero",
     "deepspeed": "choose a stage of thunder_zero",
-    "torch_compile": "pass executors=[torch_compile_ex] of Thunder to sharded, by which inductor compiles the model",
+    "torch_compile": "pass fuse='inductor' to sharded, by which inductor compiles what lies between collectives",
     "auto_find_batch_size": "set per_device_train_batch_size, which tz.tools.memory helps to find",
     "bf16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.bfloat16)",
     "fp16_full_eval": "pass bf16=True, or shard with mixed_precision=tz.MixedPrecision(torch.float16)",

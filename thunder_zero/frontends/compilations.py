@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Compilations:
-    """The compilations of one model, said on ``stream`` (None: nowhere).
+    """The compilations of one model, said on standard error if it ``says`` them.
 
     Attributes:
         forward: the module's, whose signature names inputs.
@@ -45,7 +45,7 @@ class Compilations:
 
     name: str
     forward: Callable[..., Any]
-    stream: TextIO | None
+    says: bool
     shapes: list[Shapes] = field(default_factory=list)
     warned: bool = False
     seen: set[tuple[Any, ...]] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Compilations:
         """A forward, which compiles something if its inputs look new: the number of programs then says whether it did.
         A thread says that it does, once forward takes long."""
         programs, start = made(), time.monotonic()
-        if self.stream is not None and self.stream.isatty() and self._is_new(args, kwargs):
+        if self.says and sys.stderr.isatty() and self._is_new(args, kwargs):
             with self._announced(args, kwargs):  # not each forward: it takes a tenth of a millisecond
                 yield
         else:
@@ -82,17 +82,15 @@ class Compilations:
         return not known
 
     def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
-        if self.stream is not None and not ended.wait(SECONDS):
+        if not ended.wait(SECONDS):
             shapes = shapes_of_arguments(self.forward, args, kwargs)
-            self.stream.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
-            self.stream.flush()
+            print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
-        if self.stream is not None and seconds >= SECONDS:
+        if self.says and seconds >= SECONDS:
             both = "forward and backward" if torch.is_grad_enabled() else "forward"
-            print(
-                f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s", file=self.stream, flush=True
-            )
+            what = f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s"
+            print(what, file=sys.stderr, flush=True)
         self.shapes.append(shapes)
         self._warn()
 
@@ -102,11 +100,6 @@ class Compilations:
         if len(different) == WARN_AFTER and not self.warned and (sentence := changed([*different.values()])):
             self.warned = True
             warnings.warn(f"{self.name} was compiled for {WARN_AFTER} shapes: {sentence}", stacklevel=2)
-
-
-def stream_of(shows: bool, rank: int) -> TextIO | None:
-    """Return where to say what is compiled: rank 0's standard error. None: nowhere."""
-    return sys.stderr if shows and not rank else None
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from thunder_zero.compat import thunder as room
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.frontends.compilations import Compilations, stream_of
+from thunder_zero.frontends.compilations import Compilations
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
@@ -308,8 +308,8 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     model._state = state
     refuse_fully_shard(model, model._model)
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
-    plain, stream = model._model, stream_of(progress, state.group.rank())
-    model._compilations = Compilations(type(plain).__name__, plain.forward, stream)
+    plain, says = model._model, progress and state.group.rank() == 0
+    model._compilations = Compilations(type(plain).__name__, plain.forward, says)
     model._slots = ParameterSlots(plain, state.plan, state.shards)
 
 
