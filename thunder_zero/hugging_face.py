@@ -20,6 +20,7 @@ from torch import nn
 from thunder_zero.checkpoint.hugging_face import save_pretrained
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
+from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import step_shards
@@ -76,6 +77,8 @@ class ShardedTrainer(Trainer):
     _of_compile: ClassVar[dict[str, Any]]  # the arguments of compile; none if the trainer is given a sharded model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not self._of_compile and not isinstance(model, ShardedModel):
+            raise ValueError("nothing says how to shard the model of the trainer; pass stage= to sharded(...)")
         super().__init__(_plain(model), *args, **kwargs)
         _refuse(self, model)
         made = compile(self.model, **{"device": self.args.device, **self._of_compile}) if self._of_compile else model
@@ -94,7 +97,8 @@ class ShardedTrainer(Trainer):
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
         """Let ``DPOTrainer`` call the plain model on the device of its inputs, before it is sharded."""
-        super()._move_model_to_device(self.model, self.args.device)
+        if self.ref_model is None:
+            super()._move_model_to_device(self.model, self.args.device)
         return super()._precompute_ref_logps(*args)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
@@ -131,20 +135,25 @@ class ShardedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a plain trainer; those of a sharded one come with the optimizer."""
-        if not (Path(resume_from_checkpoint) / RUN).exists():
+        if not _has_run(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (run := Path(checkpoint) / RUN).exists():
+        if checkpoint is None or not _has_run(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load(run, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+            load(Path(checkpoint) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
 
     def _load_best_model(self) -> None:
         load(Path(self.state.best_model_checkpoint) / RUN, self.model_wrapped)
 
     def _extra(self) -> dict[str, Any]:
         return {"scheduler": self.lr_scheduler}
+
+
+def _has_run(checkpoint: str) -> bool:
+    """Return whether a sharded trainer wrote a checkpoint, as rank 0 sees it: loading is a collective."""
+    return on_rank_0("look for a run", lambda _: (Path(checkpoint) / RUN).exists())
 
 
 def _plain(model: Any) -> Any:
@@ -161,11 +170,9 @@ def _refuse(trainer: Any, model: Any) -> None:
         raise ValueError("save_only_model=True leaves out what load_best_model_at_end=True loads; set one of the two")
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model for each train(), unsharded; pass the model itself as model=")
-    if is_sharded is bool(trainer._of_compile):
+    if is_sharded and trainer._of_compile:
         raise ValueError(
             "the model of the trainer is sharded twice; leave stage= and the other arguments of sharded(...) out"
-            if is_sharded
-            else "nothing says how to shard the model of the trainer; pass stage= to sharded(...)"
         )
     if is_sharded and trainer.model is not model.plain:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import thunder_zero as tz
-from tests.harness.models import fresh
+from tests.harness.models import fresh, full
 from thunder_zero.compat.inductor import HoldsForSomeSizes, kernel
 
 from thunder.core.proxies import IntegerProxy
@@ -103,9 +103,53 @@ def test_equal_blocks_are_compiled_once_and_any_length_runs_in_the_second_progra
     torch._dynamo.reset()
     hits, misses = (counters["inductor"][f"fxgraph_cache_{each}"] for each in ("hit", "miss"))
     again, _ = both()
-    step(again, tokens_of(5))  # as in the next process: from inductor's files
+    for length in (5, 9):  # as in the next process: from inductor's files
+        step(again, tokens_of(length))
     assert counters["inductor"]["fxgraph_cache_miss"] == misses
     assert counters["inductor"]["fxgraph_cache_hit"] > hits
+
+
+class Twice(nn.Module):
+    """Equal regions, whose results one region reads; a region in float32 inside of autocast; a product of one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = [
+            ((each * 2).tanh() * 3, torch.rand_like(each)) for each in (x, y)
+        ]  # two regions, a random line behind each
+        both = [F.dropout(self.one(each), 0.5) for each in (made[0][0] - made[1][0], made[0][1] * made[1][1])]
+        alike = [self.two(each).tanh() * weight for weight, each in enumerate(both, 1)]
+        with torch.autocast("cpu", enabled=False):
+            exact = (both[0].float() @ both[1].float().T).exp()
+        return (torch.stack(alike) * both[0] / both[1].cosh()).sum() * self.scale + exact.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_regions_that_look_the_same_have_values_of_their_own(stage: int, autocast: bool) -> None:
+    """In stage 0 a parameter is cast where it is replicated; under autocast an island stays in float32."""
+    module, x = fresh(Twice), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    policy = tz.Policy(stage, mixed_precision=tz.MixedPrecision(torch.bfloat16 if autocast else torch.float32))
+    fused, plain = (tz.compile(deepcopy(module), policy, fuse=fuse) for fuse in ("inductor", None))
+    results = []
+    for model in (fused, plain):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with model.no_sync():
+                model(*x).backward()
+            y = model(*x)
+            y.backward()
+            with torch.inference_mode():
+                alone = model.eval()(*x)
+        grads = (full(param.grad) for param in model.parameters() if param.grad is not None)
+        results.append([y.detach(), alone.clone(), *grads])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).norm() <= (3e-2 if autocast else 2e-5) * other.norm()
 
 
 def test_a_trace_shows_regions_between_lines_of_the_schedule() -> None:

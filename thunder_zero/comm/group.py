@@ -18,6 +18,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -161,7 +162,8 @@ def tell_launcher() -> None:
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
         return
     sentence = "".join(traceback.format_exception_only(error)).strip()
-    file.write_text(json.dumps({"message": sentence, "timestamp": str(int(time.time()))}))
+    with suppress(OSError):  # what follows at exit matters more
+        file.write_text(json.dumps({"message": sentence, "timestamp": str(int(time.time()))}))
 
 
 def destroy_groups_after_error() -> None:

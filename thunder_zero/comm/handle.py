@@ -106,7 +106,7 @@ class Task(Generic[Result]):
         except BaseException as error:
             self._error = error
         finally:
-            del call  # which the traceback would hold
+            del call, self  # which the traceback would hold, and the error holds that
 
     def end(self) -> None:
         """Let those go on that wait for it."""

@@ -365,7 +365,7 @@ def packed_messages(
     for members in grouped([prod(shape) * itemsize for shape in shards], limit):
         full, own = tuple(shapes[at] for at in members), tuple(shards[at] for at in members)
         sizes = tuple(map(prod, own))
-        is_even = world_size > 1 < len(members) and all(shape[0] % world_size == 0 for shape in full)
+        is_even = world_size > 1 and len(members) > 1 and all(shape[0] % world_size == 0 for shape in full)
         found.append(PackedMessage(tuple(members), full, own, sizes, sum(sizes), is_even))
     return tuple(found)
 

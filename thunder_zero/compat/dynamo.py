@@ -131,9 +131,9 @@ def take_as_plain(kind: type[Tensor]) -> None:
 
 
 @cache
-def take_functions_whole() -> None:
-    """From now on, put an autograd function of parameters that dynamo cannot trace into the graph as one call, which
-    AOTAutograd traces. Outside of graphs the function would read parameters that nothing gathers."""
+def take_functions_whole(kind: type[Tensor]) -> None:
+    """From now on, put an autograd function that is given tensors of this class, and that dynamo cannot trace, into the
+    graph as one call, which AOTAutograd traces. Outside of graphs it would read parameters that nothing gathers."""
     traced = AutogradFunctionVariable.call_apply
 
     @wraps(traced)
@@ -141,7 +141,7 @@ def take_functions_whole() -> None:
         try:
             return traced(self, tx, args, kwargs)
         except Unsupported:
-            if not any(map(_is_parameter, (*args, *kwargs.values()))):
+            if not any(_is_given(kind, each) for each in (*args, *kwargs.values())):
                 raise
         torch.compiler.allow_in_graph(self.fn_cls)
         return self.call_method(tx, "apply", args, kwargs)
@@ -149,11 +149,11 @@ def take_functions_whole() -> None:
     AutogradFunctionVariable.call_apply = call_apply
 
 
-def _is_parameter(variable: Any) -> bool:
-    """Return whether a value that dynamo traces is an input of the graph that is a parameter."""
+def _is_given(kind: type[Tensor], variable: Any) -> bool:
+    """Return whether a value that dynamo traces is an input of the graph, of this class."""
     node = variable.as_proxy().node if variable.is_tensor() else None
     given = None if node is None else node.meta.get("grapharg")
-    return given is not None and isinstance(given.example, nn.Parameter)
+    return given is not None and isinstance(given.example, kind)
 
 
 @contextmanager

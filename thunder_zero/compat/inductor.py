@@ -16,11 +16,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_zero.compat.private import (
+    DisableAutocast,
     InductorError,
     ShapeEnvGuardError,
     TracingContext,
     compile_fx_inner,
     fx_config,
+    inductor_config,
     python_dispatcher,
     select_decomp_table,
     tracing,
@@ -45,36 +47,53 @@ def kernel(
         mode: the FakeTensorMode of the inputs.
 
     Raises:
-        HoldsForSomeSizes: see there.
+        HoldsForSomeSizes: inductor asks something of sizes that are symbols.
         RuntimeError: inductor cannot compile it.
     """
+    try:
+        return _compiled(graph, inputs, wanted, mode)
+    except HoldsForSomeSizes:  # what it found in its files may be for fewer sizes
+        with inductor_config.patch(fx_graph_cache=False):
+            return _compiled(graph, inputs, wanted, mode)
 
+
+def _compiled(
+    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
+) -> tuple[Kernel, Sequence[Any]]:
     def laid_out(*args: Any) -> list[Any]:
-        return [_like(output, like) for output, like in zip(graph(*args), wanted, strict=True)]
+        return [laid_out_like(output, like) for output, like in zip(graph(*args), wanted, strict=True)]
 
     try:
-        with tracing(TracingContext(mode)), faking(mode), _for_all_sizes(mode.shape_env):
-            traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*inputs)
+        with tracing(TracingContext(mode)), faking(mode), for_all_sizes(mode):
+            # Tracing tells inputs apart by identity, and regions that are alike have made one object.
+            own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+            traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*own)
             results: Any = traced.graph.output_node().args[0]
             outputs = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
             traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
-            return compile_fx_inner(traced, list(inputs), is_inference=True), outputs
-    except ShapeEnvGuardError as error:
-        raise HoldsForSomeSizes(str(error)) from error
-    except InductorError as error:
-        if isinstance(error.inner_exception, ShapeEnvGuardError):
-            raise HoldsForSomeSizes(str(error)) from error
+            return compile_fx_inner(traced, own, is_inference=True), outputs
+    except (ShapeEnvGuardError, InductorError) as error:
+        if (guard := _guard_behind(error)) is not None:
+            raise HoldsForSomeSizes(str(guard)) from error
         raise RuntimeError(str(error).partition("\n")[0]) from error
+
+
+def _guard_behind(error: BaseException | None) -> BaseException | None:
+    """Return the guard that was refused where inductor failed, which wraps what its lowerings raise."""
+    while error is not None and not isinstance(error, ShapeEnvGuardError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager
 def faking(mode: Any) -> Iterator[None]:
-    """Compute what values look like: with fake tensors of a mode, whose sizes may be symbols."""
-    with torch.no_grad(), mode, python_dispatcher():
+    """Compute what values look like: with fake tensors of a mode, whose sizes may be symbols, and without the autocast
+    of the call that is compiled for, as programs run without it."""
+    with torch.no_grad(), DisableAutocast(), mode, python_dispatcher():
         yield
 
 
-def _like(value: Any, like: Any) -> Any:
+def laid_out_like(value: Any, like: Any) -> Any:
     """Return a value with other strides; symbols are compared as text, which asks no question of them."""
     if not isinstance(like, Tensor) or str(value.stride()) == str(like.stride()):
         return value
@@ -83,10 +102,14 @@ def _like(value: Any, like: Any) -> Any:
 
 
 @contextmanager
-def _for_all_sizes(shapes: Any) -> Iterator[None]:
-    """Compile for all sizes that symbols stand for: dynamo has already guarded what it knows of them."""
-    if shapes is None:
+def for_all_sizes(mode: Any) -> Iterator[None]:
+    """Ask nothing of sizes that are symbols but what holds for all of them: dynamo's guards are made already.
+
+    Raises:
+        ShapeEnvGuardError: inside the block, where something has to be asked.
+    """
+    if mode.shape_env is None:
         yield
         return
-    with fx_config.patch(backed_size_oblivious=True), shapes.error_on_new_guards():
+    with fx_config.patch(backed_size_oblivious=True), mode.shape_env.error_on_new_guards():
         yield

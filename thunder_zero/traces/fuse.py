@@ -31,7 +31,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 SMALLEST = 2  # lines of a region that compute something
-COMMUNICATES = ("_c10d_functional", "c10d")
+COMMUNICATES = ("_c10d_functional", "_dtensor", "c10d", "symm_mem")
 
 
 def fused(trace: TraceCtx) -> TraceCtx:

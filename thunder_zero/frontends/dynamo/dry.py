@@ -80,7 +80,7 @@ def export(
 
     for kind in (Placeholder, Memoryless):
         dynamo.take_as_plain(kind)
-    dynamo.take_functions_whole()
+        dynamo.take_functions_whole(kind)
     captured = dynamo.capture(module, backend, partial(dynamo.whole, []), dynamic=dynamic, whole=True)
     with dynamo.floats_constant():
         returned = captured(*args, **kwargs)

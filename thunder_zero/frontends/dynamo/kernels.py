@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, kernel
-from thunder_zero.compat.private import OpOverload, detect_fake_mode
+from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
+from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out_like
+from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
@@ -29,6 +30,8 @@ from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
+
+DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def with_kernels(
     """Return a phase whose regions call what inductor made of them, and what its values look like.
 
     Args:
-        before: what values look like that an earlier phase has made.
+        before: what values of forward look like, for backward.
         module: the name of the model's class.
 
     Raises:
@@ -99,7 +102,8 @@ def _compiled(
             stacklevel=2,
         )
         with faking(mode):
-            return (lambda args: graph(*args)), graph(*inputs)
+            outputs = [laid_out_like(output, like) for output, like in zip(graph(*inputs), wanted, strict=True)]
+        return (lambda args: graph(*args)), outputs
     except RuntimeError as error:
         raise RuntimeError(
             f"{module}: inductor cannot compile a region, {shown}: {error}; leave out fuse='inductor', by which torch "
@@ -126,7 +130,7 @@ class _Known:
         for proxy in proxies_in(trace.args):
             value = before.get(proxy.name, fakes.traced.get(proxy.name))
             is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
-            self.values[proxy.name] = self.mode.from_tensor(value) if is_real else value
+            self.values[proxy.name] = self.mode.from_tensor(value, static_shapes=True) if is_real else value
 
     def see(self, line: BoundSymbol) -> None:
         """Note what a line makes."""
@@ -136,17 +140,25 @@ class _Known:
         elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
             parameters = self._fakes.parameters
             self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
+        elif line.sym == executor.cast:
+            self.values[line.output.name] = self._fakes.parameters[line.args[1]]
         elif target is not None and outputs:
-            traced = [self._fakes.traced.get(proxy.name) for proxy in outputs]
-            if isinstance(target, OpOverload) or None in traced:
-                self._run(line, target)
-            else:
-                self.values.update(
-                    (proxy.name, self._dense(value)) for proxy, value in zip(outputs, traced, strict=True)
-                )
+            self._see_operator(line, target, {proxy.name: self._fakes.traced.get(proxy.name) for proxy in outputs})
 
-    def _dense(self, value: Any) -> Any:
-        """Return what a function of Python makes in the place of a value: a number, or zeros."""
+    def _see_operator(self, line: BoundSymbol, target: Any, traced: Mapping[str, Any]) -> None:
+        if isinstance(target, OpOverload) or target in DRAWS or None in traced.values():
+            try:
+                with for_all_sizes(self.mode):
+                    self._run(line, target)
+            except ShapeEnvGuardError:  # dynamo guards what torch's trace assumed
+                self.values.update(traced)
+        elif isinstance(target, HigherOrderOperator):
+            self.values.update(traced)
+        else:
+            self.values.update({name: self._contiguous(value) for name, value in traced.items()})
+
+    def _contiguous(self, value: Any) -> Any:
+        """Return what zeros look like in the place of a value that nobody made; a number stays."""
         if not isinstance(value, Tensor):
             return value
         with self.mode:

@@ -64,7 +64,7 @@ class DynamoModule(ZeroModule):
 
         dynamo.note_questions()
         dynamo.take_as_plain(Placeholder)
-        dynamo.take_functions_whole()
+        dynamo.take_functions_whole(Placeholder)
         captured = dynamo.capture(self.plain, backend, lambda: _alive(model)._compiling(), dynamic=dynamic)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 

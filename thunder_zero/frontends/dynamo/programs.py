@@ -189,9 +189,10 @@ class TracedPhases:
         self._returned, self._gradients = converted.outputs, converted.gradients
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
-        values, executor = {**converted.values, **converted.constants}, converted.joint.facts.executor
-        self._fakes = Fakes(values, converted.parameters, executor)
-        forward, self._made = self._compiled(forward, {})
+        self._fakes = fakes_of(converted) if fuses else None
+        forward, made = self._compiled(forward, {})
+        saved = (proxy.name for part in self._saved for proxy in part)
+        self._made = {name: made[name] for name in saved if name in made}  # what backward is given looks like
         self.computation_fn = function_of(transform_to_torch_types(forward))
         self.spent = Spent()
         self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
@@ -238,7 +239,13 @@ class TracedPhases:
 
     def _compiled(self, trace: TraceCtx, before: Mapping[str, Any]) -> tuple[TraceCtx, Mapping[str, Any]]:
         """Return a phase with its regions compiled, and what its values look like, if that is known."""
-        return with_kernels(trace, self._fakes, before, self._module) if self._fuses else (trace, {})
+        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, before, self._module)
+
+
+def fakes_of(converted: Converted) -> Fakes:
+    """Return what the values of a graph look like."""
+    values = {**converted.values, **converted.constants}
+    return Fakes(values, converted.parameters, converted.joint.facts.executor)
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
