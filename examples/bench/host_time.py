@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -35,9 +36,9 @@ SIZE = Size(blocks=12, width=64, heads=4, vocabulary=256, sequences=2, tokens=16
 WARM_UP, ROUNDS, STEPS = 8, 5, 20
 
 
-def build_zero(stage: int) -> Step:
+def build_zero(stage: int, fuse: Literal["inductor"] | None = None) -> Step:
     """tz.compile, for one stage."""
-    return trains(tz.compile(make_model(SIZE), stage=stage))[1]
+    return trains(tz.compile(make_model(SIZE), stage=stage, fuse=fuse))[1]
 
 
 CONTESTANTS: dict[str, Callable[[], Step]] = {
@@ -47,6 +48,9 @@ CONTESTANTS: dict[str, Callable[[], Step]] = {
     "zero0": lambda: build_zero(0),
     "zero2": lambda: build_zero(2),
     "zero3": lambda: build_zero(3),
+    "zero0, inductor": lambda: build_zero(0, "inductor"),
+    "zero2, inductor": lambda: build_zero(2, "inductor"),
+    "zero3, inductor": lambda: build_zero(3, "inductor"),
 }
 
 
