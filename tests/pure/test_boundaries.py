@@ -87,7 +87,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private sharded optim")),
-    Room("hugging_face.py",   IMPORT, NOT,     NOT,     rooms("plan sharded frontends checkpoint")),
+    Room("hugging_face.py",   IMPORT, NOT,     NOT,     rooms("plan comm sharded frontends checkpoint")),
     Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
