@@ -165,8 +165,7 @@ def main() -> None:
         print(f"\n| {family} | first step | `no_sync` | `no_grad` | inference | a further layer |")
         print("|---|---:|---:|---:|---:|---:|")
         for contestant, processes in [(name, 1) for name in CONTESTANTS] + [(name, 2) for name in AGAIN]:
-            runs = (apart("first_steps", family, depth, contestant, processes=processes) for depth in depths)
-            few, many = runs
+            few, many = (apart("first_steps", family, depth, contestant, processes=processes) for depth in depths)
             row = [*many, (many[0] - few[0]) / (depths[1] - depths[0])]
             if "thunder" not in contestant and "tz." not in contestant:
                 row[1] = float("nan")

@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,12 +30,13 @@ import torch.multiprocessing as mp
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import Step, build_ddp, build_eager, build_fsdp2, trains
 from examples.bench.model import Size, make_batch, make_model
+from thunder_zero.frontends.dynamo.compile import Fuser
 
 SIZE = Size(blocks=12, width=64, heads=4, vocabulary=256, sequences=2, tokens=16)
 WARM_UP, ROUNDS, STEPS = 8, 5, 20
 
 
-def build_zero(stage: int, fuse: Literal["inductor"] | None = None) -> Step:
+def build_zero(stage: int, fuse: Fuser | None = None) -> Step:
     """tz.compile, for one stage."""
     return trains(tz.compile(make_model(SIZE), stage=stage, fuse=fuse))[1]
 

@@ -1,7 +1,7 @@
 """Measures training on batches of random lengths, beside FSDP2: what compiling takes, and the rest.
 
-    python -m examples.bench.lengths                                   # 200 batches: 17 minutes
-    python -m examples.bench.lengths --batches 40                      # the table of docs/lengths.md
+    python -m examples.bench.lengths                                   # 200 batches: 15 minutes
+    python -m examples.bench.lengths --contestants "FSDP2 keep" "stage 2" "FSDP2 reshard" "stage 3"    # docs/lengths.md
     python -m examples.bench.lengths --batches 20 --layers 2 --contestants "stage 3"
     python -m examples.bench.lengths --model "Mixtral, grouped_mm" --batches 40 --layers 2
 

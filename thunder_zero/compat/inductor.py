@@ -60,14 +60,13 @@ def kernel(
 def _compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
-    def laid_out(*args: Any) -> list[Any]:
-        return [laid_out_like(output, like) for output, like in zip(graph(*args), wanted, strict=True)]
-
     try:
         with tracing(TracingContext(mode)), faking(mode), for_all_sizes(mode):
             # Tracing tells inputs apart by identity, and regions that are alike have made one object.
             own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-            traced = make_fx(laid_out, decomposition_table=select_decomp_table())(*own)
+            traced = make_fx(lambda *args: laid_out(graph(*args), wanted), decomposition_table=select_decomp_table())(
+                *own
+            )
             results: Any = traced.graph.output_node().args[0]
             outputs = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
             traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
@@ -93,7 +92,12 @@ def faking(mode: Any) -> Iterator[None]:
         yield
 
 
-def laid_out_like(value: Any, like: Any) -> Any:
+def laid_out(outputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Return outputs with the strides of what is wanted, where that is not None."""
+    return [_laid_out_like(output, like) for output, like in zip(outputs, wanted, strict=True)]
+
+
+def _laid_out_like(value: Any, like: Any) -> Any:
     """Return a value with other strides; symbols are compared as text, which asks no question of them."""
     if not isinstance(like, Tensor) or str(value.stride()) == str(like.stride()):
         return value

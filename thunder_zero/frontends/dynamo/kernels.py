@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
-from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out_like
+from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
@@ -102,7 +102,7 @@ def _compiled(
             stacklevel=2,
         )
         with faking(mode):
-            outputs = [laid_out_like(output, like) for output, like in zip(graph(*inputs), wanted, strict=True)]
+            outputs = laid_out(graph(*inputs), wanted)
         return (lambda args: graph(*args)), outputs
     except RuntimeError as error:
         raise RuntimeError(
