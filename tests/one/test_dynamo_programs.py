@@ -117,6 +117,33 @@ def test_a_graph_becomes_lines_of_torchs_operators() -> None:
     assert not [name for name in (*forward, *backward) if name in ("linear", "ltorch", "native_dropout")]
 
 
+class Viewed(nn.Module):
+    """Views of views: of a parameter, of what it computes, and of an input, which are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x @ self.a.weight.t().t() + self.a(x).view(-1).view(4, 2).view(2, 4)
+        return x.t().t(), y.tanh().t().t(), y.view(8).view(2, 2, 2)
+
+
+def test_lines_read_what_chains_of_views_begin_with() -> None:
+    module = fresh(Viewed)
+    model = tz.compile(deepcopy(module), 3)
+    found, expected = model(X), module(X)
+    assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True] * 3
+    assert (found[0] is X, found[0]._is_view(), found[0].data_ptr()) == (False, True, X.data_ptr())
+    for outputs in (found, expected):
+        (outputs[1].sum() + outputs[2].square().sum()).backward()
+    for mine, theirs in zip(model.parameters(), module.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    forward, backward = calls_of(model)
+    assert (forward["t"], forward["reshape"]) == (1 + 4, 1), "outputs keep their two views"
+    assert (backward["t"], backward["reshape"]) == (2, 2)
+
+
 def test_lines_have_the_users_source() -> None:
     model = tz.compile(fresh(Mixed), 3)
     model(X)

@@ -190,8 +190,8 @@ def test_names_are_the_users_and_paths() -> None:
             "(topk, topk_1) = aten.topk(made_1, 2)",
         ),
         "backward": (
-            "hidden_1_again = aten.addmm(blocks_1_up_bias_again, view_4_again, t_2_again)",
-            "hidden_again = aten.addmm(blocks_0_up_bias_again, view_again, t_again)",
+            "hidden_1_again = aten.addmm(blocks_1_up_bias_again, view_4_again, blocks_1_up_weight_again.t())",
+            "hidden_again = aten.addmm(blocks_0_up_bias_again, view_again, blocks_0_up_weight_again.t())",
             "blocks_1_down_weight_grad = aten.mm(view_8.t(), tanh_1_again.reshape([8, 16]))",
             "blocks_1_down_bias_grad = aten.sum(view_8, [0], True).reshape([8])",
             "del blocks_1_down_weight_again",

@@ -54,13 +54,22 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+METHODS = (  # calls of views as calls of methods, which take half the time again
+    (re.compile(r"\btorch\.ops\.aten\.t\.default\((\w+)\)"), r"\1.t()"),
+    (re.compile(r"\btorch\.ops\.aten\.transpose\.int\((\w+), "), r"\1.transpose("),
+    (re.compile(r"\btorch\.ops\.aten\.reshape\.default\((\w+), \[([^\[\]]+)\]\)"), r"\1.reshape(\2)"),
+)
 DIRECT = {  # functions of torch that take the same arguments to the same kernels, in half the time
+    torch.ops.aten.add.Tensor: torch.add,
     torch.ops.aten.addmm.default: torch.addmm,
     torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.cat.default: torch.cat,
+    torch.ops.aten.embedding.default: torch.embedding,
     torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.t.default: torch.Tensor.t,
-    torch.ops.aten.transpose.int: torch.Tensor.transpose,
-    torch.ops.aten.reshape.default: torch.Tensor.reshape,
+    torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
+    torch.ops.aten.reshape.default: torch.reshape,
+    torch.ops.aten.sum.dim_IntList: torch.sum,
 }
 
 
@@ -80,6 +89,8 @@ def bound(text: str) -> tuple[str, dict[str, Any]]:
             called[name] = DIRECT.get(operator, operator._op)  # what its ``__call__`` calls
         return name
 
+    for view, method in METHODS:
+        text = view.sub(method, text)
     return CALL.sub(name, text), called
 
 

@@ -31,6 +31,7 @@ from thunder_zero.compat.aot import (
     is_checkpointed,
     let_checkpoints_end,
 )
+from thunder_zero.frontends.dynamo.view_chains import shorten_view_chains
 from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
@@ -38,6 +39,7 @@ def joint_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     """Return a graph of dynamo with its backward, which computes again what checkpoints tag."""
     joint = aot.export(graph, inputs)
     _compute_again(joint)
+    shorten_view_chains(joint.graph.graph)
     return joint
 
 

@@ -1,0 +1,54 @@
+"""Shortens chains of views in the joint graph, which autograd makes long.
+
+::
+
+    t = aten.t(w)                               t = aten.t(w)              # forward's product reads it
+    ...
+    t_1 = aten.t(t)                       ->    mm = aten.mm(grad, w)
+    mm = aten.mm(grad, t_1)
+    view = aten.view(mm, [8, 16])
+    view_1 = aten.view(view, [8, 4, 4])         view_1 = aten.view(mm, [8, 4, 4])
+
+A view takes as long as a small product does on a GPU's host, so each that nobody needs is time of every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from thunder_zero.compat.aot import is_backward
+
+TRANSPOSE = torch.ops.aten.t.default
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  # the last of a chain decides the shape
+
+
+def shorten_view_chains(graph: fx.Graph) -> None:
+    """Let lines read what a chain of views begins with, where that looks the same; drop views that nobody reads."""
+    views = [node for node in graph.nodes if node.target == TRANSPOSE or node.target in RESHAPES]
+    for node in views:
+        source, root = node.args[0], None
+        if node.target in RESHAPES:
+            if source.target in RESHAPES:
+                node.args = source.args[0], *node.args[1:]
+            root = node.args[0] if _shape(node) == _shape(node.args[0]) else None
+        elif source.target == TRANSPOSE:
+            root = source.args[0]
+        if root is not None and _is_replaceable(node, root):
+            node.replace_all_uses_with(root)
+    for node in reversed(views):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
+    """Return a shape that can be compared: torch would note for the graph that symbols are equal."""
+    return tuple(size if type(size) is int else str(size) for size in node.meta["val"].shape)
+
+
+def _is_replaceable(node: fx.Node, root: fx.Node) -> bool:
+    """Return whether all that read a node can read the root of its chain. What a graph returns is a tensor of its own,
+    but for gradients that it has made."""
+    is_output = any(user.op == "output" for user in node.users)
+    is_own = is_backward(root) and root.op == "call_function" and not any(user.op == "output" for user in root.users)
+    return not is_output or is_own
