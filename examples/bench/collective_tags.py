@@ -21,17 +21,16 @@ import torch.multiprocessing as mp
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.pairwise import PairwiseGloo
-from thunder_zero.plan.params import Param
 
 WORLD_SIZES = (2, 4)
 ROUNDS, PHASES = 10, 50
 ROWS, WIDTH, TENSORS = 32, 32, 8
 
 
-def phase(transport: TaggedTransport, shards: list[torch.Tensor], params: list[Param]) -> None:
+def phase(transport: TaggedTransport, shards: list[torch.Tensor]) -> None:
     """Two gathers, as a forward launches and ends them."""
     transport.enter_phase("forward", "schedule", 0)
-    handles = [transport.all_gather(shards, params) for _ in range(2)]
+    handles = [transport.all_gather(shards, [(ROWS, WIDTH)] * TENSORS) for _ in range(2)]
     for handle in handles:
         handle.wait()
 
@@ -48,8 +47,6 @@ def measure(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None
-    f32 = torch.float32
-    param = Param("w", (), (ROWS, WIDTH), f32, f32, f32, True, "", True, False, False)
     shards = [torch.zeros(ROWS // world_size, WIDTH) for _ in range(TENSORS)]
     kinds = {on: TaggedTransport(PairwiseGloo(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
     wall: dict[bool, list[float]] = {False: [], True: []}
@@ -59,7 +56,7 @@ def measure(rank: int, world_size: int, store: str) -> None:
             dist.barrier()
             start, used = time.perf_counter(), time.process_time()
             for _ in range(PHASES):
-                phase(transport, shards, [param] * TENSORS)
+                phase(transport, shards)
             cpu[on].append((time.process_time() - used) / PHASES)
             slowest = torch.tensor((time.perf_counter() - start) / PHASES)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -35,7 +35,6 @@ from thunder_zero.comm import pairwise
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.plan import layout
-from thunder_zero.plan.params import Param
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link
@@ -127,9 +126,8 @@ class Rank:
         floors = {}
         for collective, times in COLLECTIVES.items():
             tensors = shards if collective == "all_gather" else fulls
-            params = [_param(shape, sharded=collective != "all_reduce") for shape in shapes]
             for name, transport in (("ours", PairwiseGloo(self.group)), ("torch", PerTensor(self.group))):
-                candidates[f"{collective} {name}"] = _collective(transport, collective, tensors, params)
+                candidates[f"{collective} {name}"] = _collective(transport, collective, tensors, shapes)
             floors[collective] = times * (world - 1) * sum(full.nbytes for full in fulls) // world
             candidates[f"{collective} bare"] = self.bare(floors[collective])
         return {"floors": floors, "figures": self.measure(candidates)}
@@ -138,7 +136,6 @@ class Rank:
         """A bucket of small tensors, each message to a peer of ``message_bytes``: separate, and packed into one."""
         rows = message_bytes // 256
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
-        params = [_param(shape, sharded=True) for shape in shapes]
         transport = PairwiseGloo(self.group)
         tensors = {
             "all_gather": [torch.randn(rows, 64) for _ in shapes],
@@ -146,20 +143,15 @@ class Rank:
         }
         candidates = {}
         for collective, inputs in tensors.items():
-            run = _collective(transport, collective, inputs, params)
+            run = _collective(transport, collective, inputs, shapes)
             candidates[f"{collective} separate"] = _packing_below(NEVER, run)
             candidates[f"{collective} packed"] = _packing_below(ALWAYS, run)
         return self.measure(candidates)
 
 
-def _param(shape: Shape, sharded: bool) -> Param:
-    dtype = torch.float32
-    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, kept_unsharded=False)
-
-
-def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:
-    launch = getattr(transport, collective)
-    return lambda: launch(tensors, params).wait()
+def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Run:
+    launch, given = getattr(transport, collective), (shapes,) if collective == "all_gather" else ()
+    return lambda: launch(tensors, *given).wait()
 
 
 def _packing_below(nbytes: int, run: Run) -> Run:

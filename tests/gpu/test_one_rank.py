@@ -24,7 +24,6 @@ from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
 from thunder_zero.comm.native import CoalescedNccl
-from thunder_zero.plan.params import Param, make_plan
 from thunder_zero.schedule.timeline import LAUNCHES
 from thunder_zero.sharded.dtensors import local
 
@@ -100,13 +99,6 @@ def losses(step: Callable[[], Tensor]) -> Tensor:
     return torch.stack([step() for _ in range(STEPS)]).cpu()
 
 
-def params_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, stage: int) -> list[Param]:
-    module = nn.ParameterList(
-        [nn.Parameter(torch.zeros(shape, dtype=dtype), dtype.is_floating_point) for shape in shapes]
-    )
-    return list(make_plan(module, policy_of(stage), 1, 0, 1).params)
-
-
 # The transport
 
 
@@ -128,12 +120,11 @@ def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: froze
         transport = CoalescedNccl(everyone())
         grads = [torch.randn(shape, device=device).to(dtype) for shape in SHARDED]
         turned = [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in grads]
-        params = params_of(SHARDED, dtype, 3)
-        found = [transport.all_gather(grads, params).wait(), transport.reduce_scatter(turned, params).wait()]
+        found = [transport.all_gather(grads, SHARDED).wait(), transport.reduce_scatter(turned).wait()]
         into = [grad.clone() for grad in grads]
-        found.append(transport.all_gather(into, params, into=into).wait())
+        found.append(transport.all_gather(into, SHARDED, into=into).wait())
         small = [torch.randn(shape, device=device).to(dtype) for shape in REPLICATED]
-        found.append(transport.all_reduce(small, params_of(REPLICATED, dtype, 0)).wait())
+        found.append(transport.all_reduce(small).wait())
     for results, wanted in zip(found, (grads, grads, grads, small), strict=True):
         for result, value in zip(results, wanted, strict=True):
             assert result.shape == value.shape
@@ -147,7 +138,7 @@ def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: froze
 @pytest.mark.parametrize("dtype", FROZEN, ids=str)
 def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.dtype) -> None:
     rows = torch.arange(12, device=device).view(4, 3).to(dtype)
-    (full,) = CoalescedNccl(everyone()).all_gather([rows], params_of(((4, 3),), dtype, 3)).wait()
+    (full,) = CoalescedNccl(everyone()).all_gather([rows], [(4, 3)]).wait()
     assert full.dtype is dtype
     assert torch.equal(full, rows)
 

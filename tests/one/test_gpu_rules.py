@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,12 +25,12 @@ from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import save
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
-from thunder_zero.comm.staging import HostCopies
-from thunder_zero.plan.params import Param, make_plan
+from thunder_zero.plan.params import make_plan
 from thunder_zero.sharded.dtensors import part_of
 from thunder_zero.sharded.initial_values.data import Cuts, PlainModel, names_of
 from thunder_zero.sharded.resident import lay_out
 from thunder_zero.sharded.sharded_model import sharded_model
+from thunder_zero.sharded.wire import HostCopies
 
 import thunder
 
@@ -44,11 +44,9 @@ def two_fake_ranks() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def frozen(dtype: torch.dtype) -> tuple[Tensor, Param]:
-    module = nn.Module()
-    module.table = nn.Parameter(torch.arange(12).view(4, 3).to(dtype), requires_grad=False)
-    plan = make_plan(module, tz.ZERO3, 2, 0)
-    return module.table.detach()[:2].clone(), plan.params[0]
+def rows_of(dtype: torch.dtype) -> Tensor:
+    """The first two of four rows."""
+    return torch.arange(6).view(2, 3).to(dtype)
 
 
 # Devices
@@ -96,10 +94,10 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
     two_fake_ranks: dist.ProcessGroup, dtype: torch.dtype
 ) -> None:
     """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
-    rows, param = frozen(dtype)
+    rows = rows_of(dtype)
     launch = mock.Mock(wraps=dist.all_gather_single)
     with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
-        (full,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
+        (full,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [(4, 3)]).wait()
     assert [tensor.dtype for tensor in launch.call_args.args[:2]] == [torch.uint8] * 2
     assert full.dtype is dtype
     assert torch.equal(full, torch.cat([rows, rows]))
@@ -107,14 +105,14 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 
 def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.ProcessGroup) -> None:
     """torch would queue the group's next collectives behind it, and launch none of them."""
-    rows, param = frozen(torch.float32)
+    rows = rows_of(torch.float32)
     second_raises = mock.Mock(wraps=dist.all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
-        CoalescedNccl(two_fake_ranks).all_gather([rows, rows], [param, param])
+        CoalescedNccl(two_fake_ranks).all_gather([rows, rows], [(4, 3), (4, 3)])
     full = torch.zeros(8, 3)
     dist.all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
-    (again,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
+    (again,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [(4, 3)]).wait()
     assert torch.equal(again, torch.cat([rows, rows]))
 
 

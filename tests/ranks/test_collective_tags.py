@@ -28,7 +28,6 @@ from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
 from thunder_zero.comm.transport import Transport
-from thunder_zero.schedule import make_plan
 
 import thunder
 
@@ -49,9 +48,8 @@ def assert_differ(said: str, one: str, other: str) -> None:
 
 
 def gather(transport: Transport, rows: int) -> Waitable:
-    """Of a parameter whose elements are the rank that has them."""
-    plan = make_plan(nn.ParameterList([torch.zeros(rows, 2)]), tz.ZERO3, dist.get_world_size(), dist.get_rank())
-    return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], plan.params)
+    """Of a tensor whose elements are the rank that has them."""
+    return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], [(rows, 2)])
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from tests.harness.models import Small, error, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.plan.layout import row_range
-from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.wire import Wire
 
 import thunder
 
@@ -99,7 +99,7 @@ def train(fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: 
         for number, x in enumerate(mine.chunk(micro_batches), 1):
             with (
                 fabric.no_backward_sync(model, enabled=number < micro_batches),
-                mock.patch.object(Calls, "_reduce", autospec=True, side_effect=Calls._reduce) as reduce,
+                mock.patch.object(Wire, "reduce", autospec=True, side_effect=Wire.reduce) as reduce,
             ):
                 loss = model(x).square().mean() / micro_batches
                 fabric.backward(loss)

@@ -96,8 +96,14 @@ def expected(kind: str, shapes: Shapes, dtype: torch.dtype = torch.float32) -> l
 
 
 def launch(transport: Transport, kind: str, shapes: Shapes) -> Waitable:
-    handle: Waitable = getattr(transport, kind)(inputs_of(kind, shapes), plan_of(kind, shapes).params)
-    return handle
+    return started(transport, kind, inputs_of(kind, shapes), shapes)
+
+
+def started(transport: Transport, kind: str, inputs: Sequence[Tensor], shapes: Shapes) -> Waitable:
+    """A collective of tensors; ``shapes`` are the full ones."""
+    if kind == "all_gather":
+        return transport.all_gather(inputs, shapes)
+    return transport.reduce_scatter(inputs) if kind == "reduce_scatter" else transport.all_reduce(inputs)
 
 
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = 0.0) -> None:
@@ -124,11 +130,11 @@ def carries(rank: int, world_size: int, make: Callable[..., Transport]) -> None:
 
 
 def carry(transport: Transport, case: Case, inputs: list[Tensor]) -> None:
-    kind, *_ = case
+    kind, shapes, _ = case
     before = [tensor.clone() for tensor in inputs]
     is_exact = isinstance(transport, PairwiseGloo) or kind == "all_gather"
     with count_sends() as sent:
-        results = getattr(transport, kind)(inputs, plan_of(*case).params).wait()
+        results = started(transport, kind, inputs, shapes).wait()
     assert_same(results, expected(*case), 0.0 if is_exact else 1e-6)
     assert_same(inputs, before)
     for given, result in zip(inputs, results, strict=True):
@@ -166,18 +172,16 @@ def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int) -> Non
 
 def phase_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
     """Native sums divide by about the square root of W before and after: dividing by 4 first makes 2**-23 a zero."""
-    plan = plan_of("reduce_scatter", ((9,),), torch.float16)
     for make, large in ((PairwiseGloo, 60000.0), (PerTensor, 120000.0 / world_size)):
         for value in (large, 2.0**-23):
             mean = torch.full((9,), value, dtype=torch.float16)
-            assert_same(make(everyone()).reduce_scatter([mean], plan.params).wait(), [shard_of(mean)])
-            assert_same(make(everyone()).all_reduce([mean], plan.params).wait(), [mean])
+            assert_same(make(everyone()).reduce_scatter([mean]).wait(), [shard_of(mean)])
+            assert_same(make(everyone()).all_reduce([mean]).wait(), [mean])
     # (256 + 1 + 1 + 1) / 4 = 64.75, rounded to 65; a sum in bfloat16 stays at 256 and gives 64
-    plan = plan_of("reduce_scatter", ((4,),), torch.bfloat16)
     grad = torch.full((4,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
     mean = torch.full((4,), (255 + world_size) / world_size, dtype=torch.bfloat16)
-    assert_same(PairwiseGloo(everyone()).reduce_scatter([grad], plan.params).wait(), [shard_of(mean)])
-    assert_same(PairwiseGloo(everyone()).all_reduce([grad], plan.params).wait(), [mean])
+    assert_same(PairwiseGloo(everyone()).reduce_scatter([grad]).wait(), [shard_of(mean)])
+    assert_same(PairwiseGloo(everyone()).all_reduce([grad]).wait(), [mean])
 
 
 @pytest.mark.parametrize("world_size", [4, *slow(2)])
@@ -219,7 +223,7 @@ def a_gather_into_buffers_fills_the_other_rows(rank: int, world_size: int) -> No
             own.copy_(shard_of(full))
             buffers.append(buffer)
             shards.append(nn.Parameter(own))
-        results = make(everyone()).all_gather(shards, plan_of("all_gather", shapes).params, into=buffers).wait()
+        results = make(everyone()).all_gather(shards, shapes, into=buffers).wait()
         assert_same(results, fulls)
         assert_same([shard.detach() for shard in shards], list(map(shard_of, fulls)))
         in_place = [result.data_ptr() == buffer.data_ptr() for result, buffer in zip(results, buffers, strict=True)]
@@ -229,7 +233,7 @@ def a_gather_into_buffers_fills_the_other_rows(rank: int, world_size: int) -> No
 def wait_drops_the_inputs(rank: int, world_size: int) -> None:
     grad = known((350, 300), rank)
     before = uses(grad)
-    handle = PairwiseGloo(everyone()).all_reduce([grad], plan_of("all_reduce", ((350, 300),)).params)
+    handle = PairwiseGloo(everyone()).all_reduce([grad])
     assert uses(grad) > before, "nothing keeps the gradient alive while it travels"
     handle.wait()
     assert uses(grad) == before
@@ -273,8 +277,7 @@ def an_all_reduce_that_has_to_wait_blocks_nothing_else(rank: int, world_size: in
         dist.barrier()
     late = launch(PairwiseGloo(everyone()), "all_reduce", LARGE)
     if rank != 1:
-        params = plan_of("all_gather", ((2, 2),)).params
-        (full,) = PairwiseGloo(pair).all_gather([torch.full((1, 2), float(rank))], params).wait()
+        (full,) = PairwiseGloo(pair).all_gather([torch.full((1, 2), float(rank))], [(2, 2)]).wait()
         assert full.tolist() == [[0.0, 0.0], [2.0, 2.0]], full
         dist.barrier()
     assert_same(late.wait(), expected("all_reduce", LARGE))
@@ -343,14 +346,13 @@ def test_a_thread_that_sends_takes_no_core_from_another_one_in_the_middle_of_a_m
 def one_rank_needs_no_communication(rank: int, world_size: int) -> None:
     transport = transport_for(everyone(), CPU)
     assert type(transport) is SingleRank
-    params = plan_of("all_gather", ((5, 2),)).params
     shard, grad = nn.Parameter(known((5, 2), 0)), known((2, 5), 0).t()
     for into in (None, [shard.detach()]):
-        results = transport.all_gather([shard], params, into=into).wait()
+        results = transport.all_gather([shard], [(5, 2)], into=into).wait()
         assert_same(results, [shard.detach()])
         assert not results[0].requires_grad
     for kind in KINDS[1:]:
-        (mean,) = getattr(transport, kind)([grad], params).wait()
+        (mean,) = started(transport, kind, [grad], ((5, 2),)).wait()
         assert_same([mean], [grad])
         assert mean.is_contiguous()
     transport.drain()
@@ -369,8 +371,7 @@ def native_transports_run_on_eight_fake_ranks(rank: int, world_size: int) -> Non
                 found = [tuple(result.shape) for result in launch(transport, kind, shapes).wait()]
                 assert found == ([(1, 2), (2, 3), (2,)] if kind == "reduce_scatter" else list(shapes)), (kind, found)
             transport.trade({0: [torch.ones(2)]}, {1: [torch.ones(3, dtype=torch.int16)]}).wait()
-        params = plan_of("all_gather", ((15,),)).params
-        (full,) = CoalescedNccl(everyone()).all_gather([torch.full((2,), 3.0)], params).wait()
+        (full,) = CoalescedNccl(everyone()).all_gather([torch.full((2,), 3.0)], [(15,)]).wait()
         assert full.tolist() == [3.0] * 15, "fake ranks have the same values as ours"
     finally:
         dist.destroy_process_group()
@@ -389,7 +390,7 @@ def grouped_averages_in_one_launch_and_copies_only_to_pad(rank: int, world_size:
         mock.patch.object(native, "reduce_scatter_single", record),
         mock.patch.object(native, "one_launch") as manager,
     ):
-        CoalescedNccl(everyone()).reduce_scatter([even, odd], plan_of("reduce_scatter", shapes).params)
+        CoalescedNccl(everyone()).reduce_scatter([even, odd])
     assert manager.call_count == 1
     (first, *ops), (second, op) = calls
     assert [*ops, op] == [dist.ReduceOp.AVG] * 2, ops

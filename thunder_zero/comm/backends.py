@@ -2,9 +2,9 @@
 
 ::
 
-    TaggedTransport -> Staging -> Hybrid -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank
-    compares ranks     casts,     over      sends, by the backend
-                       copies     copies
+    TaggedTransport -> Hybrid -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank
+    compares ranks     over      sends, by the backend
+                       copies
 
 A forecast of memory has transports that allocate what the real ones do and send nothing. They are the real ones but for
 the calls that reach the backend, so that a buffer which is added there is forecast, too. They need neither
@@ -31,10 +31,9 @@ from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import Plan
 
 # (device type, backend) -> transport; PerTensor for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
@@ -58,31 +57,29 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
     return BACKENDS.get((device.type, backend), PerTensor)(group, role)
 
 
-def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> TaggedTransport:
-    """The transport of a model, ``model`` in errors: over one group or several, with the casts and copies of the plan.
-    Tags are announced where that costs next to nothing (gloo, in host memory), or if torch's debug switch asks."""
+def model_transport(ranks: Ranks, device: torch.device, model: str) -> TaggedTransport:
+    """The transport of a model, ``model`` in errors: over one group or several. Tags are announced where that costs
+    next to nothing (gloo, in host memory), or if torch's debug switch asks."""
     groups = (
         [ranks.shard_group]
         if ranks.replicate_group is None
         else [ranks.shard_group, ranks.replicate_group, ranks.world]
     )
     transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
-    transport = _in_front(Staging, transports, plan, device, copies)
+    transport = _in_front(transports, ranks.shard_group.size(), ranks.shard_group.rank())
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
     return TaggedTransport(transport, model, ranks.world, announces=announces)
 
 
-def _in_front(
-    staging: type[Staging], transports: Sequence[Transport], plan: Plan, device: torch.device, copies: HostCopies
-) -> Transport:
-    """What is in front of the transports: of all ranks, or inside of a copy, over the copies, and of all ranks."""
+def _in_front(transports: Sequence[Transport], world_size: int, rank: int) -> Transport:
+    """What is in front of the transports: of all ranks, or inside of a copy of ``world_size`` ranks, over the copies,
+    and of all ranks."""
     shard, *several = transports
-    transport = shard
-    if several:
-        replicate, world = several
-        transport = Hybrid(shard, replicate, world, plan)
-    return staging(transport, plan, device, copies) if needs_staging(plan, device) else transport
+    if not several:
+        return shard
+    replicate, world = several
+    return Hybrid(shard, replicate, world, world_size, rank)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
@@ -209,17 +206,10 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 }
 
 
-class UnsentStaging(Staging):
-    """Staging where host memory and the device are both meta."""
-
-    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
-        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
-
-
-def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> TaggedTransport:
+def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
     """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
     several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
     groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
     transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]
-    transport = _in_front(UnsentStaging, transports, plan, torch.device("meta"), copies)
+    transport = _in_front(transports, plan.world_size, plan.rank)
     return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)

@@ -35,8 +35,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
-from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
-from thunder_zero.plan.params import Param
+from thunder_zero.comm.transport import Forwarding, PeerBuffers, Shape, Transport
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
@@ -258,15 +257,15 @@ class TaggedTransport(Forwarding):
         self._next = tag
 
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        return self._confirmed(self._announced().all_gather(shards, params, into))
+        return self._confirmed(self._announced().all_gather(shards, shapes, into))
 
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        return self._confirmed(self._announced().reduce_scatter(grads, params))
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
+        return self._confirmed(self._announced().reduce_scatter(grads))
 
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        return self._confirmed(self._announced().all_reduce(grads, params))
+    def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
+        return self._confirmed(self._announced().all_reduce(grads))
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._confirmed(self._announced().trade(outgoing, incoming))

@@ -16,36 +16,36 @@ from copy import copy
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.transport import Forwarding, Transport, outside_autograd
-from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import real_rows
+from thunder_zero.comm.transport import Forwarding, Shape, Transport, outside_autograd
+from thunder_zero.plan import layout
 
 Started = tuple[Sequence[Tensor], Waitable]  # means inside a copy; the handle that averages them over copies
 
 
 class Hybrid(Forwarding):
-    """The transport of a model of several copies."""
+    """The transport of a model of several copies, each on ``world_size`` ranks, of which this is number ``rank``."""
 
-    def __init__(self, shard: Transport, replicate: Transport, world: Transport, plan: Plan) -> None:
+    def __init__(self, shard: Transport, replicate: Transport, world: Transport, world_size: int, rank: int) -> None:
         super().__init__(shard)
-        self._replicate, self._world, self._plan = replicate, world, plan
+        self._replicate, self._world, self._place = replicate, world, (world_size, rank)
         self._pending: set[Callable[[], Started]] = set()  # what nobody has waited for
         self.averages = shard.averages & replicate.averages & world.averages
 
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
         """Gather inside the copy."""
-        return self._inner.all_gather(shards, params, into)
+        return self._inner.all_gather(shards, shapes, into)
 
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
         """Average inside the copy and then, in the background, this rank's rows over all copies."""
-        reduced = self._inner.reduce_scatter(grads, params)
+        reduced = self._inner.reduce_scatter(grads)
+        padding = [layout.padding_rows(grad.shape[0], *self._place) for grad in grads]
 
         def average() -> Started:
             means = reduced.wait()
-            rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
-            return means, self._replicate.all_reduce(rows, params)
+            rows = [mean[: len(mean) - count] for mean, count in zip(means, padding, strict=True)]
+            return means, self._replicate.all_reduce(rows)
 
         started = self._replicate.run_after(average)
         self._pending.add(started)
@@ -54,20 +54,13 @@ class Hybrid(Forwarding):
         def wait() -> tuple[Tensor, ...]:
             self._pending.discard(started)
             means, averaged = started()
-            pairs = zip(means, averaged.wait(), params, strict=True)
-            return tuple(self._with_padding(mean, rows, param) for mean, rows, param in pairs)
+            return tuple(_with_padding(mean, rows) for mean, rows in zip(means, averaged.wait(), strict=True))
 
         return WaitsBy(wait)
 
-    def _with_padding(self, mean: Tensor, rows: Tensor, param: Param) -> Tensor:
-        if rows.shape == mean.shape:
-            return rows  # not copied into the mean, which may be the gradient itself
-        real_rows(mean, param, self._plan).copy_(rows)
-        return mean
-
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+    def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
         """Average over all ranks."""
-        return self._world.all_reduce(grads, params)
+        return self._world.all_reduce(grads)
 
     def with_tag(self, tag: int) -> Hybrid:
         other = copy(self)
@@ -86,3 +79,11 @@ class Hybrid(Forwarding):
             averaged.wait()
         for transport in (self._inner, self._replicate, self._world):
             transport.drain()
+
+
+def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows averaged over copies, with the padding of the mean inside of a copy."""
+    if rows.shape == mean.shape:
+        return rows  # not copied into the mean, which may be the gradient itself
+    mean[: len(rows)].copy_(rows)
+    return mean

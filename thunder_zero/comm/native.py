@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero.comm.handle import BucketPart, Handle
-from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers, outside_autograd
+from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers, Shape, outside_autograd
 from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import layout
-from thunder_zero.plan.params import Param
-from thunder_zero.plan.rows import rows_in
 
 
 class _Native(Launching):
@@ -36,34 +34,34 @@ class _Native(Launching):
 
     @outside_autograd
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
         if into is None:
             own = [shard.detach() for shard in shards]
-            shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
-            fulls = [shard.new_empty(shape) for shard, shape in zip(shards, shapes, strict=True)]
+            padded = [layout.padded_shape(shape, self._world_size) for shape in shapes]
+            fulls = [shard.new_empty(shape) for shard, shape in zip(shards, padded, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
+            own = [self._own_rows(full, shape[0]) for full, shape in zip(fulls, shapes, strict=True)]
         calls: list[tuple[Any, ...]] = [
             (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)
         ]
         parts = self._launch(all_gather_single, calls)
-        unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
+        unpadded = tuple(full[: shape[0]] for full, shape in zip(fulls, shapes, strict=True))
         return Handle(parts, unpadded, self._pending)
 
     @outside_autograd
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
-        padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
+        padded_shapes = [layout.padded_shape(grad.shape, self._world_size) for grad in grads]
         shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
-        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        shapes = [layout.shard_shape(grad.shape, self._world_size) for grad in grads]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
         return Handle([*self._launch(reduce_scatter_single, calls), self._division(means)], means, self._pending)
 
     @outside_autograd
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def all_reduce(self, grads: Sequence[Tensor]) -> Handle:
         # Copied: the collective works in place, and other operations may still read the gradient.
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
@@ -123,8 +121,9 @@ class _Native(Launching):
         else:
             torch.div(grad, before, out=out)
 
-    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
-        return rows_in(full, param, self._world_size, self._rank)
+    def _own_rows(self, full: Tensor, rows: int) -> Tensor:
+        start, stop = layout.stored_range(rows, self._world_size, self._rank)
+        return full[start:stop]
 
 
 class CoalescedNccl(_Native):
@@ -150,8 +149,8 @@ class PerTensor(_Native):
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
 
-    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
-        return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
+    def _own_rows(self, full: Tensor, rows: int) -> Tensor:
+        return super()._own_rows(full, rows).clone()  # MPI forbids an input that lies inside the output
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:

@@ -43,10 +43,9 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
 from thunder_zero.comm.lost_ranks import raise_named
-from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, outside_autograd
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, Shape, outside_autograd
 from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
-from thunder_zero.plan.params import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
 Message = Callable[[Tensor, int, ProcessGroup, int], Wait]  # starts one: send or receive
@@ -74,17 +73,17 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
         bucket, parts = self._bucket(), []
         fulls: list[Any] = [None] * len(shards)
-        for message in self._messages(params, shards[0].itemsize):
+        for message in self._messages(shapes, shards[0].itemsize):
             rows = [shards[at] for at in message.members]
             if into is None and message.is_even:
                 parts.append(self._gather_even(bucket, rows, message, fulls))
                 continue
             for at in message.members:
-                shape = params[at].shape
+                shape = shapes[at]
                 fulls[at] = shards[at].new_empty(shape) if into is None else into[at].detach()[: shape[0]]
             parts.append(self._gather(bucket, rows, [fulls[at] for at in message.members], copies=into is None))
         return Handle(bucket.posted(parts), fulls, self._pending)
@@ -102,9 +101,9 @@ class PairwiseGloo(Launching):
         cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
         return bucket.receive({rank: rows[rank] for rank in self._peers}, cut)
 
-    def _messages(self, params: Sequence[Param], itemsize: int) -> tuple[PackedMessage, ...]:
-        """The messages of a bucket of sharded parameters."""
-        return packed_messages(tuple([param.shape for param in params]), itemsize, self._world_size, PACK_BELOW_BYTES)
+    def _messages(self, shapes: Sequence[Shape], itemsize: int) -> tuple[PackedMessage, ...]:
+        """The messages of a bucket of sharded tensors."""
+        return packed_messages(tuple(shapes), itemsize, self._world_size, PACK_BELOW_BYTES)
 
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
@@ -122,10 +121,10 @@ class PairwiseGloo(Launching):
         return bucket.receive(slots, unpack)
 
     @outside_autograd
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts = self._bucket(), []
-        for message in self._messages(params, grads[0].itemsize):
+        for message in self._messages([grad.shape for grad in grads], grads[0].itemsize):
             members = message.members
             of = [grads[at] for at in members]
             unpack: Callable[[], None] | None
@@ -152,7 +151,7 @@ class PairwiseGloo(Launching):
         return mean[:rows]
 
     @outside_autograd
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def all_reduce(self, grads: Sequence[Tensor]) -> Handle:
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts, spreads = self._bucket(), [], []
         shapes, limit = tuple([grad.shape for grad in grads]), PACK_BELOW_BYTES * self._world_size
@@ -348,17 +347,15 @@ class PackedMessage:
     """
 
     members: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    shard_shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
+    shard_shapes: tuple[Shape, ...]
     sizes: tuple[int, ...]
     elements: int
     is_even: bool
 
 
 @cache
-def packed_messages(
-    shapes: tuple[tuple[int, ...], ...], itemsize: int, world_size: int, limit: int
-) -> tuple[PackedMessage, ...]:
+def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, limit: int) -> tuple[PackedMessage, ...]:
     """The messages of a bucket of parameters of these shapes. What takes less than ``limit`` bytes shares one."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
     found = []

@@ -1,6 +1,6 @@
 """What all transports do, what they share, and the transport of one rank alone.
 
-In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a handle, whose ``wait`` gives the results::
+In: tensors of a bucket, one dtype. Out: a handle, whose ``wait`` gives the results::
 
     all_gather       shards     (rows / W, ...)  ->  parameters  (rows, ...)      each rank's rows to all
     reduce_scatter   gradients  (rows, ...)      ->  means       (rows / W, ...)  this rank's rows
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Handle, Result, Waitable
-from thunder_zero.plan.params import Param
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
+Shape = tuple[int, ...]
 PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,29 +51,28 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather sharded parameters.
+        """Gather sharded tensors.
 
         Args:
-            shards: contiguous, each ``layout.shard_shape(param.shape, W)``.
-            into: buffers of ``layout.padded_shape(param.shape, W)`` in which this rank's rows already are the
+            shards: contiguous, each ``layout.shard_shape(shape, W)``.
+            shapes: of the full tensors, without padding.
+            into: buffers of ``layout.padded_shape(shape, W)`` in which this rank's rows already are the
                 shards; the other rows are filled.
 
         Returns:
-            A handle of the full, unpadded, contiguous parameters (views of ``into``, if given).
+            A handle of the full, unpadded, contiguous tensors (views of ``into``, if given).
         """
 
     @abstractmethod
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average gradients of sharded parameters over ranks; each is ``param.shape``, in ``param.reduce_dtype``,
-        contiguous or not. The handle has this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, zero in
-        the padding."""
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
+        """Average full tensors over ranks, contiguous or not. The handle has this rank's rows of the means,
+        ``layout.shard_shape(grad.shape, W)``, zero in the padding."""
 
     @abstractmethod
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average gradients of replicated parameters over ranks. The handle has the means, equal on all ranks, in new
-        tensors (for W > 1)."""
+    def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
+        """Average full tensors over ranks. The handle has the means, equal on all ranks, in new tensors (for W > 1)."""
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
@@ -147,13 +146,13 @@ class SingleRank(Launching):
     averages = FLOATS | COMPLEX
 
     def all_gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+        self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
         """The shards are the parameters, since this rank has all rows."""
         fulls = tuple(shard.detach() for shard in (shards if into is None else into))
         return Handle((), fulls, self._pending)
 
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
         """The mean over one rank is the gradient itself."""
         means = tuple(grad.contiguous() for grad in grads)
         return Handle((), means, self._pending)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.staging import rest_device
 from thunder_zero.optim.owners import Member, Values
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
+from thunder_zero.sharded.wire import rest_device
 
 ByPeer = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
 

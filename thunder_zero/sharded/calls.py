@@ -35,7 +35,7 @@ class Calls:
     """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`)."""
 
     def __init__(self, state: Share) -> None:
-        self._state, self._plan, self._transport = state, state.plan, state.transport
+        self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
         self._params: dict[Sequence[str], tuple[Param, ...]] = {}  # of buckets, by their paths
@@ -68,7 +68,7 @@ class Calls:
 
     def enter(self, phase: str, schedule: str) -> None:
         """The first of our lines in each phase; peers whose launches there have another digest are refused."""
-        self._transport.enter_phase(phase, schedule, self._state.training_forwards)
+        self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
@@ -80,10 +80,10 @@ class Calls:
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = self._of_bucket(paths)
         if params[0].resident:
-            return self._state.resident.gather(shards, params, self._transport)
+            return self._state.resident.gather(shards, params, self._wire)
         if not self._plan.policy.reshard_after_backward and params[0].kept_unsharded:
-            return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
-        return self._transport.all_gather(shards, params)
+            return self._state.kept_unsharded.gather(shards, params, self._wire, last=self.synced)
+        return self._wire.gather(shards, params)
 
     def _of_bucket(self, paths: Sequence[str]) -> tuple[Param, ...]:
         """The parameters of a bucket, whose paths are a constant of a program."""
@@ -99,13 +99,9 @@ class Calls:
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         sums = [add(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):
-            handle = self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
+            handle = self._state.clock.watched(self._wire.reduce(sums, params), paths[0], gather=False)
         self._state.labels.gradients_are_made(paths)
         return self._state.labels.watched(handle, Kind.REDUCE, paths)
-
-    def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
-        return start(grads, params)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
         deferred = self._accumulation.take(param.path)
@@ -143,7 +139,7 @@ class Calls:
             total = self._accumulation.take(path)
             nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
             full = nothing if total is None else total
-            (means[path],) = self._reduce([full], [param]).wait()
+            (means[path],) = self._wire.reduce([full], [param]).wait()
         self.wait_offloaded(list(means.values()))
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.staging import is_staged, rest_device
-from thunder_zero.comm.transport import Transport
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import own_rows, padded, rows_in
+from thunder_zero.sharded.wire import Wire, is_staged, rest_device
 from thunder_zero.sharded.writes import Versions, digests_of
 
 
@@ -132,14 +131,14 @@ class ResidentParameters:
         """The full parameter as it was refreshed last, unpadded: a view."""
         return self._buffers[param.path][: param.shape[0]]
 
-    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport) -> Waitable:
+    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], wire: Wire) -> Waitable:
         """Refresh the stale parameters; the handle gives all of them."""
         paths = [param.path for param in params]
         buffers = [self._buffers[path] for path in paths]
         stale = [at for at, path in enumerate(paths) if path in self._stale]
         refresh = None
         if stale:
-            refresh = transport.all_gather(
+            refresh = wire.gather(
                 [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
             )
             self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
@@ -178,9 +177,7 @@ class KeptUnsharded:
                 f"it after the last micro-batch, outside of no_sync"
             )
 
-    def gather(
-        self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport, *, last: bool
-    ) -> Waitable:
+    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], wire: Wire, *, last: bool) -> Waitable:
         """Gather the parameters that no earlier micro-batch left; the last one, which reduces, leaves none."""
         self.drop(filter(self._versions.changed, tuple(self._held)))
         found = {param.path: self._held.get(param.path) for param in params}
@@ -188,7 +185,7 @@ class KeptUnsharded:
         handle = None
         if missing:
             rows = [shards[at] for at in missing]
-            handle = transport.all_gather(rows, [params[at] for at in missing])
+            handle = wire.gather(rows, [params[at] for at in missing])
             if not last:
                 self._digests.update(zip((params[at].path for at in missing), digests_of(rows).unbind(), strict=True))
         if last:

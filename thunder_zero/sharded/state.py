@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, require_same
 from thunder_zero.comm.backends import model_transport
-from thunder_zero.comm.collective_tags import CollectiveTag, TaggedTransport, doing, what_is_done
+from thunder_zero.comm.collective_tags import CollectiveTag, doing, what_is_done
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
-from thunder_zero.comm.staging import HostCopies
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.compat.torch_gaps import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
@@ -30,6 +29,7 @@ from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.sharded.placeholders import placeholder
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
 from thunder_zero.sharded.waits import Clock, Labels
+from thunder_zero.sharded.wire import Wire
 from thunder_zero.sharded.writes import Versions
 
 
@@ -62,14 +62,14 @@ class Share:
         plan: Plan,
         device: torch.device,
         name: str,
-        transport: TaggedTransport,
-        copies: HostCopies,
+        wire: Wire,
         at_rest: dict[str, Tensor],
         specs: Mapping[str, DTensorSpec],
         *,
         digests: bool = True,
     ) -> None:
-        self.plan, self.device, self.name, self.transport, self.copies = plan, device, name, transport, copies
+        self.plan, self.device, self.name, self.wire = plan, device, name, wire
+        self.transport, self.copies = wire.transport, wire.copies
         self.accumulation = Accumulation()
         self.training_forwards = 0
         self.clock = Clock(device)
@@ -131,10 +131,9 @@ class State(Share):
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
-        copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         name = f"model {next_number(self.group)} ({type(module).__name__})"
-        transport = model_transport(plan, ranks, device, copies, name)
-        super().__init__(plan, device, name, transport, copies, at_rest, specs_of(plan, ranks, device))
+        wire = Wire(model_transport(ranks, device, name), plan, device)
+        super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
         for path, original in plain.items():
             with_attributes_of(self.shards[path], original)
@@ -221,7 +220,7 @@ class State(Share):
         exact = replace(param, compute_dtype=shard.dtype)
         what = what_is_done() or f"a gather of {self.name}"
         self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
-        full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        full = self.wire.gather([shard], [exact]).wait()[0].clone()
         self.copies.wait()
         return full
 
@@ -231,6 +230,6 @@ class State(Share):
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
-        self.transport.all_gather(shards, params).wait()
+        self.wire.gather(shards, params).wait()
         self.copies.wait()
         return start.until(self.clock.now())

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.staging import rest_device
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import own_rows
+from thunder_zero.sharded.wire import rest_device
 
 CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
 

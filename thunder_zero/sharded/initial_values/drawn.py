@@ -108,7 +108,7 @@ class Drawn:
         if value is None:
             return None
         if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
-            value = self._transport.all_gather([value.to(self._model.device)], [param]).wait()[0]
+            value = self._transport.all_gather([value.to(self._model.device)], [param.shape]).wait()[0]
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:

@@ -25,7 +25,6 @@ from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.small_collectives import barrier
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.plan.params import Param
 from thunder_zero.schedule.timeline import Work
 
 Call = Callable[[], object]
@@ -208,20 +207,15 @@ class Collectives:
         world = self._group.size()
         full = sent * world / (TIMES[kind] * (world - 1)) / 4  # elements of float32
         rows = ceil(full / SENT_COLUMNS / tensors / world) * world
-        params = [_param((rows, SENT_COLUMNS)) for _ in range(tensors)]
+        shapes = [(rows, SENT_COLUMNS)] * tensors
         shape = (rows // world, SENT_COLUMNS) if kind == "gather" else (rows, SENT_COLUMNS)
-        sources: list[Tensor] = [torch.ones(shape) for _ in params]
-        starts: dict[str, Callable[[Sequence[Tensor], Sequence[Param]], Waitable]] = {
-            "gather": self._transport.all_gather,
-            "scatter": self._transport.reduce_scatter,
-            "all_reduce": self._transport.all_reduce,
+        sources: list[Tensor] = [torch.ones(shape) for _ in shapes]
+        starts: dict[str, Callable[[], Waitable]] = {
+            "gather": lambda: self._transport.all_gather(sources, shapes),
+            "scatter": lambda: self._transport.reduce_scatter(sources),
+            "all_reduce": lambda: self._transport.all_reduce(sources),
         }
-        return lambda: starts[kind](sources, params)
-
-
-def _param(shape: tuple[int, ...]) -> Param:
-    float32 = torch.float32
-    return Param("x", (), shape, float32, float32, float32, True, "", True, False, True)
+        return starts[kind]
 
 
 def _clocked(call: Callable[[], Result]) -> tuple[float, Result]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.comm.backends import unsent_transport
-from thunder_zero.comm.staging import HostCopies
 from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.accumulation import Accumulation
 from thunder_zero.sharded.state import Share
+from thunder_zero.sharded.wire import UnsentWire
 from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
@@ -94,8 +94,7 @@ class Rehearsal(Share):
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
             digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process
-        copies = HostCopies(META, offloaded=False)
-        transport = unsent_transport(plan, backend, copies, "the model")
+        wire = UnsentWire(unsent_transport(plan, backend, "the model"), plan, META)
         whole = {
             param.path: torch.empty(
                 param.shape if param.resident or not param.sharded else plan.shard_shape(param),
@@ -104,7 +103,7 @@ class Rehearsal(Share):
             )
             for param in plan.params
         }
-        super().__init__(plan, META, "the model", transport, copies, whole, {}, digests=False)
+        super().__init__(plan, META, "the model", wire, whole, {}, digests=False)
         self.accumulation = Accumulation(synced=synced)
         self.resident.mark_stale(self.shards)
 

@@ -1,4 +1,9 @@
-"""Casts (mixed precision) and copies to and from host memory, in front of another transport.
+"""Sends parameters and gradients as the plan says: in which dtype, from and to which memory.
+
+::
+
+    gather   shards, at rest  ->  cast, copied to the device  ->  transport  ->  full parameters
+    reduce   full gradients   ->  transport  ->  means        ->  cast, copied to where the shards rest
 
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
@@ -12,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.transport import Forwarding, Transport, outside_autograd
+from thunder_zero.comm.transport import outside_autograd
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import rows_in
 
@@ -53,61 +59,60 @@ def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
     return param.is_cast or rest_device(param, plan, device) != device
 
 
-def needs_staging(plan: Plan, device: torch.device) -> bool:
+def _casts_or_copies(plan: Plan, device: torch.device) -> bool:
     """Whether any parameter or gradient is cast or copied."""
     return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
 
 
-class Staging(Forwarding):
-    """A transport that casts and copies in front of another; what is traded is on the device of compute already."""
+class Wire:
+    """The transport of a model, with the casts and copies of its plan around it."""
 
-    def __init__(self, inner: Transport, plan: Plan, device: torch.device, copies: HostCopies) -> None:
-        super().__init__(inner)
-        self._copies = copies
-        self._plan = plan
-        self._device = device
+    def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device) -> None:
+        self.transport = transport
+        self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
+        self._plan, self._device = plan, device
+        self._stages = _casts_or_copies(plan, device)
 
-    @outside_autograd
-    def all_gather(
+    def gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather in the dtype and on the device of compute; this rank's rows of ``into`` are written, too."""
+        """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
+        with padding, are written, too."""
+        shapes = [param.shape for param in params]
+        if self._stages:
+            shards = self._staged(shards, params, into)
+        return self.transport.all_gather(shards, shapes, into)
+
+    @outside_autograd
+    def _staged(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None
+    ) -> Sequence[Tensor]:
+        """Return what is sent: this rank's rows, cast and copied; in ``into``, if that is given."""
         if into is None:
             staged = [
                 self._on_device(shard, param).to(param.compute_dtype)
                 for shard, param in zip(shards, params, strict=True)
             ]
-            self._copies.note()
-            return self._inner.all_gather(staged, params)
-        own = [
-            rows_in(buffer, param, self._plan.world_size, self._plan.rank)
-            for buffer, param in zip(into, params, strict=True)
-        ]
-        for rows, shard, param in zip(own, shards, params, strict=True):
-            if is_staged(param, self._plan, self._device):
-                rows.copy_(self._on_device(shard, param))
-        self._copies.note()
-        return self._inner.all_gather(own, params, into=into)
+        else:
+            place = self._plan.world_size, self._plan.rank
+            staged = [rows_in(buffer, param, *place) for buffer, param in zip(into, params, strict=True)]
+            for rows, shard, param in zip(staged, shards, params, strict=True):
+                if is_staged(param, self._plan, self._device):
+                    rows.copy_(self._on_device(shard, param))
+        self.copies.note()
+        return staged
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().to(self._device, non_blocking=True)
 
-    @outside_autograd
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average; the means have the dtypes and devices of the shards."""
-        return self._put_back(self._inner.reduce_scatter(grads, params), params)
-
-    @outside_autograd
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average; the means have the parameters' dtypes."""
-        return self._put_back(self._inner.all_reduce(grads, params), params)
-
-    def with_tag(self, tag: int) -> Staging:
-        return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
-
-    def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
-        """The handle of means that are cast and copied to the dtypes and devices of the shards. A copy to host memory
-        may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all of them."""
+    def reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average gradients of sharded parameters, or of replicated ones; the means have the dtypes and devices of the
+        shards. A copy to host memory may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all
+        of them."""
+        start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
+        handle = start(grads)
+        if not self._stages:
+            return handle
         places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
 
         @outside_autograd
@@ -116,3 +121,10 @@ class Staging(Forwarding):
             return tuple(mean.to(dtype).to(device, non_blocking=True) for mean, (device, dtype) in means)
 
         return WaitsBy(wait)
+
+
+class UnsentWire(Wire):
+    """A wire where host memory and the device are both meta."""
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
