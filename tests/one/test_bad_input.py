@@ -64,6 +64,8 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "check_gradients": ((None,), "True or False"),
     "times": ((0.5,), "thunder_zero.schedule.Times, as measure_times makes them, or None"),
     "unit_of": (("blocks",), "a function"),
+    "passes": ((len, ("bucket",)), "a tuple of functions"),
+    "transport": (("gloo",), "a function that makes a Transport"),
 }
 
 

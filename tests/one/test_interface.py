@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import raised, says
 from tests.harness.models import full
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Policy
-from thunder_zero.comm.transport import SingleRank
+from thunder_zero.comm.native import PerTensor
+from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan.params import make_plan
-from thunder_zero.schedule import Kind, Op
+from thunder_zero.schedule import Kind, Op, Timeline
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.tools import Traces
 
@@ -209,6 +210,29 @@ def checked(policy: Policy) -> set[str]:
     return {path for path in PATHS if f'"{path}"' in text}
 
 
+def ended_at_once(timeline: Timeline) -> Timeline:
+    """A pass: each reduction is waited for where it starts."""
+    waits = {op.reads[0]: op for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
+    pairs = [(op, waits[op.writes[0]]) if op.kind is Kind.REDUCE else (op,) for op in timeline.ops]
+    return timeline.with_ops(op for pair in pairs for op in pair if len(pair) > 1 or op not in waits.values())
+
+
+def without_first_wait(timeline: Timeline) -> Timeline:
+    """A pass that loses a gradient."""
+    lost = next(op for op in timeline.ops if timeline.ends(op, Kind.REDUCE))
+    return timeline.with_ops(op for op in timeline.ops if op is not lost)
+
+
+def reductions_at_once(policy: Policy) -> int:
+    """The most reductions that are under way."""
+    flying, most = set[str](), 0
+    for op in traces(policy).timeline.ops:
+        flying |= set(op.writes) if op.kind is Kind.REDUCE else set()
+        flying -= set(op.reads) if op.kind is Kind.WAIT else set()
+        most = max(most, len(flying))
+    return most
+
+
 def measured(bytes_per_second: float) -> tz.schedule.Times:
     seconds = dict.fromkeys(PATHS, 1.0)
     return tz.schedule.Times(seconds, seconds, bytes_per_second)
@@ -264,6 +288,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
         [(False, False), (True, True)],
     ),
     "check_gradients": (TEXTBOOK, checked, [(False, set()), (True, PATHS)]),
+    "passes": (TEXTBOOK, reductions_at_once, [((), 4), ((ended_at_once,), 1)]),
 }
 
 
@@ -276,7 +301,7 @@ def test_a_field_of_the_policy_changes_something(field: str) -> None:
 
 def test_every_field_of_the_policy_changes_something() -> None:
     unseen = {field.name for field in fields(Policy)} - SEEN.keys()
-    tests = {"reshard_after_backward", "broadcast_from"}
+    tests = {"reshard_after_backward", "broadcast_from", "transport"}
     assert unseen == tests, "a field without a visible effect cannot ship; show here what it changes"
     assert all(f"test_{field}" in globals() for field in tests)
 
@@ -315,3 +340,29 @@ def test_broadcast_from() -> None:
         assert not broadcast.called
         WAYS["transform"](Net(), broadcast_from=0)
     assert [call.args[0].nbytes for call in broadcast.call_args_list] == [WEIGHT, 28] * 3 + [28, 4]
+
+
+def test_transport() -> None:
+    """Which transport a model gets; what one of the user's sends: tests/ranks/test_transport.py."""
+    made: list[tuple[int, int]] = []
+
+    def make(group: dist.ProcessGroup, role: int) -> Transport:
+        made.append((group.size(), role))
+        return PerTensor(group, role)
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        tz.compile(Net(), 3, transport=make)(X)
+        assert set(made) == {(2, 0)}
+        says(lambda: tz.compile(Net(), 3, transport=lambda group, role: group), "Policy.transport made a ProcessGroup")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_pass_of_the_users_is_proved() -> None:
+    says(
+        lambda: traces(replace(TEXTBOOK, passes=(without_first_wait,))),
+        "ScheduleError: after the pass without_first_wait of Policy.passes",
+        "is never waited for",
+    )
+    says(lambda: traces(replace(TEXTBOOK, passes=(str,))), "TypeError: the pass str returned str")

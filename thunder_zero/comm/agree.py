@@ -26,6 +26,8 @@ from thunder_zero.comm.handle import Result
 from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, flat_bytes
 from thunder_zero.plan.params import Plan
 
+FUNCTIONS = ("unit_of", "passes", "transport")  # of a policy; the units and the schedules that they make are compared
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -47,7 +49,7 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
-        if field.name != "unit_of"  # a function: the units that it returns are compared
+        if field.name not in FUNCTIONS
     ]
     facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.replicas} x {plan.world_size}"

@@ -35,16 +35,18 @@ from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
 from thunder_zero.plan.params import Plan
 
+Make = Callable[[ProcessGroup, int], Transport]
 # (device type, backend) -> transport; PerTensor for all others
-BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
+BACKENDS: Mapping[tuple[str, str], Make] = {
     ("cpu", "gloo"): PairwiseGloo,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
     ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
     ("cuda", "fake"): CoalescedNccl,  # stands in for NCCL: the same kernels and memory, no peers
 }
 
 
-def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
-    """The transport for tensors on ``device``; transports of one model that may share a group have different roles."""
+def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make: Make | None = None) -> Transport:
+    """The transport for tensors on ``device``; transports of one model that may share a group have different roles.
+    ``make``: instead of the backend's (``Policy.transport``)."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
     if backend is None:
@@ -54,10 +56,15 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
         )
     if dist.get_world_size(group) == 1:
         return SingleRank()
-    return BACKENDS.get((device.type, backend), PerTensor)(group, role)
+    transport = (make or BACKENDS.get((device.type, backend), PerTensor))(group, role)
+    if not isinstance(transport, Transport):
+        raise TypeError(
+            f"Policy.transport made a {type(transport).__name__}; return a thunder_zero.comm.transport.Transport"
+        )
+    return transport
 
 
-def model_transport(ranks: Ranks, device: torch.device, model: str) -> TaggedTransport:
+def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make | None) -> TaggedTransport:
     """The transport of a model, ``model`` in errors: over one group or several. Tags are announced where that costs
     next to nothing (gloo, in host memory), or if torch's debug switch asks."""
     groups = (
@@ -65,7 +72,7 @@ def model_transport(ranks: Ranks, device: torch.device, model: str) -> TaggedTra
         if ranks.replicate_group is None
         else [ranks.shard_group, ranks.replicate_group, ranks.world]
     )
-    transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
+    transports = [transport_for(group, device, role, make) for role, group in enumerate(groups)]
     transport = _in_front(transports, ranks.shard_group.size(), ranks.shard_group.rank())
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
@@ -108,7 +115,7 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     originals = (module.get_parameter(param.path) for param in plan.params)
     real = (original.device for original in originals if not original.is_meta)
     device = device or next(real, _default_device(ranks.world))
-    reducible = transport_for(ranks.world, device).averages
+    reducible = transport_for(ranks.world, device, make=plan.policy.transport).averages
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reducible:
             raise ValueError(

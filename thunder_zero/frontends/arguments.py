@@ -75,6 +75,8 @@ class Arguments(TypedDict, total=False):
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool
+    passes: tuple[Callable[[Any], Any], ...]
+    transport: Callable[[Any, int], Any] | None
 
 
 @dataclass(frozen=True, slots=True)

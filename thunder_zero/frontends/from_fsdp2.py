@@ -62,9 +62,12 @@ ROWS: tuple[tuple[str, str], ...] = (
         "nothing: all ranks run the same program, so a parameter is used on all of them or on none",
     ),
     (
-        "`set_custom_all_gather`, `set_custom_reduce_scatter`, `set_all_reduce_hook`, `set_post_optim_event`, "
-        "`set_separate_reduce_scatter_group`, `set_allocate_memory_from_process_group_for_comm`, "
-        "`set_symm_mem_for_comm`",
+        "`set_custom_all_gather`, `set_custom_reduce_scatter`",
+        "`transport=`: a transport of one's own",
+    ),
+    (
+        "`set_all_reduce_hook`, `set_post_optim_event`, `set_separate_reduce_scatter_group`, "
+        "`set_allocate_memory_from_process_group_for_comm`, `set_symm_mem_for_comm`",
         "nothing: collectives are lines of the trace, which the schedule orders and torch's process group sends",
     ),
     ("`offload_policy=CPUOffloadPolicy()`", "`cpu_offload=True`"),

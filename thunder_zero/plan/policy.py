@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from thunder_zero.plan.precision import MixedPrecision
@@ -164,6 +164,11 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
+        passes: functions from timeline to timeline, called in this order after the passes of
+            :mod:`thunder_zero.schedule.passes` but the last, which frees; each is proved as those are (default none).
+        transport: makes the :class:`thunder_zero.comm.transport.Transport` on which the model's collectives run, from a
+            process group and a number; hybrid sharding has three, which may share a group and differ in the number
+            (default None: by the backend). Such as a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``.
 
     Raises:
         ValueError: a field is out of its range.
@@ -188,6 +193,8 @@ class Policy:
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
+    passes: tuple[Callable[[Any], Any], ...] = ()
+    transport: Callable[[Any, int], Any] | None = None
 
     def __post_init__(self) -> None:
         if not is_count(self.stage) or self.stage >= len(STAGES):
@@ -225,6 +232,13 @@ class Policy:
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):
             raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
+        if not isinstance(self.passes, tuple) or not all(map(callable, self.passes)):
+            raise ValueError(f"passes is {self.passes!r}; give a tuple of functions from timeline to timeline")
+        if self.transport is not None and not callable(self.transport):
+            raise ValueError(
+                f"transport is {self.transport!r}; give a function that makes a Transport of a process group and "
+                f"a number, such as a subclass of thunder_zero.comm.pairwise.PairwiseGloo, or None"
+            )
 
     def __repr__(self) -> str:
         """The stage and the fields that are not their defaults; of many paths the first ones."""

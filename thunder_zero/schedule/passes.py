@@ -15,8 +15,9 @@ from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.timeline import ScheduleError, Timeline
 from thunder_zero.schedule.verify import check_pass, check_schedule
+from thunder_zero.schedule.verify_in_flight import check_making
 from thunder_zero.schedule.verify_recompute import check_recompute
 
 Pass = Callable[[Timeline], Timeline]
@@ -49,7 +50,13 @@ PASSES = (
 
 
 def run(timeline: Timeline) -> Timeline:
-    """The schedule of a lifted timeline: every pass in order, with a proof before the first and after each."""
+    """The schedule of a lifted timeline: every pass in order, with a proof before the first and after each. The user's,
+    ``Policy.passes``, come before the last, which frees.
+
+    Raises:
+        ScheduleError: a pass of the user's breaks a rule; names the pass.
+        TypeError: it returns no timeline.
+    """
     lifted = timeline
     check_pass(lifted, lifted)
     *steps, last = PASSES
@@ -58,6 +65,22 @@ def run(timeline: Timeline) -> Timeline:
         check_pass(timeline, lifted)
         if step is recompute:
             check_recompute(timeline, before)
+    for own in lifted.plan.policy.passes:
+        timeline = _checked(own, timeline, lifted)
     timeline = last(timeline)
     check_schedule(timeline, lifted)
     return timeline
+
+
+def _checked(own: Pass, timeline: Timeline, lifted: Timeline) -> Timeline:
+    """Return the timeline after a pass of the user's, proved as those of this room are."""
+    name = getattr(own, "__name__", type(own).__name__)
+    result = own(timeline)
+    if not isinstance(result, Timeline):
+        raise TypeError(f"the pass {name} returned {type(result).__name__}; return a thunder_zero.schedule.Timeline")
+    try:
+        check_pass(result, lifted)
+        check_making(result)
+    except ScheduleError as error:
+        raise ScheduleError(f"after the pass {name} of Policy.passes: {error}") from None
+    return result

@@ -132,7 +132,7 @@ class State(Share):
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
         name = f"model {next_number(self.group)} ({type(module).__name__})"
-        wire = Wire(model_transport(ranks, device, name), plan, device)
+        wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
         for path, original in plain.items():

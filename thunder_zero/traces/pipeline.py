@@ -18,11 +18,12 @@ from ``frontends/dynamo/convert.py``, or from Thunder, whose hooks in ``frontend
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from thunder_zero.schedule import passes, verify
-from thunder_zero.schedule.timeline import ScheduleError, Timeline
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.insert import launches_of, with_enter
 from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
 from thunder_zero.traces.split import split, with_frees
@@ -83,7 +84,9 @@ def scheduled(joint: JointTrace) -> Scheduled:
         trace = defer_reductions(trace, facts.executor)
     trace = close_backward(trace, facts)
     lifted = lift(trace, facts)
-    timeline = passes.run(lifted)
+    names = ("forward", "backward") if is_joint(trace.bound_symbols[-1].args[0]) else (FORWARD_ALONE,)
+    with _told_to_all(facts, names):
+        timeline = passes.run(lifted)
     trained = frozenset(path for path, _ in lifted.gradients)
     return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
 
@@ -115,18 +118,24 @@ def by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]
 def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
     """Prove that the traces that will run are right, and that all ranks will run the same."""
     facts, phases = scheduled.facts, by_name(forward, backward)
-    agree = facts.executor.runtime.agree_on_schedule
-    try:
+    with _told_to_all(facts, phases):
         timeline = lift_phases(forward, backward, facts)
         if backward is None:
             timeline = replace(timeline, plan=scheduled.lifted.plan)  # forward alone frees everything
         verify.check(timeline, trained=frozenset() if backward is None else scheduled.trained)
-    except ScheduleError as error:  # tell the other ranks, which would wait for this one
-        for phase in phases:
-            agree(facts.named(phase), [str(error)])
-        raise
     for phase, trace in phases.items():
-        agree(facts.named(phase), launches_of(trace, facts.executor))
+        facts.executor.runtime.agree_on_schedule(facts.named(phase), launches_of(trace, facts.executor))
+
+
+@contextmanager
+def _told_to_all(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
+    """Tell the other ranks if the block raises: they would wait for this one where schedules are compared."""
+    try:
+        yield
+    except Exception as error:  # a pass of the user's may raise anything
+        for phase in phases:
+            facts.executor.runtime.agree_on_schedule(facts.named(phase), [str(error)])
+        raise
 
 
 def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:

@@ -197,8 +197,8 @@ def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None
 
 
 def plan_of(traces: Traces) -> Plan:
-    """The plan, without the function that found its units, which often cannot be pickled."""
-    return replace(traces.plan, policy=replace(traces.plan.policy, unit_of=None))
+    """The plan, without its policy's functions, which often cannot be pickled."""
+    return replace(traces.plan, policy=replace(traces.plan.policy, unit_of=None, passes=(), transport=None))
 
 
 def require_of(memory: Memory, traces: Traces) -> None:

@@ -1,0 +1,74 @@
+"""Passes and transports of the user's own, on ranks: docs/extending.md and its example."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_zero as tz
+from tests.harness.as_one_process import on_all_ranks
+from tests.harness.errors import raised
+from tests.harness.examples import run_main
+from tests.harness.models import Mlp, fresh, full
+from tests.harness.ranks import RanksPool
+from thunder_zero.schedule import Kind, Timeline
+
+PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+
+
+def the_page_runs(rank: int, world_size: int) -> None:
+    """Both models have the gradients of one without; what was gathered is what the plan says."""
+    x = torch.linspace(-1, 1, 14).view(2, 7) + rank
+    usual = tz.compile(fresh(Mlp), stage=3)
+    usual(x).sum().backward()
+    names: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
+        names |= {"module": fresh(Mlp), "x": x}
+        exec(program, names)
+        for mine, theirs in zip(names["model"].parameters(), usual.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(full(mine.grad), full(theirs.grad))
+    timeline = tz.traces_of(names["model"]).timeline
+    sent = [param for op in timeline.ops if op.kind is Kind.GATHER for param in timeline.params_of(op)]
+    assert names["Counting"].gathered == sum(4 * prod(timeline.plan.shard_shape(param)) for param in sent)
+
+
+def a_pass_fails_on_one_rank(rank: int, world_size: int) -> None:
+    """All ranks raise, and the next model trains."""
+
+    def fails(timeline: Timeline) -> Timeline:
+        if rank:
+            raise ValueError("this rank's own fault")
+        return timeline
+
+    def launches_last(timeline: Timeline) -> Timeline:
+        """On one rank another schedule: its first two gathers in another order."""
+        first, second = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER][:2]
+        ops = list(timeline.ops)
+        ops[first], ops[second] = ops[second], ops[first]
+        return timeline.with_ops(ops) if rank else timeline
+
+    for own, words in ((fails, ("this rank's own fault",)), (launches_last, ("line 0 of the collectives",))):
+        model = tz.compile(fresh(Mlp), stage=3, passes=(own,), prefetch=3)
+        said = on_all_ranks(raised(lambda model=model: model(torch.ones(2, 7))))  # type: ignore[misc]
+        assert all(word in text for text in said for word in words), said
+    tz.compile(nn.Linear(2, 2), stage=3)(torch.ones(1, 2)).sum().backward()
+
+
+def test_passes_and_transports_of_the_users(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, the_page_runs)
+    ranks_pool.run(2, a_pass_fails_on_one_rank)
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_the_page_shows(ranks_pool: RanksPool) -> None:
+    printed = run_main(ranks_pool, "own_pass")
+    assert printed in PAGE
+    assert printed.count("\n") == 2
