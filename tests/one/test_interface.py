@@ -196,6 +196,13 @@ def bytes_of_layer_1(policy: Policy) -> list[int]:
     return [sum(traces(policy).timeline.bytes_sent(op) for op in each if "layers.1.bias" in op.params) for each in ops]
 
 
+def bytes_of_weights(policy: Policy) -> list[int]:
+    """What rank 0, which owns two of seven rows, sends to gather the second layer's weight, and to reduce its gradient.
+    In a format 14 elements take 4 bytes for their scale and 16 for themselves."""
+    param = traces(policy).plan.by_name["layers.1.weight"]
+    return [traces(policy).plan.gather_bytes(param), traces(policy).plan.reduce_bytes(param)]
+
+
 def computed_again(policy: Policy) -> list[int]:
     """How many exp and how many linear layers backward computes."""
     trace = traces(policy, wide).backward
@@ -288,6 +295,8 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
         [(False, False), (True, True)],
     ),
     "check_gradients": (TEXTBOOK, checked, [(False, set()), (True, PATHS)]),
+    "gather_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [60, 140])]),
+    "reduce_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [168, 60])]),
     "passes": (TEXTBOOK, reductions_at_once, [((), 4), ((ended_at_once,), 1)]),
 }
 

@@ -57,10 +57,12 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/layout.py",    NOT,    NOT,     NOT,     NOTHING),
     Room("plan/precision.py", IMPORT, NOT,     NOT,     NOTHING),
-    Room("plan/policy.py",    TYPES,  NOT,     NOT,     rooms("plan/precision")),
+    Room("plan/encoding.py",  IMPORT, NOT,     NOT,     NOTHING),
+    Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("plan/encoding plan/precision")),
+    Room("plan/policy.py",    TYPES,  NOT,     NOT,     rooms("plan/formats plan/precision")),
     Room("plan/sizes.py",     NOT,    NOT,     NOT,     rooms("plan/policy")),
-    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("plan/amounts plan/layout plan/precision plan/policy "
-                                                              "plan/sizes")),
+    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("plan/amounts plan/encoding plan/formats "
+                                                              "plan/layout plan/policy plan/precision plan/sizes")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/layout plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("plan")),

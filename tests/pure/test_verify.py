@@ -236,7 +236,7 @@ COPIES: Faults = (
     (lambda t: reading(t, "writes c0.0_again", {"a.w_again": "a.v_again"}), "reads other|frees a.v_again, but op"),
 )
 LIMITS: Faults = (
-    (lambda t: reading(t, "gather a.w", {"t_a.v": "t_a.half"}), "mixes dtypes in one bucket"),
+    (lambda t: reading(t, "gather a.w", {"t_a.v": "t_a.half"}), "mixes dtypes or formats in one bucket"),
     (lambda t: changed(t, "gather a.w", params=("a.w", "a.scalar")), "mixes sharded, resident and replicated"),
     (lambda t: with_policy(t, bucket_bytes=7), "is a bucket of 8 bytes; bucket_bytes is 7"),
     (lambda t: moved(t, "gather b.w", "wait a.w"), "bytes in flight; in_flight_bytes is 12"),

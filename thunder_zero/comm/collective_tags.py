@@ -270,6 +270,9 @@ class TaggedTransport(Forwarding):
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
+    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
+        return self._confirmed(self._announced().over_copies(means, rows))
+
     def drain(self) -> None:
         """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""
         require_same_so_far(self._group)

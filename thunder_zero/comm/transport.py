@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Handle, Result, Waitable
+from thunder_zero.comm.handle import Handle, Result, Waitable, WaitsBy
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
@@ -80,6 +80,11 @@ class Transport(ABC):
         the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
         handle's ``wait``, without results, returns."""
 
+    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
+        """Average what this rank has of means, of so many rows in all and with padding, over the copies of the model.
+        The handle has them; there is one copy."""
+        return WaitsBy(lambda: tuple(means))
+
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller. The
         function returned waits for its result; if the backend orders launches by streams, ``start`` runs only then."""
@@ -125,6 +130,9 @@ class Forwarding(Transport):
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._inner.trade(outgoing, incoming)
+
+    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
+        return self._inner.over_copies(means, rows)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         return self._inner.run_after(start)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import torch
 
 from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
+from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.sharded.initial_values import Sources
@@ -75,6 +76,8 @@ class Arguments(TypedDict, total=False):
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool
+    gather_format: Formats
+    reduce_format: Formats
     passes: tuple[Callable[[Any], Any], ...]
     transport: Callable[[Any, int], Any] | None
 

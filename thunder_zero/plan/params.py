@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.encoding import Encoding, Float8, Int8
+from thunder_zero.plan.formats import Owners, format_of, owners_of
 from thunder_zero.plan.policy import STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
@@ -49,6 +51,7 @@ class Param:
         kept_unsharded: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
             new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
         gather_per_unit: each unit that uses it in forward gathers it anew.
+        gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
     """
 
     path: str
@@ -63,6 +66,18 @@ class Param:
     resident: bool
     kept_unsharded: bool
     gather_per_unit: bool = False
+    gather_format: Int8 | Float8 | None = None
+    reduce_format: Int8 | None = None
+
+    @property
+    def gather_encoding(self) -> Encoding:
+        """How its rows travel when it is gathered."""
+        return self.gather_format or Encoding(self.compute_dtype)
+
+    @property
+    def reduce_encoding(self) -> Encoding:
+        """How its gradient travels to the ranks that own its rows, or to all."""
+        return self.reduce_format or Encoding(self.reduce_dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,16 +232,45 @@ class Plan:
 
     def gather_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to gather the parameter once."""
+        if param.gather_format:
+            return self.formatted_bytes(param, param.gather_format)
         sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
         return sends * param.compute_dtype.itemsize
+
+    def gather_receives(self, param: Param) -> int:
+        """Bytes that this rank receives when the parameter is gathered once."""
+        if param.gather_format or not param.sharded:
+            return self.gather_bytes(param)
+        own = layout.owned_numel(param.shape, self.world_size, self.rank)
+        return (prod(param.shape) - own) * param.compute_dtype.itemsize
+
+    def reduce_receives(self, param: Param) -> int:
+        """Bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows of every
+        other rank; an all-reduce receives what it sends."""
+        if param.reduce_format or not param.sharded:
+            return self.reduce_bytes(param)
+        own = layout.owned_numel(param.shape, self.world_size, self.rank)
+        replicate = layout.all_reduce_sends((own,), self.replicas)
+        return (own * (self.world_size - 1) + replicate) * param.reduce_dtype.itemsize
+
+    def formatted_bytes(self, param: Param, form: Int8 | Float8) -> int:
+        """Bytes that each rank sends to gather a parameter, or to scatter its gradient, in a format: of all rows that
+        are stored, padding included, as the blocks of every rank are alike."""
+        return (self.world_size - 1) * form.nbytes(prod(self.shard_shape(param)))
 
     def reduce_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if not param.sharded:
             return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        shard = layout.scatter_sends(param.shape, self.world_size, self.rank)
+        shard = layout.scatter_sends(param.shape, self.world_size, self.rank) * param.reduce_dtype.itemsize
+        if param.reduce_format:
+            shard = self.formatted_bytes(param, param.reduce_format)
         rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
-        return (shard + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
+        return shard + layout.all_reduce_sends(rows, self.replicas) * self.mean_dtype(param).itemsize
+
+    def mean_dtype(self, param: Param) -> torch.dtype:
+        """The dtype of the mean inside of a copy of the model, which is averaged over the copies."""
+        return param.dtype if param.reduce_format else param.reduce_dtype
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -288,8 +332,9 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
                 f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
                 f"named_modules() has them"
             )
+    owners = owners_of(module)
     params = tuple(
-        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), owners) for param, paths in names.items()
     )
     plan = Plan(policy, world_size, rank, params, replicas)
     _require_units(plan, module)
@@ -306,6 +351,9 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     _require_fitting("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
+    for field in ("gather_format", "reduce_format"):
+        asked = getattr(policy, field)
+        _require_fitting(field, asked if isinstance(asked, Mapping) else (), paths, module)
     names = {
         param: paths
         for param, paths in names.items()
@@ -356,7 +404,7 @@ def _require_fitting(field: str, patterns: Iterable[str], there: set[str], modul
             )
 
 
-def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
+def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str, owners: Owners) -> Param:
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.replicate_below_bytes
     parts = {part for name in names for part in around(name)}
@@ -364,6 +412,10 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
     sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not (is_small or replicated)
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
+    gather_format, reduce_format = (
+        format_of(name, getattr(policy, name), names, param, owners) if sharded else None
+        for name in ("gather_format", "reduce_format")
+    )
     return Param(
         path=names[0],
         aliases=names[1:],
@@ -377,6 +429,8 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         resident=sharded and stage.resident,
         kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
+        gather_format=gather_format,
+        reduce_format=reduce_format,
     )
 
 

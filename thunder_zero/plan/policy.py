@@ -11,6 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from thunder_zero.plan.formats import Formats, require_formats
 from thunder_zero.plan.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -164,6 +165,13 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
+        gather_format: ZeRO-1 to 3: parameters travel as bytes with a scale for each block of elements: ``Int8()`` or
+            ``Float8()``, about a quarter of float32. All ranks, the owner too, compute with what arrives; shards stay
+            exact. Embeddings and parameters of one dimension (biases, norms) travel as they are, unless a dict of
+            patterns of paths names them: ``{"*": Int8(), "head": None}``, of which the last that matches decides
+            (default None: all travel as they are).
+        reduce_format: ZeRO-1 to 3: likewise for gradients, ``Int8()``: a rank writes what it sends to an owner once,
+            rounded up or down at random so that the mean is right, and the owner adds up in float32 (default None).
         passes: functions from timeline to timeline, called in this order after the passes of
             :mod:`thunder_zero.schedule.passes` but the last, which frees; each is proved as those are (default none).
         transport: makes the :class:`thunder_zero.comm.transport.Transport` on which the model's collectives run, from a
@@ -193,6 +201,8 @@ class Policy:
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
+    gather_format: Formats = field(default=None, hash=False)
+    reduce_format: Formats = field(default=None, hash=False)
     passes: tuple[Callable[[Any], Any], ...] = ()
     transport: Callable[[Any, int], Any] | None = None
 
@@ -232,6 +242,7 @@ class Policy:
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):
             raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
+        require_formats(self)
         if not isinstance(self.passes, tuple) or not all(map(callable, self.passes)):
             raise ValueError(f"passes is {self.passes!r}; give a tuple of functions from timeline to timeline")
         if self.transport is not None and not callable(self.transport):

@@ -116,5 +116,5 @@ def _concatenated(members: Sequence[Op]) -> Op:
 
 
 def _dtypes(timeline: Timeline, op: Op) -> Hashable:
-    """The dtype that a launch reads, and the dtype in which it travels."""
-    return timeline.values[op.reads[0]].dtype, timeline.travels_in(op, timeline.params_of(op)[0])
+    """The dtype that a launch reads, and how it travels."""
+    return timeline.values[op.reads[0]].dtype, timeline.travels_as(op, timeline.params_of(op)[0])

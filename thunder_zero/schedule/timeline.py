@@ -26,14 +26,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import prod
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.encoding import Encoding
 from thunder_zero.plan.params import Param, Plan
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Kind(StrEnum):
@@ -261,15 +259,16 @@ class Timeline:
 
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
         """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
-        world, itemsize = self.plan.world_size, self.travels_in(op, param).itemsize
-        rows = layout.owned_numel(param.shape, world, rank=0)
-        shard = (world - 1) * rows
-        replicate = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
-        return shard * itemsize, replicate * itemsize
+        plan, encoding = self.plan, self.travels_as(op, param)
+        rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
+        sent = prod(plan.shard_shape(param)) if encoding.block else rows
+        shard = (plan.world_size - 1) * encoding.nbytes(sent)
+        replicate = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
+        return shard, replicate * plan.mean_dtype(param).itemsize
 
-    def travels_in(self, op: Op, param: Param) -> torch.dtype:
-        """The dtype in which a launch sends a parameter, or its gradient."""
-        return param.compute_dtype if op.kind is Kind.GATHER else param.reduce_dtype
+    def travels_as(self, op: Op, param: Param) -> Encoding:
+        """How a launch sends a parameter, or its gradient."""
+        return param.gather_encoding if op.kind is Kind.GATHER else param.reduce_encoding
 
     def full_bytes(self, op: Op) -> int:
         """Bytes of the full parameters, or of the full gradients, that an operation handles."""

@@ -148,8 +148,8 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
     if not all(name in timeline.values for name in (*op.reads, *op.writes)):
         raise fault(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
     read = [timeline.values[name].dtype for name in op.reads]
-    if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
-        raise fault(timeline, at, "mixes dtypes in one bucket")
+    if len({*zip(read, (timeline.travels_as(op, param) for param in params), strict=True)}) > 1:
+        raise fault(timeline, at, "mixes dtypes or formats in one bucket")
     if len({(param.sharded, param.resident) for param in params}) > 1:
         raise fault(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
     if len(params) > 1 and timeline.full_bytes(op) > limit:

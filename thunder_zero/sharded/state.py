@@ -29,7 +29,7 @@ from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.sharded.placeholders import placeholder
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
 from thunder_zero.sharded.waits import Clock, Labels
-from thunder_zero.sharded.wire import Wire
+from thunder_zero.sharded.wire import Wire, is_formatted
 from thunder_zero.sharded.writes import Versions
 
 
@@ -89,6 +89,9 @@ class Share:
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)
+        # The first forward, too, computes with what arrives.
+        formatted = (param.path for param in plan.params if is_formatted(param.gather_format, plan))
+        self.resident.mark_stale(formatted)
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
         """The gradient of a shard, from its rows with their padding."""
@@ -217,7 +220,7 @@ class State(Share):
         shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
-        exact = replace(param, compute_dtype=shard.dtype)
+        exact = replace(param, compute_dtype=shard.dtype, gather_format=None)
         what = what_is_done() or f"a gather of {self.name}"
         self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
         full = self.wire.gather([shard], [exact]).wait()[0].clone()

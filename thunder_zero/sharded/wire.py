@@ -5,6 +5,10 @@
     gather   shards, at rest  ->  cast, copied to the device  ->  transport  ->  full parameters
     reduce   full gradients   ->  transport  ->  means        ->  cast, copied to where the shards rest
 
+    with a format (comm/blocks.py)
+    gather   shards  ->  written as bytes  ->  transport  ->  read: full parameters, of which the own rows are read, too
+    reduce   full gradients  ->  each other rank's rows written as bytes  ->  traded  ->  read and added up in float32
+
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
 that also casts makes the host wait; the copies run in the stream of compute. ``HostCopies`` knows when they have ended.
@@ -12,14 +16,18 @@ that also casts makes the host wait; the copies run in the stream of compute. ``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from thunder_zero.comm.blocks import PIECE, read, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import outside_autograd
+from thunder_zero.plan import layout
+from thunder_zero.plan.encoding import Encoding, Float8, Int8
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import rows_in
 
@@ -55,8 +63,13 @@ def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
-    """Whether a cast or copy of the shard is gathered instead of the shard itself."""
-    return param.is_cast or rest_device(param, plan, device) != device
+    """Whether a cast, a copy or bytes of the shard are gathered instead of the shard itself."""
+    return param.is_cast or rest_device(param, plan, device) != device or is_formatted(param.gather_format, plan)
+
+
+def is_formatted(form: Encoding | None, plan: Plan) -> bool:
+    """Whether anything travels in a format: one rank alone sends nothing."""
+    return form is not None and plan.world_size > 1
 
 
 def _casts_or_copies(plan: Plan, device: torch.device) -> bool:
@@ -72,16 +85,47 @@ class Wire:
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
         self._stages = _casts_or_copies(plan, device)
+        self._reduced: Counter[str] = Counter()  # how often, by path
+        self._piece = PIECE if device.type == "cpu" else None  # elements that are written or read at a time
 
     def gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
         """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
         with padding, are written, too."""
+        form = params[0].gather_format
+        if form is not None and is_formatted(form, self._plan):
+            return self._gather_bytes(shards, params, into, form)
         shapes = [param.shape for param in params]
         if self._stages:
             shards = self._staged(shards, params, into)
         return self.transport.all_gather(shards, shapes, into)
+
+    @outside_autograd
+    def _gather_bytes(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None, form: Int8 | Float8
+    ) -> Waitable:
+        world = self._plan.world_size
+        payloads = []
+        for shard, param in zip(shards, params, strict=True):
+            rows = self._on_device(shard, param).reshape(-1)
+            payloads.append(rows.new_empty(form.nbytes(rows.numel()), dtype=torch.uint8))
+            write(form, rows, payloads[-1], piece=self._piece)
+        self.copies.note()
+        handle = self.transport.all_gather(payloads, [(world * payload.numel(),) for payload in payloads])
+
+        @outside_autograd
+        def wait() -> tuple[Tensor, ...]:
+            fulls = []
+            for at, (payload, param) in enumerate(zip(handle.wait(), params, strict=True)):
+                shape = layout.padded_shape(param.shape, world)
+                full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
+                for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
+                    read(form, part, rows.view(-1), piece=self._piece)
+                fulls.append(full[: param.shape[0]])
+            return tuple(fulls)
+
+        return WaitsBy(wait)
 
     @outside_autograd
     def _staged(
@@ -109,8 +153,12 @@ class Wire:
         """Average gradients of sharded parameters, or of replicated ones; the means have the dtypes and devices of the
         shards. A copy to host memory may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all
         of them."""
-        start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
-        handle = start(grads)
+        form = params[0].reduce_format
+        if form is not None and is_formatted(form, self._plan):
+            handle: Waitable = self._reduce_bytes(grads, params, form)
+        else:
+            start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
+            handle = start(grads)
         if not self._stages:
             return handle
         places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
@@ -122,9 +170,61 @@ class Wire:
 
         return WaitsBy(wait)
 
+    @outside_autograd
+    def _reduce_bytes(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
+        """Average gradients of which each rank writes the rows of each other rank once; an owner adds up its own rows,
+        which are exact, and those that it reads, in rank order."""
+        world, rank = self._plan.world_size, self._plan.rank
+        others = [each for each in range(world) if each != rank]
+        own, outgoing, incoming = [], dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+        for grad, param in zip(grads, params, strict=True):
+            parts = _padded(grad, layout.padded_shape(param.shape, world)).view(world, -1)
+            self._reduced[param.path] += 1
+            own.append(parts[rank])
+            key = f"{param.path} {self._reduced[param.path]} {rank}"
+            nbytes = form.nbytes(parts.shape[1])
+            for other in others:
+                payload = parts.new_empty(nbytes, dtype=torch.uint8)
+                write(form, parts[other], payload, key, piece=self._piece)
+                outgoing.setdefault(other, []).append(payload)
+                incoming.setdefault(other, []).append(torch.empty_like(payload))
+        handle = self.transport.trade(outgoing, incoming)
+
+        @outside_autograd
+        def wait() -> tuple[Tensor, ...]:
+            handle.wait()
+            outgoing.clear()
+            means = []
+            for at, (rows, param) in enumerate(zip(own, params, strict=True)):
+                total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+                for each in range(world):
+                    if each == rank:
+                        total.add_(rows)
+                    else:
+                        read(form, incoming[each][at], total, add=True, piece=self._piece)
+                means.append(total.div_(world).to(param.dtype).view(self._plan.shard_shape(param)))
+            own.clear()
+            incoming.clear()
+            return self.transport.over_copies(means, [param.shape[0] for param in params]).wait()
+
+        return WaitsBy(wait)
+
+
+def _padded(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a gradient, contiguous, with rows of zeros at its end."""
+    if grad.shape == shape:
+        return grad.contiguous()
+    padded = grad.new_zeros(shape)
+    padded[: grad.shape[0]] = grad
+    return padded
+
 
 class UnsentWire(Wire):
-    """A wire where host memory and the device are both meta."""
+    """A wire where host memory and the device are both meta; ``on_cpu``: in place of a CPU."""
+
+    def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device, *, on_cpu: bool) -> None:
+        super().__init__(transport, plan, device)
+        self._piece = PIECE if on_cpu else None
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()

@@ -187,7 +187,6 @@ def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound
     free = program.reader(name, Kind.FREE, after=wait)
     readers = _readers(program, name, wait)
     first, last = (readers[0], readers[-1]) if readers else (None, None)
-    own = layout.owned_numel(param.shape, plan.world_size, plan.rank) * param.compute_dtype.itemsize
     lines = program.lines(at, wait, first, last, free)
     wire, exposed = program.seconds(at, wait)
     return Gathered(
@@ -201,7 +200,7 @@ def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound
         free=lines.get(free),
         why_free=_why_free(program, wait, free, last),
         sent_bytes=plan.gather_bytes(param),
-        received_bytes=param.full_bytes - own,
+        received_bytes=plan.gather_receives(param),
         nbytes=param.full_bytes,
         gathered_at_most=max(program.gathered[at : len(timeline.ops) if free is None else free]),
         wire_seconds=wire,
@@ -241,20 +240,11 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
         bucket=op.params,
         bucket_bytes=timeline.full_bytes(op),
         sent_bytes=plan.reduce_bytes(param) if travels else 0,
-        received_bytes=_reduction_receives(param, plan) if travels else 0,
+        received_bytes=plan.reduce_receives(param) if travels else 0,
         nbytes=param.grad_bytes,
         wire_seconds=wire,
         exposed_seconds=exposed,
     )
-
-
-def _reduction_receives(param: Param, plan: Plan) -> int:
-    """Bytes: of a reduce-scatter the own rows of every other rank; an all-reduce receives what it sends."""
-    if not param.sharded:
-        return plan.reduce_bytes(param)
-    own = layout.owned_numel(param.shape, plan.world_size, plan.rank)
-    replicate = layout.all_reduce_sends((own,), plan.replicas)
-    return (own * (plan.world_size - 1) + replicate) * param.reduce_dtype.itemsize
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:

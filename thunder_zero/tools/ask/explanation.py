@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
+from thunder_zero.plan.encoding import Float8, Int8
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.tools.printing.text import clip, place_of
 from thunder_zero.tools.printing.words import WIDTH, summed_up
@@ -218,7 +219,8 @@ def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
     memory = memory if one.free is not None else ""
     yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
     changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
-    yield from _part("  bytes", f"{_travels(one)}{changed}")
+    form = explanation.param.gather_format if explanation.plan.world_size > 1 else None
+    yield from _part("  bytes", f"{_travels(one, form, rounds='to nearest')}{changed}")
     yield from _time(one, explanation)
 
 
@@ -235,12 +237,14 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; it starts {starts}")
     yield from _code("wait", one.wait)
     yield from _part("", one.why_wait)
-    yield from _part("  bytes", _travels(one))
+    form = explanation.param.reduce_format if explanation.plan.world_size > 1 else None
+    yield from _part("  bytes", _travels(one, form, rounds="at random"))
     yield from _time(one, explanation)
 
 
-def _travels(one: Gathered | Reduced) -> str:
-    return f"this rank sends {one.sent_bytes:,} B and receives {one.received_bytes:,} B of it"
+def _travels(one: Gathered | Reduced, form: Int8 | Float8 | None, rounds: str) -> str:
+    text = f"this rank sends {one.sent_bytes:,} B and receives {one.received_bytes:,} B of it"
+    return text if form is None else f"{text}, as {form}: rounded {rounds}, off by at most {form.error(rounds)}"
 
 
 def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:

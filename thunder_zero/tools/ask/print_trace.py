@@ -214,6 +214,7 @@ def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
         "sent": row.sent,
         "deferred": row.deferred,
         "gathered": row.gathered,
+        "format": row.form,
         "alive": row.line.alive,
         "peak": row.line.peak,
     }

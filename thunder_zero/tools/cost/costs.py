@@ -98,14 +98,21 @@ def _read_bytes(name: str, timeline: Timeline) -> int:
 
 
 def _cast_bytes(op: Op, timeline: Timeline) -> int:
-    """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel."""
-    total = 0
+    """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel, or to write
+    them as bytes and to read those."""
+    plan, total = timeline.plan, 0
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
-        sends, value = timeline.travels_in(op, param), timeline.values.get(name)
+        sends, value = timeline.travels_as(op, param), timeline.values.get(name)
         has = value.dtype if value is not None else ""
-        if has and has != name_of(sends):
-            shape = timeline.plan.shard_shape(param) if op.kind is Kind.GATHER else param.shape
-            total += prod(shape) * (itemsize(has) + sends.itemsize)
+        rows = prod(plan.shard_shape(param))
+        if sends.block and plan.world_size > 1:
+            there = plan.world_size * rows
+            written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
+            total += written * itemsize(has or "float32") + sends.nbytes(written) + sends.nbytes(read)
+            total += read * param.compute_dtype.itemsize if op.kind is Kind.GATHER else rows * param.dtype.itemsize
+        elif has and has != name_of(sends.dtype):
+            numel = rows if op.kind is Kind.GATHER else prod(param.shape)
+            total += numel * (itemsize(has) + sends.dtype.itemsize)
     return total
 
 

@@ -15,7 +15,6 @@ from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
 from thunder_zero.tools.page.program import PageProgram
-from thunder_zero.tools.printing.line_meanings import label
 from thunder_zero.tools.printing.text import place_of
 
 Data = dict[str, Any]
@@ -167,7 +166,7 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
                 "unit": units.index(line.unit) if line.unit in units else -1,
                 "ops": line.ops,
                 "params": [params[path] for path in row.params] if row else [],
-                "label": label(row.params, plan, gradients=row.gradients) if row else "",
+                "label": row.label(plan) if row else "",
                 "sent": row.sent if row else None,
                 "start": round(line.start, DIGITS),
                 "end": round(line.end, DIGITS),

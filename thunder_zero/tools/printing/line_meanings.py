@@ -76,6 +76,7 @@ class Row:
         sent: bytes that this rank sends; None if the line launches no collective.
         deferred: bytes of a full gradient that is held until a later backward reduces it.
         gathered: bytes of gathered parameters alive after the line.
+        form: the format in which a collective sends bytes, such as "int8/128"; "" if it sends what it reads.
     """
 
     line: SourceLine
@@ -85,6 +86,12 @@ class Row:
     sent: int | None
     deferred: int
     gathered: int
+    form: str = ""
+
+    def label(self, plan: Plan) -> str:
+        """Return the parameters in a few words, with the format in which they are sent."""
+        names = label(self.params, plan, gradients=self.gradients)
+        return f"{names} as {self.form}" if self.form else names
 
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
@@ -121,10 +128,19 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         sent = sum(map(timeline.bytes_sent, ops)) if any(op.kind in LAUNCHES for op in ops) else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
         of_gradients = reduces or (not read and bool(made))
-        out.append(Row(line, ops[0].kind if ops else None, read or made, of_gradients, sent, deferred, now))
+        kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
+        out.append(Row(line, kind, read or made, of_gradients, sent, deferred, now, ", ".join(sorted(forms))))
     if places:
         raise ValueError(f"the timeline has operations at positions {sorted(places)}, but the trace has no lines there")
     return tuple(out)
+
+
+def format_of(op: Op, timeline: Timeline) -> str:
+    """Return the format in which a launch sends bytes; "" if it sends what it reads."""
+    if op.kind not in LAUNCHES:
+        return ""
+    encoding = timeline.travels_as(op, timeline.params_of(op)[0])
+    return str(encoding) if encoding.block and timeline.plan.world_size > 1 else ""
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:

@@ -22,7 +22,7 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.printing.line_meanings import Gap, Row, label, total
+from thunder_zero.tools.printing.line_meanings import Gap, Row, total
 from thunder_zero.tools.printing.text import clip, fill, fold, place_of
 from thunder_zero.tools.printing.words import WIDTH
 
@@ -102,7 +102,7 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *
     is on the right, the code uses the whole width. If nothing is sent, the parameters use that column too."""
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
-    words = re.split(r"(?<= )", label(row.params, plan, gradients=row.gradients))
+    words = re.split(r"(?<= )", row.label(plan))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
     labels = fill(parts, [width])
     folded = fold(row.line.code, [columns.code] * len(labels) + [whole])

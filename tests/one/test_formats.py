@@ -1,0 +1,154 @@
+"""Bytes with a scale a block: what is read is within the printed bound, and right in the mean. Formats in plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.errors import says
+from tests.harness.traced import traced
+from thunder_zero.comm.blocks import PIECE, read, write
+from thunder_zero.plan.encoding import Encoding, Float8, Int8
+from thunder_zero.plan.params import make_plan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST = torch.finfo(torch.float32).tiny
+
+
+def travelled(form: Int8 | Float8, x: Tensor, key: str = "", piece: int | None = PIECE) -> Tensor:
+    payload = torch.empty(form.nbytes(x.numel()), dtype=torch.uint8).fill_(255)
+    write(form, x, payload, key, piece)
+    out = torch.full(x.shape, 7.0)
+    read(form, payload, out, piece=piece)
+    return out
+
+
+def scales(x: Tensor, form: Int8 | Float8) -> Tensor:
+    """Of each element, in float64."""
+    blocks = nn.functional.pad(x.double(), (0, -x.numel() % form.block)).view(-1, form.block)
+    return (blocks.abs().amax(1).clamp(min=form.largest * LEAST) / form.largest).repeat_interleave(form.block)[: len(x)]
+
+
+@given(
+    st.integers(0, 700),
+    st.sampled_from((1, 4, 64, 128)),
+    st.sampled_from(DTYPES),
+    st.integers(-42, 36),
+    st.integers(0, 99),
+    st.sampled_from(("", "a", "b")),
+    st.sampled_from((None, 128, PIECE)),
+)
+def test_each_element_is_within_the_bound(
+    numel: int, block: int, dtype: torch.dtype, exponent: int, seed: int, key: str, piece: int | None
+) -> None:
+    """Zeros, denormals, and blocks of different magnitudes among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * 10.0 ** (
+        exponent + torch.randint(-3, 3, (numel,), generator=generator)
+    )
+    x = x.masked_fill(torch.rand(numel, generator=generator) < 0.1, 0.0).to(dtype)
+    x = torch.where(x.isfinite(), x, 0).float()
+    step = scales(x, Int8(block))
+    error = (travelled(Int8(block), x.to(dtype), key, piece).double() - x.double()).abs()
+    assert bool((error <= step * (1.001 if key else 0.5005)).all())
+    step = scales(x, Float8(block))
+    error = (travelled(Float8(block), x.to(dtype), piece=piece).double() - x.double()).abs()
+    assert bool((error <= torch.maximum(x.double().abs() / 16, step * 2**-10) * 1.001).all())
+
+
+@pytest.mark.parametrize("form", [Int8(128), Float8(128)])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_block_that_is_not_finite_arrives_so(form: Int8 | Float8, value: float) -> None:
+    x = torch.ones(300)
+    x[130] = value
+    found = travelled(form, x)
+    assert bool(found[128:256].isnan().all())
+    assert bool((found[:128] == 1).all() and (found[256:] == 1).all())
+
+
+def test_reductions_are_right_in_the_mean_and_the_same_again() -> None:
+    """4,000 keys: the mean of uniform errors of one step is within 4 standard deviations of 0, of 1,000 elements."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    total, count = torch.zeros_like(x), 4000
+    payload = torch.empty(Int8().nbytes(1000), dtype=torch.uint8)
+    for number in range(count):
+        write(Int8(), x, payload, f"w {number} 0", PIECE)
+        read(Int8(), payload, total, add=True, piece=PIECE)
+    off = (total / count - x) / scales(x, Int8())
+    assert off.abs().max() < 4.5 * 0.5 / count**0.5
+    assert abs(off.mean()) < 1e-3
+    assert torch.equal(travelled(Int8(), x, "w 1 0"), travelled(Int8(), x, "w 1 0"))
+    assert not torch.equal(travelled(Int8(), x, "w 1 0"), travelled(Int8(), x, "w 2 0"))
+
+
+def test_bytes_and_names() -> None:
+    assert [str(each) for each in (Encoding(torch.bfloat16), Int8(64), Float8())] == [
+        "bfloat16",
+        "int8/64",
+        "float8/128",
+    ]
+    assert [Int8(128).nbytes(numel) for numel in (0, 1, 128, 129)] == [0, 8, 132, 140]
+    assert Encoding(torch.bfloat16).nbytes(3) == 6
+    assert repr((Int8(), Float8(64))) == "(Int8(block=128), Float8(block=64))"
+
+
+class Net(nn.Module):
+    """An embedding, a norm, two layers, a table of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.zeros(4, 2, dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(self.norm(self.embedding(x))))
+        return y * self.table.sum()
+
+
+def formatted(**fields: object) -> dict[str, str]:
+    plan = make_plan(Net(), replace(tz.ZERO3, **fields), 2, 0)  # type: ignore[arg-type]
+    return {
+        param.path: f"{param.gather_format}, {param.reduce_format}"
+        for param in plan.params
+        if param.gather_format or param.reduce_format
+    }
+
+
+def test_embeddings_and_what_has_one_dimension_are_exact_unless_asked_for() -> None:
+    both = "int8/128, int8/128"
+    assert formatted(gather_format=Int8(), reduce_format=Int8()) == {"a.weight": both, "b.weight": both}
+    asked = {"*": Float8(), "table": None, "norm": None, "a": Int8(32), "b.weight": None}
+    assert formatted(gather_format=asked) == {
+        "embedding.weight": "float8/128, None",
+        "a.weight": "int8/32, None",
+        "a.bias": "int8/32, None",
+        "b.bias": "float8/128, None",
+    }
+
+
+def test_what_cannot_be_is_refused() -> None:
+    says(lambda: formatted(gather_format={"*": Int8()}), "asks for Int8(block=128) of 'table'", "torch.int64")
+    says(lambda: formatted(gather_format={"c": Int8()}), "gather_format 'c', which fits no parameter")
+    says(lambda: tz.Policy(0, reduce_format=Int8()), "stage 0 gathers nothing", "take stage 1, 2 or 3")
+    says(lambda: tz.Policy(3, reduce_format=Float8()), "give thunder_zero.Int8()")
+    says(lambda: tz.Policy(3, gather_format="int8"), "give thunder_zero.Int8() or thunder_zero.Float8()")  # type: ignore[arg-type]
+    says(lambda: Int8(0), "block is 0")
+    says(lambda: Int8(-1), "block is -1")
+
+
+def test_a_bucket_has_one_format_and_its_bytes_are_the_plans() -> None:
+    """A weight and a bias of 8 elements for each of 4 ranks; exact ones travel apart."""
+    policy = replace(tz.ZERO3, gather_format=Int8(), reduce_format=Int8(), reshard_after_forward=True)
+    timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4).timeline
+    sent = {op.params: timeline.bytes_sent(op) for op in timeline.ops if timeline.bytes_sent(op)}
+    assert sent == {("0.weight",): 3 * (4 + 16), ("0.bias",): 3 * 2 * 4}
+    text = str(tz.explain(traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4), "0.weight"))
+    assert "as int8/128: rounded to nearest, off" in text
+    assert "as int8/128: rounded at random, off" in text

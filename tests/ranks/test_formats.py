@@ -1,0 +1,158 @@
+"""Parameters and gradients that travel as bytes, on ranks: what arrives, what is sent, what stays exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+
+import thunder_zero as tz
+from tests.harness.as_one_process import on_all_ranks
+from tests.harness.models import Mlp, count_sends, fresh, full
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.comm.blocks import read, write
+from thunder_zero.plan import layout
+from thunder_zero.schedule import Kind
+
+BLOCK = 16
+WIDTH = 21
+FORMATS: dict[str, Any] = {"gather_format": {"*": tz.Int8(BLOCK)}, "reduce_format": {"*": tz.Int8(BLOCK)}}
+
+
+def make() -> nn.Module:
+    return Mlp(WIDTH, 3)
+
+
+def inputs(rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def arrives(value: Tensor, world_size: int) -> Tensor:
+    """What all ranks get of a parameter whose rows these are."""
+    padded = value.new_zeros(layout.padded_shape(tuple(value.shape), world_size))
+    padded[: len(value)] = value
+    for rows in padded.chunk(world_size):
+        payload = torch.empty(tz.Int8(BLOCK).nbytes(rows.numel()), dtype=torch.uint8)
+        write(tz.Int8(BLOCK), rows.reshape(-1), payload)
+        read(tz.Int8(BLOCK), payload, rows.view(-1))
+    return padded[: len(value)]
+
+
+def loss_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return (model(x) - x).square().mean()
+
+
+def exact_gradients(weights: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """Means over ranks of the gradients at these weights."""
+    module, leaves = make(), {name: value.clone().requires_grad_() for name, value in weights.items()}
+    losses = [loss_of(lambda x: functional_call(module, leaves, x), inputs(rank)) for rank in range(ranks)]
+    torch.stack(losses).mean().backward()
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+def assert_within_steps(found: dict[str, Tensor], right: dict[str, Tensor], steps: float = 1.0) -> None:
+    """Each element is off by less than so many of the largest steps that any rank's gradient can have."""
+    for name, value in right.items():
+        assert (found[name] - value).abs().max() <= steps * 4 * value.abs().max() / 127, name
+
+
+def travels(rank: int, world_size: int, stage: int) -> None:
+    """Each step computes with what arrives of the exact weights, and sends what the plan says."""
+    model = tz.compile(fresh(make), stage=stage, reshard_after_forward=True if stage == 3 else None, **FORMATS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        weights = tz.full_state_dict(model)
+        seen = {name: arrives(value, world_size) for name, value in weights.items()}
+        with count_sends() as sent:
+            loss = loss_of(model, inputs(rank))
+            loss.backward()
+        expected = loss_of(lambda x, seen=seen: functional_call(make(), seen, x), inputs(rank))
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
+        timeline = tz.traces_of(model).timeline
+        assert sum(sent) == sum(map(timeline.bytes_sent, timeline.ops))
+        assert_within_steps(gradients(model), exact_gradients(seen, world_size))
+        after = tz.full_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in weights.items()), "shards stay exact"
+        with tz.full_parameters(model) as module:
+            assert torch.equal(module.get_parameter("layers.0.weight"), weights["layers.0.weight"])
+        optimizer.step()
+        optimizer.zero_grad()
+    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER]
+    assert len({op.backward for op in gathers}) == (2 if stage == 3 else 1)
+
+
+def accumulates(rank: int, world_size: int, stage: int) -> None:
+    """What no_sync has deferred is added before it is written as bytes: twice the gradient of one batch."""
+    model = tz.compile(fresh(make), stage=stage, **FORMATS)
+    right = exact_gradients({n: arrives(v, world_size) for n, v in tz.full_state_dict(model).items()}, world_size)
+    with model.no_sync():
+        loss_of(model, inputs(rank)).backward()
+    loss_of(model, inputs(rank)).backward()
+    assert_within_steps(gradients(model), {name: 2 * value for name, value in right.items()})
+
+
+def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
+    """A rank's Inf reaches the owner of each row of its block, and no other block."""
+    model = tz.compile(nn.Linear(BLOCK, 4, bias=False), stage=3, reduce_format=tz.Int8(BLOCK))
+    x = torch.ones(1, BLOCK)
+    factor = torch.ones(1, 4)
+    factor[0, 3] = torch.inf if rank == 0 else 1.0
+    (model(x) * factor).sum().backward()
+    assert gradients(model)["weight"].isfinite().all(1).tolist() == [True, True, True, False]
+
+
+def mixed_precision(rank: int, world_size: int) -> None:
+    """Bytes are written of float32 rows, and read as bfloat16."""
+    half = tz.MixedPrecision(torch.bfloat16, torch.float32)
+    model = tz.compile(fresh(make), stage=3, mixed_precision=half, **FORMATS)
+    seen = {name: arrives(value, world_size).bfloat16() for name, value in tz.full_state_dict(model).items()}
+    output = model(inputs(rank))
+    assert output.dtype is torch.bfloat16
+    expected = functional_call(make(), seen, inputs(rank).bfloat16())
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    output.sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1), *slow((3, 3), (2, 2), (2, 1))])
+def test_every_rank_computes_with_what_arrives(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
+    ranks_pool.run(world_size, travels, stage)
+    ranks_pool.run(world_size, accumulates, stage)
+
+
+def test_non_finite_gradients_and_mixed_precision(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, what_is_not_finite_arrives_so)
+    ranks_pool.run(2, mixed_precision)
+
+
+def copies_average(rank: int, world_size: int) -> None:
+    """Inside of a copy as bytes, and between copies exactly."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = tz.compile(fresh(make), stage=3, mesh=mesh, **FORMATS)
+    seen = {name: arrives(value, 2) for name, value in tz.full_state_dict(model).items()}
+    with count_sends() as sent:
+        loss_of(model, inputs(rank)).backward()
+    timeline = tz.traces_of(model).timeline
+    assert sum(on_all_ranks(sum(sent))) == pytest.approx(
+        sum(on_all_ranks(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
+    )
+    found = gradients(model)
+    assert_within_steps(found, exact_gradients(seen, world_size))
+    assert all(torch.equal(each, found["layers.0.weight"]) for each in on_all_ranks(found["layers.0.weight"]))
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_hybrid(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, copies_average)

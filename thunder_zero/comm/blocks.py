@@ -1,0 +1,103 @@
+"""Writes tensors as bytes with a scale for each block, and reads them back.
+
+::
+
+    payload of n elements    [ scales, float32, one a block | n elements of a byte | padding to a multiple of 4 ]
+
+    write   x (n,)           ->  payload         scale = max |x| of the block / 127;  element = x / scale, rounded
+    read    payload          ->  x (n,)          element * scale;  added to what is there, if asked
+
+On a CPU this goes through pieces that stay in its cache; on a GPU it is a few kernels over the whole. A block with Inf
+or NaN has the scale NaN, so all of it arrives as NaN.
+
+Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
+quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, shifted by a hash of who sends what for the
+how manieth time: cheap, the same in each run, and uniform over the hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from thunder_zero.plan.encoding import SCALE_BYTES, Encoding, Float8, Int8
+
+PIECE = 1 << 16  # elements at a time on a CPU: three float32 buffers of it stay in the cache
+LEAST = torch.finfo(torch.float32).tiny  # of a scale: its inverse is finite
+GOLDEN = 0.6180339887498949  # step of the Weyl sequence, the golden ratio's fractional part
+
+
+def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", piece: int | None = None) -> None:
+    """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
+    nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time; None: all."""
+    scales, elements = _parts(encoding, payload, x.numel())
+    noise = _noise(min(x.numel(), piece or x.numel()), x.device, crc32(key.encode())) if key else None
+    for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
+        values = x[start:stop].view(blocks, -1).float()
+        scaled = values.abs()
+        scale = torch.amax(scaled, 1).div_(encoding.largest).clamp_(min=LEAST)
+        scale.masked_fill_(scale.isinf(), torch.nan)
+        torch.mul(values, scale.reciprocal().unsqueeze(1), out=scaled)
+        if noise is not None:
+            scaled.add_(noise[: stop - start].view(blocks, -1)).floor_()
+        elif encoding.dtype is torch.int8:
+            scaled.round_()
+        scaled.clamp_(-encoding.largest, encoding.largest).nan_to_num_(0.0)
+        scales[at : at + blocks] = scale
+        elements[start:stop].view(blocks, -1).copy_(scaled)
+    payload[payload.numel() - _padding(x.numel()) :].zero_()
+
+
+def read(encoding: Int8 | Float8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int | None = None) -> None:
+    """Read a payload into ``out`` (n,), floating-point, or ``add`` it to what is there, which is float32."""
+    scales, elements = _parts(encoding, payload, out.numel())
+    for start, stop, at, blocks in _pieces(out.numel(), encoding.block, piece):
+        part, scale = out[start:stop].view(blocks, -1), scales[at : at + blocks].unsqueeze(1)
+        values = elements[start:stop].view(blocks, -1).to(torch.float32)
+        if add:
+            part.addcmul_(values, scale)
+        elif out.dtype is torch.float32:
+            torch.mul(values, scale, out=part)
+        else:
+            part.copy_(values.mul_(scale))
+
+
+def _parts(encoding: Encoding, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return the scales and the elements of a payload, as views."""
+    end = SCALE_BYTES * encoding.blocks(numel)
+    return payload[:end].view(torch.float32), payload[end : end + numel].view(encoding.dtype)
+
+
+def _padding(numel: int) -> int:
+    return -numel % SCALE_BYTES
+
+
+def _pieces(numel: int, block: int, piece: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Yield where pieces begin and end, the number of their first block, and how many they have. What is left at the
+    end is a block of its own."""
+    whole = numel // block
+    step = max((piece or numel) // block, 1)
+    for at in range(0, whole, step):
+        blocks = min(step, whole - at)
+        yield at * block, (at + blocks) * block, at, blocks
+    if numel % block:
+        yield whole * block, numel, whole, 1
+
+
+def _noise(numel: int, device: torch.device, number: int) -> Tensor:
+    """Return u for so many elements, shifted by a number of 32 bits."""
+    weyl = _piece_of_weyl()[:numel] if device.type == "cpu" and numel <= PIECE else _weyl(numel, device)
+    return (weyl + number / 2**32).frac_()
+
+
+@cache
+def _piece_of_weyl() -> Tensor:
+    return _weyl(PIECE, torch.device("cpu"))
+
+
+def _weyl(numel: int, device: torch.device) -> Tensor:
+    return torch.arange(numel, dtype=torch.float64, device=device).mul_(GOLDEN).frac_().float()

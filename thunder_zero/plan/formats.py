@@ -1,0 +1,84 @@
+"""Which parameters travel in which format: by patterns of paths, or by what they are.
+
+::
+
+    gather_format=Int8()                         all but embeddings and parameters of one dimension
+    gather_format={"*": Int8(), "head": None}    what the last pattern that matches says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thunder_zero.plan.encoding import Float8, Int8
+from thunder_zero.plan.precision import around
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Format = Int8 | Float8
+Formats = Format | Mapping[str, Format | None] | None
+Owners = frozenset[str]  # paths of embeddings
+FORMATS: Mapping[str, tuple[type[Format], ...]] = {"gather_format": (Int8, Float8), "reduce_format": (Int8,)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def require_formats(policy: Any) -> None:
+    """Check the formats of a policy, and keep copies of its dicts, which nobody changes.
+
+    Raises:
+        ValueError: a field is no format of its kind, or the stage has no such collectives.
+    """
+    for name, kinds in FORMATS.items():
+        asked = getattr(policy, name)
+        if isinstance(asked, Mapping):
+            object.__setattr__(policy, name, dict(asked))
+        for each in asked.values() if isinstance(asked, Mapping) else [asked]:
+            if each is not None and not isinstance(each, kinds):
+                raise ValueError(
+                    f"{name} is {asked!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, a "
+                    f"dict of patterns of paths with such values, or None"
+                )
+        if asked and policy.stage == 0:
+            raise ValueError(
+                f"{name} is {asked!r}, and stage 0 gathers nothing and would round each gradient twice; take stage 1, "
+                f"2 or 3"
+            )
+
+
+def owners_of(module: nn.Module) -> Owners:
+    """Return the paths of the embeddings of a module."""
+    named = module.named_modules(remove_duplicate=False)
+    return frozenset(path for path, each in named if any(kind.__name__ == "Embedding" for kind in type(each).__mro__))
+
+
+def format_of(name: str, asked: Formats, names: Sequence[str], param: nn.Parameter, owners: Owners) -> Any:
+    """Return the format of a sharded parameter, given its names; None if it travels as it is.
+
+    Raises:
+        ValueError: a pattern asks for one that its dtype cannot have, or patterns differ for a tied parameter's names.
+    """
+    if not isinstance(asked, Mapping):
+        is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in owners for path in names)
+        return None if is_exempt or param.dtype not in DTYPES else asked
+    found = {path: _last_match(asked, path) for path in names}
+    if len(set(map(repr, found.values()))) > 1:
+        one, *others = found
+        raise ValueError(f"{name} differs for {one!r} and {others[0]!r}, which are one tied parameter; give one format")
+    form = next(iter(found.values()))
+    if form is not None and param.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} asks for {form!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
+            f"{{..., {names[0]!r}: None}}"
+        )
+    return form
+
+
+def _last_match(asked: Mapping[str, Format | None], path: str) -> Format | None:
+    parts = tuple(around(path))
+    matching = [form for pattern, form in asked.items() if any(fnmatchcase(part, pattern) for part in parts)]
+    return matching[-1] if matching else None
