@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pictures import save_curve
-from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
+from ranks import Ranks, add_format_options, formats_of, options_parser, positive, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, default=12, help="passes over the training digits, in all (12)")
     words = "dtype of compute; parameters, batch norm and the optimizer's state stay float32 (float32)"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=words)
+    add_format_options(parser)
     words = "compute each block's activations again in backward instead of keeping them"
     parser.add_argument("--activation-checkpointing", action="store_true", help=words)
     parser.add_argument("--resume", type=Path, help="continue from this checkpoint, of any stage and number of ranks")
@@ -134,7 +135,8 @@ class Trainer:
         self.images, self.labels, self.test_images, self.test_labels = load_data(options.seed)
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = Digits(options.activation_checkpointing).to(ranks.device)
-        policy = tz.Policy(options.stage, unit_of=units_of, mixed_precision=DTYPES[options.dtype])
+        precision, formats = DTYPES[options.dtype], formats_of(options)
+        policy = tz.Policy(options.stage, unit_of=units_of, mixed_precision=precision, **formats)
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         self.folder = options.out / "digits"

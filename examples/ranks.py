@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import thunder_zero as tz
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,21 @@ def options_parser(doc: str | None, *, stage: int | None = 3, trains: bool = Tru
         parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data (0)")
         parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for pictures and checkpoints (runs)")
     return parser
+
+
+FORMATS = {"int8": tz.Int8(), "float8": tz.Float8()}
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--gather-format`` and ``--reduce-format``, from stage 1 on."""
+    parser.add_argument("--gather-format", choices=FORMATS, help="parameters travel as bytes (as they are)")
+    parser.add_argument("--reduce-format", choices=["int8"], help="gradients travel as bytes (as they are)")
+
+
+def formats_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the options say, as fields of a policy."""
+    asked = {"gather_format": options.gather_format, "reduce_format": options.reduce_format}
+    return {field: FORMATS.get(name) for field, name in asked.items()}
 
 
 def stage_name(stage: int) -> str:

@@ -20,7 +20,7 @@ from math import cos, pi, prod
 
 import torch
 from gpt import GPT, GPTConfig
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, add_format_options, formats_of, options_parser, ranks_of_torchrun, stage_name
 from rich.console import Console
 from show import console_of, progress_bar
 from stdlib_text import Shape, Text, load_text, train_batch, validation_batches
@@ -89,6 +89,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="highest learning rate (depends on --size)")
     every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
+    add_format_options(parser)
     parser.add_argument("--report", action="store_true", help="draw a step in an HTML file in --out (no)")
     options = parser.parse_args(argv)
     for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
@@ -133,7 +134,10 @@ class Trainer:
         module = GPT(self.config).to(ranks.device)
         precision = tz.MixedPrecision(DTYPES[options.dtype])
         policy = tz.Policy(
-            options.stage, reshard_after_forward=options.reshard_after_forward or None, mixed_precision=precision
+            options.stage,
+            reshard_after_forward=options.reshard_after_forward or None,
+            mixed_precision=precision,
+            **formats_of(options),
         )
         self.model = tz.compile(module, policy)
         self.optimizer = torch.optim.AdamW(

@@ -1,0 +1,141 @@
+"""Training in formats beside exact training, paired by seed: does int8 or float8 change where it ends?
+
+    python examples/bench/formats.py --out runs/formats                 # five seeds; prints the table at the end
+    python examples/bench/formats.py --out runs/formats --tables        # the tables of what is there
+
+Trains the demo's GPT (``train_gpt.py``, 500 steps) and ``digits_checkpoint.py`` (12 epochs) on two ranks, stage 3, for
+each seed and each choice of formats, and evaluates the exact weights, in the plain module. The tables have the GPT's
+loss on validation data, whose difference from the exact run of the same seed is relative, and the accuracy on the test
+digits, whose difference is in points: means over seeds, and two standard errors. What is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the examples, which import each other by their bare names
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ranks import Ranks
+
+import thunder_zero as tz  # before thunder
+
+SEEDS = 5
+VARIANTS: dict[str, Sequence[str]] = {
+    "exact": (),
+    "int8 gathers": ("--gather-format", "int8"),
+    "int8 reductions": ("--reduce-format", "int8"),
+    "int8 both": ("--gather-format", "int8", "--reduce-format", "int8"),
+    "float8 gathers": ("--gather-format", "float8"),
+}
+
+
+def gpt(ranks: Ranks, options: Sequence[str], steps: int) -> float:
+    """Train the demo's GPT; return the validation loss in nats a byte."""
+    import train_gpt
+    from stdlib_text import load_text, validation_batches
+
+    trainer = train_gpt.Trainer(train_gpt.parse_options(["--steps", str(steps), *options]), ranks, load_text())
+    batches = validation_batches(trainer.text, train_gpt.VALIDATION_BATCHES, trainer.shape)
+    for number in range(steps):
+        trainer.step(number)
+    with tz.full_parameters(trainer.model) as module:
+        return train_gpt.validate(module, batches, ranks)
+
+
+def digits(ranks: Ranks, options: Sequence[str], steps: int) -> float:
+    """Train on digits; return the accuracy on the test images in percent: their loss is near 0, and all noise."""
+    import digits_checkpoint as example
+    from show import console_of, progress_bar
+
+    epochs = example.parse_options([]).epochs
+    trainer = example.Trainer(example.parse_options(list(options)), ranks)
+    with progress_bar(console_of(ranks), "digits", epochs * trainer.steps_in_epoch, trainer.batch, "images") as bar:
+        for epoch in range(epochs):
+            trainer.train_epoch(epoch, bar)
+    example.pool_statistics(trainer.model, ranks)
+    with tz.full_parameters(trainer.model) as module:
+        return 100 * example.accuracy(module, trainer.test_images, trainer.test_labels)
+
+
+TASKS: dict[str, Callable[[Ranks, Sequence[str], int], float]] = {"gpt": gpt, "digits": digits}
+
+
+def run(rank: int, options: argparse.Namespace, store: str) -> None:
+    """One rank of all runs; rank 0 writes a line of JSON for each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    file = options.out / "runs.jsonl"
+    there = {(each["task"], each["seed"], each["variant"]) for each in lines_of(file)}
+    for seed in range(options.seeds):
+        for task in options.tasks:
+            for variant, asked in VARIANTS.items():
+                if (task, seed, variant) in there:
+                    continue
+                start = perf_counter()
+                loss = TASKS[task](ranks, ("--seed", str(seed), "--out", str(options.out), *asked), options.steps)
+                if rank == 0:
+                    seconds = perf_counter() - start
+                    print(f"{task}, seed {seed}, {variant}: {loss:.5f} ({seconds:.0f} s)", flush=True)
+                    with file.open("a") as out:
+                        out.write(json.dumps({"task": task, "seed": seed, "variant": variant, "loss": loss}) + "\n")
+                dist.barrier()
+    dist.destroy_process_group()
+
+
+def lines_of(file: Path) -> list[dict[str, object]]:
+    """What was run."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(lines: Sequence[dict[str, object]], task: str) -> str:
+    """The losses of a task, and their differences from the exact runs, as Markdown."""
+    losses = {(each["variant"], each["seed"]): float(str(each["loss"])) for each in lines if each["task"] == task}
+    heads = ("loss", "%") if task == "gpt" else ("accuracy, %", "points")
+    rows = [
+        f"| {task} | {heads[0]} | difference from exact, {heads[1]} | at most, by two standard errors |",
+        "|---|---|---|---|",
+    ]
+    for variant in VARIANTS:
+        seeds = [seed for name, seed in losses if name == variant and ("exact", seed) in losses]
+        if not seeds:
+            continue
+        mean = statistics.mean(losses[variant, seed] for seed in seeds)
+        scale = {seed: 100 / losses["exact", seed] if task == "gpt" else 1.0 for seed in seeds}
+        apart = [scale[seed] * (losses[variant, seed] - losses["exact", seed]) for seed in seeds]
+        error = 2 * statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
+        off = "" if variant == "exact" else f"{statistics.mean(apart):+.3f}"
+        limit = "" if variant == "exact" else f"{abs(statistics.mean(apart)) + error:.3f}"
+        rows.append(f"| {variant} ({len(seeds)} seeds) | {mean:.4f} | {off} | {limit} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of what was run")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds ({SEEDS})")
+    parser.add_argument("--steps", type=int, default=500, help="of the GPT (500)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what is trained")
+    parser.add_argument("--tables", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.tables:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run, (options, str(Path(folder) / "store")), 2)
+    for task in options.tasks:
+        print(table(lines_of(options.out / "runs.jsonl"), task))
+
+
+if __name__ == "__main__":
+    main()
