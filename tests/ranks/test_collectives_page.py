@@ -78,6 +78,7 @@ def train(model: Any) -> None:
 
 def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
     """The first table of the page, by call; each leaves gradients behind."""
+    bytewise = sharded(fresh(Mlp), tz.Policy(3, reduce_format=tz.Int8()))
     return {
         "ZeroTransform": lambda: sharded(fresh(Mlp), 2),
         "compile": lambda: tz.compile(fresh(Mlp), stage=2),
@@ -90,6 +91,7 @@ def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
         "save": lambda: tz.save(f"{folder}/saved", model),
         "load": lambda: tz.load(f"{folder}/saved", model),
         "save_pretrained": lambda: tz.save_pretrained(model, f"{folder}/pretrained"),
+        "wire_error": lambda: tz.tools.wire_error(bytewise, lambda: train(bytewise)),
         "measure_times": lambda: tz.tools.measure_times(model, lambda: train(model), steps=1),
         "fit": lambda: tz.tools.fit(fresh(Mlp), X, memory_bytes=1 << 20, world_size=2),
         "calibrate": lambda: tz.tools.calibrate(seconds=0.01, dtypes=[torch.float32]),

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import thunder_zero as tz
 from tests.harness.as_one_process import on_all_ranks
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -112,6 +113,37 @@ def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
     assert gradients(model)["weight"].isfinite().all(1).tolist() == [True, True, True, False]
 
 
+def errors(rank: int, world_size: int, stage: int) -> None:
+    """What wire_error says is what it says of numbers known here; gradients and weights are as they were."""
+    model = tz.compile(fresh(make), stage=stage, **FORMATS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss_of(model, inputs(rank)).backward()
+        optimizer.step()
+    weights, grads = tz.full_state_dict(model), gradients(model)
+    found = tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward())
+    right = exact_gradients(weights, world_size)
+    for name, value in weights.items():
+        (error,) = [each for each in found if each.path == name]
+        off = (arrives(value, world_size) - value).norm() / value.norm()
+        assert error.gather == pytest.approx(off.item(), rel=1e-3)
+        assert 0 < error.gradient < 0.1
+        assert 0.99 < error.cosine < 1
+        assert error.formats == ("int8/16", "int8/16")
+    assert all(torch.equal(gradients(model)[name], grads[name]) for name in grads)
+    with model.state.exact():
+        model.zero_grad()
+        loss_of(model, inputs(rank)).backward()
+        for name, value in right.items():
+            torch.testing.assert_close(gradients(model)[name], value, rtol=1e-5, atol=1e-7)
+    seen = {name: arrives(value, world_size) for name, value in weights.items()}
+    expected = functional_call(make(), seen, inputs(rank))
+    torch.testing.assert_close(model(inputs(rank)), expected, rtol=1e-6, atol=1e-7)
+    assert str(found).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
+    plain = tz.compile(nn.Linear(2, 2), stage=3)
+    assert "nothing travels in a format" in raised(lambda: tz.tools.wire_error(plain, lambda: None))
+
+
 def mixed_precision(rank: int, world_size: int) -> None:
     """Bytes are written of float32 rows, and read as bfloat16."""
     half = tz.MixedPrecision(torch.bfloat16, torch.float32)
@@ -129,6 +161,7 @@ def mixed_precision(rank: int, world_size: int) -> None:
 def test_every_rank_computes_with_what_arrives(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
     ranks_pool.run(world_size, travels, stage)
     ranks_pool.run(world_size, accumulates, stage)
+    ranks_pool.run(world_size, errors, stage)
 
 
 def test_non_finite_gradients_and_mixed_precision(ranks_pool: RanksPool) -> None:

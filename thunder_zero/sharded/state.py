@@ -8,7 +8,8 @@ Training code steps the shards; compiled traces reach this state through ``calls
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -226,6 +227,17 @@ class State(Share):
         full = self.wire.gather([shard], [exact]).wait()[0].clone()
         self.copies.wait()
         return full
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Parameters and gradients travel as they are inside of the block; all ranks enter it together."""
+        formatted = [param.path for param in self.plan.params if param.gather_format]
+        self.resident.mark_stale(formatted)
+        try:
+            with self.wire.exact():
+                yield
+        finally:
+            self.resident.mark_stale(formatted)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""

@@ -17,7 +17,8 @@ that also casts makes the host wait; the copies run in the stream of compute. ``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -85,8 +86,28 @@ class Wire:
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
         self._stages = _casts_or_copies(plan, device)
+        self._writes_bytes = plan.world_size > 1
         self._reduced: Counter[str] = Counter()  # how often, by path
         self._piece = PIECE if device.type == "cpu" else None  # elements that are written or read at a time
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Nothing travels in a format inside of the block; all ranks enter it together."""
+        before, self._writes_bytes = self._writes_bytes, False
+        try:
+            yield
+        finally:
+            self._writes_bytes = before
+
+    def arrived(self, rows: Tensor, param: Param) -> Tensor:
+        """Return what all ranks read of this rank's rows."""
+        if param.gather_format is None or not self._writes_bytes:
+            return rows
+        flat, found = rows.detach().reshape(-1), torch.empty(rows.shape)
+        payload = torch.empty(param.gather_format.nbytes(flat.numel()), dtype=torch.uint8, device=rows.device)
+        write(param.gather_format, flat, payload, piece=self._piece)
+        read(param.gather_format, payload, found.view(-1), piece=self._piece)
+        return found
 
     def gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
@@ -94,7 +115,7 @@ class Wire:
         """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
         with padding, are written, too."""
         form = params[0].gather_format
-        if form is not None and is_formatted(form, self._plan):
+        if form is not None and self._writes_bytes:
             return self._gather_bytes(shards, params, into, form)
         shapes = [param.shape for param in params]
         if self._stages:
@@ -154,7 +175,7 @@ class Wire:
         shards. A copy to host memory may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all
         of them."""
         form = params[0].reduce_format
-        if form is not None and is_formatted(form, self._plan):
+        if form is not None and self._writes_bytes:
             handle: Waitable = self._reduce_bytes(grads, params, form)
         else:
             start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce

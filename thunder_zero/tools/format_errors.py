@@ -1,0 +1,143 @@
+"""``tz.tools.wire_error``: what formats change in weights as they arrive, and in gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import nan, sqrt
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.frontends.zero_module import zero_module
+from thunder_zero.plan.params import Param
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.sharded_model import tagged
+from thunder_zero.sharded.state import State
+
+from thunder.core.module import ThunderModule
+
+Sums = tuple[float, float, float]  # of x * x, y * y and x * y
+
+
+@dataclass(frozen=True, repr=False)
+class WireError:
+    """What the formats of a parameter change.
+
+    Attributes:
+        path: of the parameter.
+        formats: of gathers and of reductions, such as ``"int8/128"``; "" if exact.
+        gather: norm of the error of the weights that arrive, relative to that of the weights.
+        gradient: norm of the difference from the gradient of an exact step, relative to that gradient's.
+        cosine: of the angle between the two gradients; NaN where one is zero, or there is none.
+    """
+
+    path: str
+    formats: tuple[str, str]
+    gather: float
+    gradient: float
+    cosine: float
+
+    def __repr__(self) -> str:
+        return "  ".join(self.cells())
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what a row of a table says of it."""
+        formats = ", ".join(each or "exact" for each in self.formats)
+        return self.path, formats, f"{self.gather:.2e}", f"{self.gradient:.2e}", f"{self.cosine:.6f}"
+
+
+class WireErrors(tuple[WireError, ...]):
+    """Errors by parameter, as text one a line."""
+
+    def __repr__(self) -> str:
+        heads = "parameter", "gathers, reductions", "gather", "gradient", "cosine"
+        rows = [heads, *(each.cells() for each in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+@tagged("wire_error")
+def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
+    """Measure what ``Policy.gather_format`` and ``Policy.reduce_format`` change in a step; a collective.
+
+    Runs ``step`` twice, with the formats and exactly. Gradients that there were are put back afterwards; the model is
+    as it was, but for what ``step`` changes itself.
+
+    >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
+    parameter      gathers, reductions  gather    gradient  cosine
+    blocks.0.up.weight  int8/128, int8/128   6.51e-03  9.84e-03  0.999952
+    ...
+
+    Args:
+        model: a model with ZeroTransform.
+        step: runs forward and backward of ``model`` on one batch, the same each time, and steps no optimizer.
+
+    Returns:
+        An entry for each parameter that is trained, in the plan's order.
+
+    Raises:
+        TypeError: not a model with ZeroTransform; ``step`` is not a function.
+        ValueError: nothing travels in a format.
+    """
+    state = zero_module(model).state
+    params = [param for param in state.plan.params if param.requires_grad]
+    with agree.all_or_none(state.group, "its arguments"):
+        if not callable(step):
+            raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
+        if not any(param.gather_format or param.reduce_format for param in params):
+            raise ValueError("nothing travels in a format; give gather_format= or reduce_format= to the model")
+    before = {path: shard.grad for path, shard in state.shards.items()}
+    try:
+        found = _gradients(state, step)
+        with state.exact():
+            right = _gradients(state, step)
+    finally:
+        for path, grad in before.items():
+            state.shards[path].grad = grad
+    sums = {
+        param.path: (_sums(state.rows[param.path], _arrived(state, param)), _sums(*map(_taken(param), (right, found))))
+        for param in params
+    }
+    every = all_gather_object(sums, state.group)
+    return WireErrors(_error(param, [each[param.path] for each in every]) for param in params)
+
+
+def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
+    """Return this rank's rows of the gradients of a step, by path, from which the shards are freed."""
+    for shard in state.shards.values():
+        shard.grad = None
+    step()
+    return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
+
+
+def _taken(param: Param) -> Callable[[dict[str, Tensor]], Tensor]:
+    return lambda gradients: gradients.get(param.path, torch.zeros(0))
+
+
+def _arrived(state: State, param: Param) -> Tensor:
+    """Return this rank's rows as all ranks read them."""
+    return state.wire.arrived(state.rows[param.path], param)
+
+
+def _sums(x: Tensor, y: Tensor) -> Sums:
+    x, y = x.detach().double(), y.detach().double()
+    return (x * x).sum().item(), (y * y).sum().item(), (x * y).sum().item()
+
+
+def _error(param: Param, of_ranks: list[tuple[Sums, Sums]]) -> WireError:
+    """Return the error of a parameter, from the sums of each rank."""
+    weights, gradients = ([sum(parts) for parts in zip(*sums, strict=True)] for sums in zip(*of_ranks, strict=True))
+    formats = str(param.gather_format or ""), str(param.reduce_format or "")
+    product = sqrt(gradients[0] * gradients[1])
+    return WireError(
+        param.path, formats, _relative(weights), _relative(gradients), gradients[2] / product if product else nan
+    )
+
+
+def _relative(sums: list[float]) -> float:
+    """Return the norm of y - x over that of x."""
+    x, y, both = sums
+    return sqrt(max(x + y - 2 * both, 0.0) / x) if x else 0.0
