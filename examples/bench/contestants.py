@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz  # before thunder
@@ -45,12 +45,14 @@ class Contestant:
         stage: the stage whose minimum of bytes it is compared with; None computes alone, without other ranks.
         group: contestants that are compared as one; the plot shows the best of each group.
         build: makes the model, and a function that takes one training step with it.
+        rounds: it sends fewer bits than float32, so its losses differ.
     """
 
     name: str
     stage: int | None
     group: str
     build: Build
+    rounds: bool = False
 
 
 def trains(model: nn.Module) -> tuple[nn.Module, Step]:
@@ -101,6 +103,7 @@ def build_fsdp2(
     scatter: bool = False,
     compiled: bool = False,
     checkpointed: bool = False,
+    half: bool = False,
 ) -> tuple[nn.Module, Step]:
     """FSDP2 on each block and on the root.
 
@@ -110,14 +113,16 @@ def build_fsdp2(
         scatter: with the reduce-scatter below instead of gloo's, which is an all-reduce.
         compiled: compiles each block.
         checkpointed: backward computes each block again.
+        half: computes and reduces in bfloat16.
     """
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if half else MixedPrecisionPolicy()
     model = with_compiled_blocks(make_model(size), compiled)
     if checkpointed:
         model.blocks = nn.Sequential(*(checkpoint_wrapper(block) for block in model.blocks))
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
     if fair:
         model._set_unshard_async_op(True)
         blocks = list(model.blocks)
@@ -192,7 +197,7 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 def contestants() -> dict[str, Contestant]:
     """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
     reduce-scatter above, ``-regather`` gathers everything again for backward, ``-none`` and ``-units`` name
-    ``tz.Policy.recompute``, ``+ck`` checkpoints each block."""
+    ``tz.Policy.recompute``, ``+ck`` checkpoints each block, ``-int8`` and ``-bf16`` send fewer bits."""
     alone = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
@@ -212,6 +217,10 @@ def ours() -> Iterator[Contestant]:
         zero = partial(build_zero, stage=stage, **choices)
         yield Contestant(name, stage, group, partial(zero, compiled=False))
         yield Contestant(f"{name}+tc", stage, group, partial(zero, compiled=True))
+    both = {"gather_format": tz.Int8(), "reduce_format": tz.Int8()}
+    for stage in (2, 3):
+        int8 = partial(build_zero, stage=stage, compiled=False, **both)
+        yield Contestant(f"zero{stage}-int8", stage, f"thunder_zero {stage}, int8", int8, rounds=True)
 
 
 def peers() -> Iterator[Contestant]:
@@ -226,6 +235,8 @@ def peers() -> Iterator[Contestant]:
         yield Contestant(f"{name}-fair+tc", stage, group, partial(fsdp2, fair=True, compiled=True))
         yield Contestant(f"{name}-fair+rs", stage, f"{group}+rs", partial(fsdp2, fair=True, scatter=True))
         yield Contestant(f"{name}-fair+ck", stage, f"{group}+ck", partial(fsdp2, fair=True, checkpointed=True))
+        half = partial(fsdp2, fair=True, half=True)
+        yield Contestant(f"{name}-fair-bf16", stage, f"{group}, bfloat16", half, rounds=True)
     yield Contestant("thunder-ddp", 0, "thunder.distributed ddp", build_thunder_ddp)
     for stage, strategy in ((2, "ZERO2"), (3, "ZERO3")):
         fsdp = partial(build_thunder_fsdp, strategy=strategy)

@@ -200,7 +200,8 @@ def refuse_different(built: list[Contestant], losses: dict[str, list[list[float]
     """
     for alone in (True, False):
         for rank in range(len(next(iter(losses.values())))):
-            same = {one.name: losses[one.name][rank] for one in built if (one.group == ALONE) == alone}
+            alike = [one for one in built if (one.group == ALONE) == alone and not one.rounds]
+            same = {one.name: losses[one.name][rank] for one in alike}
             if wrong := different_losses(same):
                 raise RuntimeError(
                     f"on rank {rank} the losses of {wrong} differ from those of {next(iter(same))}: {same}"
