@@ -48,7 +48,7 @@ def subject(blocks: int = BLOCKS) -> Subject:
 
 @cache
 def programs() -> SubjectPrograms:
-    return SubjectPrograms(subject(), PRECISION, 2, H100, lambda what: None)
+    return SubjectPrograms(subject(), tz.Policy(mixed_precision=PRECISION), 2, H100, lambda what: None)
 
 
 # Four ranks do not divide six rows.
@@ -110,6 +110,13 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     assert f"Expect {fewest:,.0f} to {most:,.0f} tokens/s" in str(found).replace("\n", " ")
     names = pasted(found.code)
     assert names["policy"] == programs().policy(found.chosen.stage, found.chosen.recompute)
+    # Formats send fewer bytes, in time and in the code; stage 0 has none.
+    bytewise = plan(stages=(0, 3), gather_format=tz.Int8(), reduce_format={"*": None, "*weight": tz.Int8(64)})
+    pairs = zip(bytewise.rows, (found.rows[0], *found.rows[-2:]), strict=True)
+    assert [row.sent_bytes < 0.9 * other.sent_bytes for row, other in pairs] == [False, True, True]
+    assert "gather_format=tz.Int8(block=128),\n" in bytewise.code
+    assert "reduce_format={'*': None, '*weight': tz.Int8(block=64)}" in bytewise.code
+    assert any("whose bytes are written and read at both ends" in text for text in bytewise.assumed)
     # A step has the traffic of the loss and of AdamW.
     ddp = found.rows[0]
     assert ddp.optimizer_seconds == pytest.approx(7 * 4 * found.parameters / 3.35e12)

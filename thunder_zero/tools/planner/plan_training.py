@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.plan.amounts import bytes_of, name_of
+from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.params import make_plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
@@ -41,6 +42,8 @@ def plan_training(
     sequence_length: int | None = None,
     micro_batch: int = 1,
     precision: MixedPrecision = PRECISION,
+    gather_format: Formats = None,
+    reduce_format: Formats = None,
     stages: Sequence[int] = tuple(range(len(STAGES))),
     **kwargs: Any,
 ) -> TrainingPlan:
@@ -64,6 +67,7 @@ def plan_training(
         micro_batch: sequences of a rank in a step, of a model by name.
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
             optimizer's state keep their own.
+        gather_format, reduce_format: as in :class:`thunder_zero.Policy`, of stages 1 to 3 (default: None).
         stages: to compare (default: 0 to 3).
 
     Raises:
@@ -77,7 +81,8 @@ def plan_training(
     subject = subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
     with show_steps("tz.tools.plan_training", rows) as steps:
-        return _Comparison(subject, world_size, described, memory, precision, steps).plan(stages)
+        asked = Policy(1, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
+        return _Comparison(subject, world_size, described, memory, asked, steps).plan(stages)
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ class _Comparison:
     world_size: int
     device: Device
     memory_bytes: int
-    precision: MixedPrecision
+    asked: Policy  # its precision and its formats
     steps: Steps
 
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
@@ -128,14 +133,14 @@ class _Comparison:
             chosen=chosen,
             reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
             code=code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), build) if chosen else "",
-            assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
+            assumed=assumed(self.subject, self.asked, self.device, returns_loss=self._programs.returns_loss()),
             is_bound=not isinstance(self.device, Calibrated),
         )
 
     @cached_property
     def _programs(self) -> SubjectPrograms:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return SubjectPrograms(self.subject, self.precision, shards, self.device, self.steps.tell)
+        return SubjectPrograms(self.subject, self.asked, shards, self.device, self.steps.tell)
 
     def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
@@ -203,12 +208,15 @@ DESCRIBED = (
 )
 
 
-def assumed(subject: Subject, precision: MixedPrecision, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
+def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
     """What the figures assume, sentence by sentence; ``returns_loss``: whether forward returns one number."""
     compute, reduce = (
         "the parameters' dtype" if dtype is None else name_of(dtype)
-        for dtype in (precision.param_dtype, precision.reduce_dtype)
+        for dtype in (asked.mixed_precision.param_dtype, asked.mixed_precision.reduce_dtype)
     )
+    if asked.gather_format or asked.reduce_format:
+        forms = f"gathers {asked.gather_format or 'as they are'}, gradients {asked.reduce_format or 'as they are'}"
+        reduce = f"{reduce} (from stage 1 on: {forms}, whose bytes are written and read at both ends)"
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
     if subject.loss:
         loss = "the loss is eager torch's"

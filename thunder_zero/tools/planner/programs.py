@@ -12,7 +12,6 @@ from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, programs_of
@@ -36,11 +35,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class SubjectPrograms:
-    """The compiled programs of a subject. ``shards`` are ranks of a copy, for the compilation: the schedule does not
-    depend on them. ``tell`` says what is done now."""
+    """The compiled programs of a subject, with the precision and the formats of ``asked``. ``shards`` are ranks of a
+    copy, for the compilation: the schedule does not depend on them. ``tell`` says what is done now."""
 
     subject: Subject
-    precision: MixedPrecision
+    asked: Policy
     shards: int
     device: Device
     tell: Callable[[str], None]
@@ -51,13 +50,14 @@ class SubjectPrograms:
     @cached_property
     def block_bytes(self) -> int:
         """Of the largest block, which no policy of the table changes."""
-        policy = Policy(mixed_precision=self.precision)
+        policy = Policy(mixed_precision=self.asked.mixed_precision)
         return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
 
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
         one reduction is under way while the next block's gradients are made."""
-        policy = Policy(stage, recompute=recompute, mixed_precision=self.precision)
+        policy = replace(self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision), stage=stage)
+        policy = replace(policy, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def evaluate(self, policy: Policy, mesh: Mesh) -> Evaluated:

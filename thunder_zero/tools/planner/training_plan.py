@@ -18,6 +18,7 @@ from textwrap import wrap
 from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.formats import FORMATS, Formats
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.cost.published import LEAST, MOST, RUNS
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
@@ -301,6 +302,13 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
     )
 
 
+def _format(asked: Formats) -> str:
+    """Return a format as Python; "" if there is none."""
+    if isinstance(asked, Mapping):
+        return "{" + ", ".join(f"{pattern!r}: {_format(form) or None}" for pattern, form in asked.items()) + "}"
+    return f"tz.{asked!r}" if asked else ""
+
+
 def code_of(row: PlanRow, policy: Policy, build: str) -> str:
     """Python to paste: imports, the policy, the module, the mesh, and the model. ``build`` makes
     ``module``: lines that import, and one that makes it."""
@@ -323,6 +331,7 @@ def code_of(row: PlanRow, policy: Policy, build: str) -> str:
         "    mixed_precision=tz.MixedPrecision(",
         f"        {precision.param_dtype}, reduce_dtype={precision.reduce_dtype}",
         "    ),",
+        *(f"    {name}={form}," for name in FORMATS if (form := _format(getattr(policy, name)))),
         f"    bucket_bytes={policy.bucket_bytes:_},",
         f"    in_flight_bytes={policy.in_flight_bytes:_},",
         f"    prefetch={policy.prefetch},",
