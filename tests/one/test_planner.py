@@ -110,10 +110,10 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     assert f"Expect {fewest:,.0f} to {most:,.0f} tokens/s" in str(found).replace("\n", " ")
     names = pasted(found.code)
     assert names["policy"] == programs().policy(found.chosen.stage, found.chosen.recompute)
-    # Formats send fewer bytes, in time and in the code; stage 0 has none.
-    bytewise = plan(stages=(0, 3), gather_format=tz.Int8(), reduce_format={"*": None, "*weight": tz.Int8(64)})
-    pairs = zip(bytewise.rows, (found.rows[0], *found.rows[-2:]), strict=True)
-    assert [row.sent_bytes < 0.9 * other.sent_bytes for row, other in pairs] == [False, True, True]
+    # Formats send fewer bytes, and are in the code.
+    bytewise = plan(stages=(3,), gather_format=tz.Int8(), reduce_format={"*": None, "*weight": tz.Int8(64)})
+    pairs = zip(bytewise.rows, found.rows[-2:], strict=True)
+    assert all(row.sent_bytes < 0.9 * other.sent_bytes for row, other in pairs)
     assert "gather_format=tz.Int8(block=128),\n" in bytewise.code
     assert "reduce_format={'*': None, '*weight': tz.Int8(block=64)}" in bytewise.code
     assert any("whose bytes are written and read at both ends" in text for text in bytewise.assumed)

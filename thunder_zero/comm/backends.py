@@ -31,7 +31,7 @@ from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
 from thunder_zero.plan.params import Plan
 
@@ -194,8 +194,8 @@ class _NotLaunched:
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         return [BucketPart((lambda: calls,))]
 
-    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
-        return [BucketPart((lambda: ops,))]
+    def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
+        return [BucketPart((lambda: (outgoing, incoming),))]
 
 
 class UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):

@@ -71,6 +71,9 @@ class _Native(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
+        return Handle(self._start_messages(outgoing, incoming), (), self._pending)
+
+    def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
         ways = ((dist.isend, outgoing), (dist.irecv, incoming))
         ops = [
             dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)
@@ -79,10 +82,7 @@ class _Native(Launching):
             for tensor in tensors
             if tensor.numel()
         ]
-        return Handle(self._start_messages(ops), (), self._pending)
-
-    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
-        works = dist.batch_isend_irecv(list(ops)) if ops else []
+        works = dist.batch_isend_irecv(ops) if ops else []
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
