@@ -7,7 +7,7 @@
     write   x (n,)           ->  payload         scale = max |x| of the block / 127;  element = x / scale, rounded
     read    payload          ->  x (n,)          element * scale;  added to what is there, if asked
 
-On a CPU this goes through pieces that stay in its cache; on a GPU it is a few kernels over the whole. A block with Inf
+This goes through pieces, which on a CPU stay in its cache; on a GPU most tensors are one piece. A block with Inf
 or NaN has the scale NaN, so all of it arrives as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
@@ -27,15 +27,17 @@ from torch import Tensor
 from thunder_zero.plan.encoding import SCALE_BYTES, Encoding, Float8, Int8
 
 PIECE = 1 << 16  # elements at a time on a CPU: three float32 buffers of it stay in the cache
+PIECE_ON_GPU = 1 << 22  # 16 MiB each: as many launches as such a tensor needs anyway
 LEAST = torch.finfo(torch.float32).tiny  # of a scale: its inverse is finite
 GOLDEN = 0.6180339887498949  # step of the Weyl sequence, the golden ratio's fractional part
 
 
-def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", piece: int | None = None) -> None:
+def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", piece: int = PIECE) -> None:
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
-    nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time; None: all."""
+    nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
-    noise = _noise(min(x.numel(), piece or x.numel()), x.device, crc32(key.encode())) if key else None
+    shift, weyl = crc32(key.encode()) / 2**32, _weyl(max(piece, encoding.block), x.device)
+    noise = (weyl[: x.numel()] + shift).frac_() if key else None
     for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
         values = x[start:stop].view(blocks, -1).float()
         scaled = values.abs()
@@ -52,7 +54,7 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
     payload[payload.numel() - _padding(x.numel()) :].zero_()
 
 
-def read(encoding: Int8 | Float8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int | None = None) -> None:
+def read(encoding: Int8 | Float8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int = PIECE) -> None:
     """Read a payload into ``out`` (n,), floating-point, or ``add`` it to what is there, which is float32."""
     scales, elements = _parts(encoding, payload, out.numel())
     for start, stop, at, blocks in _pieces(out.numel(), encoding.block, piece):
@@ -76,11 +78,11 @@ def _padding(numel: int) -> int:
     return -numel % SCALE_BYTES
 
 
-def _pieces(numel: int, block: int, piece: int | None) -> Iterator[tuple[int, int, int, int]]:
+def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield where pieces begin and end, the number of their first block, and how many they have. What is left at the
     end is a block of its own."""
     whole = numel // block
-    step = max((piece or numel) // block, 1)
+    step = max(piece // block, 1)
     for at in range(0, whole, step):
         blocks = min(step, whole - at)
         yield at * block, (at + blocks) * block, at, blocks
@@ -88,16 +90,6 @@ def _pieces(numel: int, block: int, piece: int | None) -> Iterator[tuple[int, in
         yield whole * block, numel, whole, 1
 
 
-def _noise(numel: int, device: torch.device, number: int) -> Tensor:
-    """Return u for so many elements, shifted by a number of 32 bits."""
-    weyl = _piece_of_weyl()[:numel] if device.type == "cpu" and numel <= PIECE else _weyl(numel, device)
-    return (weyl + number / 2**32).frac_()
-
-
 @cache
-def _piece_of_weyl() -> Tensor:
-    return _weyl(PIECE, torch.device("cpu"))
-
-
-def _weyl(numel: int, device: torch.device) -> Tensor:
-    return torch.arange(numel, dtype=torch.float64, device=device).mul_(GOLDEN).frac_().float()
+def _weyl(piece: int, device: torch.device) -> Tensor:
+    return torch.arange(piece, dtype=torch.float64, device=device).mul_(GOLDEN).frac_().float()

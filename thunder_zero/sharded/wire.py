@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.blocks import PIECE, read, write
+from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import outside_autograd
@@ -88,7 +88,7 @@ class Wire:
         self._stages = _casts_or_copies(plan, device)
         self._writes_bytes = plan.world_size > 1
         self._reduced: Counter[str] = Counter()  # how often, by path
-        self._piece = PIECE if device.type == "cpu" else None  # elements that are written or read at a time
+        self._piece = PIECE if device.type == "cpu" else PIECE_ON_GPU  # elements that are written or read at a time
 
     @contextmanager
     def exact(self) -> Iterator[None]:
@@ -245,7 +245,7 @@ class UnsentWire(Wire):
 
     def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device, *, on_cpu: bool) -> None:
         super().__init__(transport, plan, device)
-        self._piece = PIECE if on_cpu else None
+        self._piece = PIECE if on_cpu else PIECE_ON_GPU
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
