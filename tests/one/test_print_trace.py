@@ -177,30 +177,61 @@ class Block(nn.Module):
         return made
 
 
+class Gated(nn.Module):
+    """Two parts of a value with a name each, and a view with a name, which one line reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, -1)
+        heads = self.out(torch.sigmoid(gate) * value).view(2, 4, 2, 4)
+        return torch.tanh(heads * self.scale)
+
+
+def codes(shown: tz.tools.Traces) -> dict[str, list[str]]:
+    return {phase: [row.line.code for row in rows_of(shown, phase, None, every_line=False)] for phase in PHASES}
+
+
 def test_names_are_the_users_and_paths() -> None:
     shown = traced(Checkpointed, (2, 4, WIDTH), policy(3), world_size=4)
-    codes = {phase: [row.line.code for row in rows_of(shown, phase, None, every_line=False)] for phase in PHASES}
     lines = {
         "forward": (
-            "(layer_norm, layer_norm__1, layer_norm__2) = "
+            "(blocks_0_norm, blocks_0_norm_1, blocks_0_norm_2) = "
             "aten.native_layer_norm(x, [8], blocks_0_norm_weight, blocks_0_norm_bias, 1e-05)",
-            "hidden = aten.addmm(blocks_0_up_bias, layer_norm.reshape([8, 8]), blocks_0_up_weight.t())",
-            "hidden_1 = aten.addmm(blocks_1_up_bias, layer_norm_1.reshape([8, 8]), blocks_1_up_weight.t())",
-            "made_1 = aten.add(made, linear_1_1.reshape([2, 4, 8]))",
-            "(topk, topk_1) = aten.topk(made_1, 2)",
+            "hidden = aten.addmm(blocks_0_up_bias, blocks_0_norm.reshape([8, 8]), blocks_0_up_weight.t())",
+            "hidden_1 = aten.addmm(blocks_1_up_bias, blocks_1_norm.reshape([8, 8]), blocks_1_up_weight.t())",
+            "made_1 = aten.add(made, blocks_1_down.reshape([2, 4, 8]))",
+            "(best, topk_1) = aten.topk(made_1, 2)",
         ),
         "backward": (
-            "hidden_1_again = aten.addmm(blocks_1_up_bias_again, view_4_again, blocks_1_up_weight_again.t())",
-            "hidden_again = aten.addmm(blocks_0_up_bias_again, view_again, blocks_0_up_weight_again.t())",
+            "hidden_1_again = aten.addmm(blocks_1_up_bias_again, blocks_1_norm_again_view, blocks_1_up_weight_again.t())",
             "blocks_1_down_weight_grad = aten.mm(view_8.t(), tanh_1_again.reshape([8, 16]))",
             "blocks_1_down_bias_grad = aten.sum(view_8, [0], True).reshape([8])",
             "del blocks_1_down_weight_again",
         ),
     }
-    assert [line for phase in PHASES for line in lines[phase] if line not in codes[phase]] == []
-    text = "\n".join([*codes["forward"], *codes["backward"]])
+    found = codes(shown)
+    assert [line for phase in PHASES for line in lines[phase] if line not in found[phase]] == []
+    text = "\n".join([*found["forward"], *found["backward"]])
     assert [word for word in ("getitem", "C0", "clear_mutable", ".t().t()", "torch.ops") if word in text] == []
     assert not any("…" in line for line in printed(shown) if not line.startswith("#"))
+
+
+def test_views_stand_in_the_lines_that_read_them_in_backward_too() -> None:
+    """ZeRO-2 keeps parameters for backward, and forward saves views of them."""
+    forward, backward = codes(traced(Gated, (2, 4, WIDTH), policy(2), world_size=4)).values()
+    lines = (
+        "both = aten.addmm(both_bias, x.reshape([8, 8]), both_weight.t())",
+        "(gate, value) = both.reshape([2, 4, 16]).split(8, -1)",
+        "heads = aten.addmm(out_bias, mul.reshape([8, 8]), out_weight.t())",
+        "mul_1 = aten.mul(heads.reshape([2, 4, 2, 4]), scale)",
+    )
+    assert [line for line in lines if line not in forward] == []
+    assert forward[-1] == "return (tanh,), (tanh, scale, out_weight.t(), both, x)"
+    assert "view_8 = aten.mm(view_6, out_weight).reshape([2, 4, 8])" in backward  # the transposed of the transposed
 
 
 def test_zero3_frees_all_in_each_phase_and_zero2_in_backward_if_there_is_one() -> None:

@@ -88,6 +88,8 @@ class Joint:
         outputs: how many outputs forward has, with values of inputs that it writes to. A tensor subclass counts as
             the tensors and objects that it holds.
         mutated: the positions of inputs that forward writes to.
+        parts: the user's names of what functions return several of: by the graph and the name of the function's value,
+            as :func:`users_value` has them, and the position.
     """
 
     graph: fx.GraphModule
@@ -96,6 +98,7 @@ class Joint:
     outputs: int
     mutated: Sequence[int]
     names: Sequence[str]
+    parts: Mapping[tuple[int, str, int | None], str]
     exported: JointWithDescriptors
 
     @property
@@ -173,6 +176,32 @@ def users_value(node: fx.Node) -> tuple[int, str] | None:
     return (sources[0].graph_id, sources[0].name) if sources else None
 
 
+def variable_of(node: fx.Node) -> str | None:
+    """Return the name of the user's variable that holds a node's value, with dynamo's number; None if the name is that
+    of a function, or of a variable of torch's, as in ``nn.Sequential``."""
+    value, callers = users_value(node), _modules_of(node)[:-1]
+    is_torchs = bool(callers) and callers[-1][1].__module__.startswith("torch.nn.modules.")
+    return None if value is None or is_torchs or value[1] == _function_of(node)[0] else value[1]
+
+
+def module_of(node: fx.Node) -> str | None:
+    """Return the path of the module of torch's whose forward has a node, from what the user's code calls ``self``."""
+    is_torchs = isinstance(_function_of(node)[1], type)
+    return _modules_of(node)[-1][0].partition("].")[2] or None if is_torchs else None
+
+
+def _modules_of(node: fx.Node) -> list[tuple[str, type]]:
+    """Return the paths and classes of the modules whose calls have a node, the innermost last."""
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
+def _function_of(node: fx.Node) -> tuple[str, Any]:
+    """Return the function that makes a node's value, or the class of the module of torch's that calls it, and the name
+    that the value would have without a variable."""
+    found: tuple[str, Any] = (node.meta.get("source_fn_stack") or (("", None),))[-1]
+    return found
+
+
 def sequence_number(node: fx.Node) -> int | None:
     """Return the number that autograd gives to a line of forward and to those of backward that compute its gradient."""
     number: int | None = node.meta.get("seq_nr")
@@ -186,6 +215,13 @@ def argument_of(node: fx.Node) -> str | None:
     if found is None:
         return None
     return found[2] or (f"{found[1]}_{found[3]}" if found[3] else found[1])
+
+
+def buffer_of(node: fx.Node) -> str | None:
+    """Return the path of the buffer that an input of dynamo's graph is, or of the parameter."""
+    source = node.meta.get("grapharg")
+    found = re.findall(r"\._(modules|buffers|parameters)\['([^']+)'\]", str(source.source.name)) if source else []
+    return ".".join(name for _, name in found) if found and found[-1][0] != "modules" else None
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -221,6 +257,16 @@ def _output_of(desc: Any) -> Any:
 def _position(desc: Any) -> int | None:
     of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
     return of.idx if isinstance(of, PlainAOTInput) else None
+
+
+def _parts(graph: fx.GraphModule) -> Iterator[tuple[tuple[int, str, int | None], str]]:
+    """Yield the user's names of parts of what a function of dynamo's graph returns."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
+                of, position = node.args
+                if isinstance(of, fx.Node) and isinstance(position, int) and node.name != _function_of(node)[0]:
+                    yield (id(module.graph), of.name, position), node.name
 
 
 def _choose_where_masks_write(graph: fx.GraphModule) -> None:
@@ -289,7 +335,9 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
     inner = captured.maybe_subclass_meta.fw_metadata if captured.maybe_subclass_meta else meta
     outputs = len(meta.tokens) + inner.num_forward_returns if state.needs_autograd else len(results)
     mutated = [at for at, info in enumerate(meta.input_info) if info.mutates_data or info.mutates_metadata]
-    names = [argument_of(node) or node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    names = [
+        argument_of(node) or buffer_of(node) or node.name for node in graph.graph.nodes if node.op == "placeholder"
+    ]
     return Joint(
         graph=captured.graph_module,
         differentiates=state.needs_autograd,
@@ -297,6 +345,7 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         outputs=outputs,
         mutated=mutated,
         names=names,
+        parts=dict(_parts(graph)),
         exported=exported,
     )
 

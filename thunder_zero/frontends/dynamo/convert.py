@@ -17,19 +17,19 @@ from __future__ import annotations
 import dis
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
-from keyword import iskeyword
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import SymFloat, Tensor, fx
 from torch.types import py_sym_types
 
-from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, sequence_number, users_value
+from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, users_value
 from thunder_zero.compat.dynamo import users_line
+from thunder_zero.compat.private import OpOverload
+from thunder_zero.frontends.dynamo.names import SAME, first_free, is_output, names_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import draws_random_numbers, is_view, line, read_for_shape
 from thunder_zero.traces.pipeline import JointTrace
@@ -43,12 +43,8 @@ from thunder.core.proxies import CONSTRAINT, FloatProxy, IntegerProxy, NumberPro
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
-SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # of a value, where nothing is recorded
 # A kernel may lay out its result in another way than torch's trace says, as batch norm does of a transposed input.
 COPIES_IF_IT_MUST: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-TAKEN = frozenset(  # by Thunder's traces
-    ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
-)
 device_of = cache(to_device)  # which reads a device's name, of each value
 
 
@@ -102,11 +98,12 @@ class _Conversion:
     values: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     effects: list[Any] = field(default_factory=list)  # what forward computes, whoever reads it
+    viewed: dict[fx.Node, str] = field(default_factory=dict)  # names of what views without a name are views of
     sent: set[str] = field(default_factory=set)  # values that a reduction reads
 
     def __post_init__(self) -> None:
         self.gradients = self.joint.gradients()
-        self.names = _names(self.joint.graph.graph)
+        self.names = names_of(self.joint)
         self.users = frozenset(self.names.values())
         for node, (first, *_) in self._ready().items():
             self.names[node] = f"{self._path_of_gradient(first)}_grad"
@@ -291,19 +288,29 @@ class _Conversion:
         if node.op == "get_attr":
             self.made.setdefault(node, getattr(self.joint.graph, str(node.target)))
             return
-        if node.target in SAME and not _is_output(node):
+        if node.target in SAME and not is_output(node):
             self.made[node] = self.made[node.all_input_nodes[0]]
             return
         args, kwargs = _filled(node.args, self.made | self._stand_ins(node)), _filled(node.kwargs, self.made)
         if isinstance(args, tuple) and node.target is operator.getitem and isinstance(args[0], tuple | list):
             self.made[node] = args[0][args[1]]
             return
-        name, value = self.names.get(node, node.name), node.meta.get("val")
+        name, value = self.names.get(node) or self._name_of_view(node) or node.name, node.meta.get("val")
         is_effect = not node.users and not is_backward(node) and node.is_impure()
         self.made[node] = output = self._proxies(node, name, torch.empty(0) if is_effect and value is None else value)
         if is_effect or (isinstance(output, NumberProxy) and not is_backward(node)):
             self.effects += proxies_in(output)  # outputs of forward, or the split would take them for backward's
         _append(line(COPIES_IF_IT_MUST.get(node.target, node.target), args, kwargs, output))
+
+    def _name_of_view(self, node: fx.Node) -> str | None:
+        """Return the name of a view that is no variable of the user's, after what it is a view of; None if backward
+        alone has it."""
+        if users_value(node) is None or not is_view(node.target):
+            return None
+        of, target = node.all_input_nodes[0], cast(OpOverload, node.target)
+        self.viewed[node] = self.viewed.get(of) or self.made[of].name
+        again = "_again" * (is_backward(node) and not is_backward(of))
+        return f"{self.viewed[node]}_{target.overloadpacket.__name__.removeprefix('_unsafe_')}{again}"
 
     def _stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
         """Return new tensors for the parameters of which a line of backward reads the shape alone, by their nodes:
@@ -419,50 +426,8 @@ def _append(bsym: BoundSymbol) -> None:
     get_tracectx().bound_symbols.append(bsym)
 
 
-def _names(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return what values are called: as dynamo calls them, with a number where several graphs of dynamo's have a name.
-    What a checkpoint computes again in backward is called after its original. Of other lines of backward, those that
-    make several values are called after the line whose gradient they compute."""
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    forward, again = (_users_values(node for node in nodes if is_backward(node) is phase) for phase in (False, True))
-    names: dict[tuple[int, str], str] = {}
-    taken: set[str] = set()
-    for value in (*forward, *again):
-        if value not in names:
-            names[value] = _first_free(value[1], taken)
-            taken.add(names[value])
-    made_by = {sequence_number(node): users_value(node) for node in nodes if not is_backward(node)}
-    found = {node: names[value] for value, node in forward.items()}
-    found |= {node: f"{names[value]}_again" for value, node in again.items()}
-    for node in nodes:
-        if is_backward(node) and users_value(node) is None and isinstance(node.meta.get("val"), tuple | list):
-            name = names.get(made_by.get(sequence_number(node)) or (0, ""))
-            found |= {node: f"{name}_backward"} if name else {}
-    return found
-
-
-def _users_values(nodes: Iterable[fx.Node]) -> dict[tuple[int, str], fx.Node]:
-    """Return the nodes that make the values that dynamo has names for. The last line of a function makes its value; a
-    view that one line reads leaves the name to what it is a view of, since printing folds it into that line."""
-    found: dict[tuple[int, str], fx.Node] = {}
-    for node in nodes:
-        value = users_value(node)
-        if value is None or node.target in (*SAME, operator.getitem):
-            continue
-        readers = sum(is_backward(user) is is_backward(node) for user in node.users)
-        is_folded = is_view(node.target) and readers == 1 and not _is_output(node)
-        if value not in found or is_view(found[value].target) or not is_folded:
-            found[value] = node
-    return found
-
-
 def _read_by_forward(node: fx.Node) -> bool:
     return any(not is_backward(user) and user.target not in SAME for user in node.users)
-
-
-def _is_output(node: fx.Node) -> bool:
-    """Return whether the graph returns a node: autograd wants tensors of their own."""
-    return any(user.op == "output" for user in node.users)
 
 
 def _renamed(proxy: TensorProxy, name: str) -> TensorProxy:
@@ -478,13 +443,7 @@ def _free(name: str) -> str:
     """Return a name, or a path, as a name that no other value of the trace has, and no symbol of ours."""
     name = re.sub(r"\W", "_", name)
     name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
-    return _first_free(name, get_tracectx().names)
-
-
-def _first_free(name: str, names: Collection[str]) -> str:
-    """Return the name, with a number if these names, or those that Python or Thunder's traces have, contain it."""
-    numbered = (name if number == 0 else f"{name}_{number}" for number in count())
-    return next(each for each in numbered if each not in names and each not in TAKEN and not iskeyword(each))
+    return first_free(name, get_tracectx().names)
 
 
 def _filled(tree: Any, env: Mapping[fx.Node, Any]) -> Any:
