@@ -113,11 +113,13 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/dry_run tools/forecast tools/cost tools/ask "
                                                               "tools/planner")),
+    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded frontends tools/printing tools/devices "
+                                                              "tools/compiled_programs tools/forecast tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded frontends tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file "
-                                                              "tools/page tools/planner tools/printing")),
+                                                              "tools/page tools/planner tools/printing tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     NOT,     ALL),

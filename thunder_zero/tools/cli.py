@@ -6,6 +6,7 @@ thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--all] [--json]
 thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
+thunder-zero why [--device machine.json] SCRIPT.py [its arguments]
 thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
 
@@ -28,8 +29,12 @@ from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
 DESCRIPTION = (
-    "Print and convert checkpoints; print traces; plan a training; print what works on this machine (doctor), and "
-    "measure how fast its CPU and gloo are (calibrate)."
+    "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
+    "print what works on this machine (doctor), and measure how fast its CPU and gloo are (calibrate)."
+)
+WHY = (
+    "Run a training script unchanged (torchrun --nproc-per-node 2 -m thunder_zero why SCRIPT.py), and print on rank 0, "
+    "for each model, the time, the waits and the memory of a step beside their forecast, and what was compiled."
 )
 CALIBRATE = (
     "Measure the CPU, and under torchrun the ranks' collectives on gloo, for forecasts of time. GPUs and NCCL are not "
@@ -40,6 +45,9 @@ CALIBRATE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. An error is one sentence on stderr and exit code 1."""
     options = parser().parse_args(arguments)
+    if options.command == "why":  # errors and warnings are those of the user's script
+        options.run(options)
+        return 0
     code, said = 0, []
     with warnings.catch_warnings(record=True) as caught:
         try:
@@ -66,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     """Of all commands. What a command needs is imported when it runs: who asks for help need not wait for Thunder."""
     made = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = made.add_subparsers(dest="command", required=True)
-    for one in (_inspect, _consolidate, _shard, _trace, _report, _plan, _doctor, _calibrate):
+    for one in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _doctor, _calibrate):
         one(commands.add_parser)
     return made
 
@@ -177,6 +185,19 @@ def _plan(add: Add) -> None:
     show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
     show.add_argument("--loss", metavar="FILE.py:function", help="from what forward returns to a loss")
     show.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _why(add: Add) -> None:
+    def run(options: argparse.Namespace) -> None:
+        from thunder_zero.tools.why.page import why
+
+        why(options.script, options.arguments, steps=options.steps, device=options.device)
+
+    show = _command(add, "why", "run a training script; print its measured step beside the forecast", run, WHY)
+    show.add_argument("--steps", type=int, default=10, help="measure so many, then print (default: 10, or all)")
+    show.add_argument("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
+    show.add_argument("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
+    show.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def _doctor(add: Add) -> None:

@@ -1,0 +1,1 @@
+"""``thunder-zero why``: the measured step of a training script beside its forecast."""

@@ -1,0 +1,168 @@
+"""Measures the steps of every model that a script trains, while the script runs unchanged.
+
+::
+
+    optimizer.step()    data, forward, loss, backward    optimizer.step()    data, ...
+                    begin()   the model's clock runs                      end() -> Taken; begin()
+
+Torch's hooks around each optimizer's step say where a step ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import process_time
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.dynamo.module import DynamoModule
+from thunder_zero.frontends.zero_module import ZeroModule, traces_of
+from thunder_zero.sharded.optimizers import parameters_of
+from thunder_zero.sharded.sharded_model import owners_of
+from thunder_zero.sharded.state import State
+from thunder_zero.sharded.waits import Moment, Waited
+from thunder_zero.tools.compiled_programs import CompiledProgram, programs
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step.
+
+    Attributes:
+        seconds: of the whole step.
+        optimizer: those of the optimizer.
+        waits: seconds of waits, by whether they end a gather, and the first parameter.
+        core: seconds in which the process had a core.
+        forwards: how many forwards it had.
+        peak: the most bytes: of CUDA tensors, or of the process's resident memory; 0 if the system does not tell.
+    """
+
+    seconds: float
+    optimizer: float
+    core: float
+    waits: Mapping[tuple[bool, str], float]
+    forwards: int
+    peak: int
+
+
+@dataclass
+class Followed:
+    """A model whose steps are measured, from one step of its first optimizer to the next."""
+
+    model: ref[ZeroModule]
+    state: State
+    optimizer: ref[Optimizer]
+    taken: list[Taken] = field(default_factory=list)
+    programs: Sequence[CompiledProgram] = ()
+    traces: Sequence[Sequence[Traces]] = ()  # of each kind, of each graph: those that reduce, those that defer
+    at_rest: int = 0  # bytes of the optimizer's states
+    open: ExitStack = field(default_factory=ExitStack)
+    waits: list[Waited] = field(default_factory=list)
+    begun: Moment | None = None
+    stepping: Moment | None = None
+    core: float = 0.0
+    forwards: int = 0
+
+    def end(self) -> None:
+        """End a step, and note what the model looks like after it."""
+        now = self.state.clock.now()
+        self.open.close()
+        if self.begun is not None and self.stepping is not None:
+            waits: dict[tuple[bool, str], float] = {}
+            for wait in self.waits:
+                seconds = waits.get((wait.gather, wait.path), 0.0)
+                waits[wait.gather, wait.path] = seconds + wait.called.until(wait.returned)
+            seconds, optimizer = self.begun.until(now), self.stepping.until(now)
+            core, forwards = process_time() - self.core, self.state.training_forwards - self.forwards
+            self.taken.append(Taken(seconds, optimizer, core, waits, forwards, _peak(self.state.device)))
+        model, optimizer_ = self.model(), self.optimizer()
+        if model is not None and optimizer_ is not None:
+            self.programs = programs(model) if isinstance(model, DynamoModule) else ()
+            self.traces = [list(_traces(model, synced)) for synced in (True, False)]
+            self.at_rest = sum(map(_nbytes, (value for each in optimizer_.state.values() for value in each.values())))
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        _forget_peak(self.state.device)
+        self.waits = self.open.enter_context(self.state.clock.running())
+        self.core, self.forwards = process_time(), self.state.training_forwards
+        self.begun = self.state.clock.now()
+
+
+def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
+    for number, graph in enumerate(model.graphs()):
+        if any(entry.synced is synced for entry in graph):
+            yield traces_of(model, synced, number)
+
+
+def _nbytes(value: object) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.nbytes if isinstance(local, Tensor) else 0
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        CLEAR.write_text("5")
+
+
+@contextmanager
+def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
+    """Measure each model that an optimizer steps; show it after so many steps, or at the end of the block."""
+    found: dict[State, Followed] = {}
+    shown: WeakSet[State] = WeakSet()
+
+    def of(optimizer: Optimizer) -> Followed | None:
+        owner = next(filter(None, owners_of(parameters_of(optimizer))), None)
+        if owner is None or owner[0] in shown:
+            return None
+        if owner[0] not in found:
+            models = (each for each in gc.get_objects() if issubclass(type(each), ZeroModule))
+            model = next(each for each in models if each.state is owner[0])
+            found[owner[0]] = Followed(ref(model), owner[0], ref(optimizer))
+        followed = found[owner[0]]
+        return followed if followed.optimizer() is optimizer else None
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (followed := of(optimizer)) is not None:
+            followed.stepping = followed.state.clock.now()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (followed := of(optimizer)) is not None:
+            followed.end()
+            if len(followed.taken) == steps:
+                shown.add(followed.state)
+                show(found.pop(followed.state))
+            else:
+                followed.begin()
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for followed in found.values():
+        followed.open.close()
+        show(followed)
