@@ -157,6 +157,7 @@ def test_the_extras_of_each_rank(saved: Saved) -> None:
     assert split_rank_prefix("rank12.extra.any\nname") == (12, "extra.any\nname")
     assert own_extras(extras, 1, 3) == {"position": 101}
     assert own_extras(extras, 1, 2) == {}
+    says(lambda: own_extras(extras, 1, 2)["position"], "KeyError", "are in Loaded.of_rank: ask own.get('position')")
     alike = ({"epoch": 4, "position": 1}, {"epoch": 4, "position": 2})
     assert own_extras(alike, 4, 5) == {"epoch": 4}
     assert own_extras((), 0, 1) == {}

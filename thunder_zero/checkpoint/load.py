@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,16 @@ from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
 VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # kinds of extras that are returned
+
+
+class OwnExtras(dict[str, Any]):
+    """The extras of one rank, by name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(
+            f"no extra {name!r} for this rank, which has {sorted(self)}; where another number of ranks saved it with "
+            f"values of their own, they are in Loaded.of_rank: ask own.get({name!r})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +164,13 @@ def _require_loadable(extra: Mapping[str, object]) -> None:
             )
 
 
-def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> OwnExtras:
     """The extras that this rank saved; if another number of ranks saved, those that all of them saved alike."""
     if len(of_rank) == ranks:
-        return dict(of_rank[rank])
+        return OwnExtras(of_rank[rank])
     own, *others = ({name: pickled(name, value) for name, value in extras.items()} for extras in of_rank or ({},))
-    return {name: of_rank[0][name] for name in own if all(other.get(name) == own[name] for other in others)}
+    alike = (name for name in own if all(other.get(name) == own[name] for other in others))
+    return OwnExtras({name: of_rank[0][name] for name in alike})
 
 
 def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
