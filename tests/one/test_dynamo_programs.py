@@ -555,8 +555,8 @@ class Terminal(StringIO):
 def test_standard_error_is_told_what_was_compiled_and_how_long_it_took(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Later programs, too; on a terminal also while they are compiled. Nothing of what takes less than a second, and if
-    the user wants none."""
+    """Later programs, too, also where a cast hides forward's signature; on a terminal also while they are compiled.
+    Nothing of what takes less than a second, and if the user wants none."""
     jit = lambda module, stage, **options: thunder.jit(module, transforms=[tz.ZeroTransform(stage, **options)])  # noqa: E731
     make: Callable[..., Any] = tz.compile if way == "tz.compile" else jit
     module = fresh(lambda: nn.Linear(4, 4))
@@ -570,7 +570,7 @@ def test_standard_error_is_told_what_was_compiled_and_how_long_it_took(
         monkeypatch.setattr(compilations, "SECONDS", 0.0)
         make(deepcopy(module), 3, progress=False)(X)
         assert stream.getvalue() == ""
-        model = make(deepcopy(module), 3)
+        model = make(deepcopy(module), 3, mixed_precision=tz.MixedPrecision(output_dtype=torch.float32))
         model(X)
         said = stream.getvalue()
         assert re.fullmatch(pattern.format(len(X)), said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,14 @@ def test_the_messages_of_torch() -> None:
     plain = fresh(Embedded)
     full = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
+    normed = fresh(nn.Sequential, nn.Linear(4, 4), nn.BatchNorm1d(4))
+    half, own = tz.MixedPrecision(torch.bfloat16), {"1": tz.MixedPrecision()}
     said = []
     wrongs: tuple[Callable[[], object], ...] = (
         lambda: plain.out(torch.ones(2, 4)),
         lambda: model(torch.full((1, 3), 8)),
         lambda: plain.load_state_dict(full),
+        lambda: tz.compile(normed, stage=3, mixed_precision=half)(torch.ones(2, 4)),
     )
     for wrong in wrongs:
         with pytest.raises((RuntimeError, IndexError)) as caught:
@@ -46,6 +50,9 @@ def test_the_messages_of_torch() -> None:
         said.append(str(caught.value) + "".join(getattr(caught.value, "__notes__", ())))
     assert [text for text in OF_TORCH if not any(holds(one, text) for one in said)] == []
     assert "tokens.weight" in said[1]
+    assert "'1.weight'" in said[3]
+    mended = fresh(nn.Sequential, nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert tz.compile(mended, stage=3, mixed_precision=replace(half, overrides=own))(torch.ones(2, 4)).isfinite().all()
 
     model.load_state_dict(full)
     assert model.get_parameter("out.weight").full_tensor().eq(1).all()

@@ -110,7 +110,8 @@ def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> 
         bound = {f"argument {at}": value for at, value in enumerate(args)} | kwargs
     flat: dict[str, Any] = {}
     for name, value in bound.items():
-        flat |= value if isinstance(value, dict) else {name: value}
+        parts = {f"{name}_{at}": part for at, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+        flat |= value if isinstance(value, dict) else parts
     return {name: value.shape for name, value in flat.items() if isinstance(value, Tensor)}
 
 
