@@ -207,7 +207,8 @@ def test_names_are_the_users_and_paths() -> None:
             "(best, topk_1) = aten.topk(made_1, 2)",
         ),
         "backward": (
-            "hidden_1_again = aten.addmm(blocks_1_up_bias_again, blocks_1_norm_again_view, blocks_1_up_weight_again.t())",
+            "hidden_1_again = "
+            "aten.addmm(blocks_1_up_bias_again, blocks_1_norm_again_view, blocks_1_up_weight_again.t())",
             "blocks_1_down_weight_grad = aten.mm(view_8.t(), tanh_1_again.reshape([8, 16]))",
             "blocks_1_down_bias_grad = aten.sum(view_8, [0], True).reshape([8])",
             "del blocks_1_down_weight_again",

@@ -19,20 +19,20 @@ from torch import fx
 
 from thunder_zero.compat.aot import is_backward
 
-TRANSPOSE = torch.ops.aten.t.default
+TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # a second one undoes the first
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  # the last of a chain decides the shape
 
 
 def shorten_view_chains(graph: fx.Graph) -> None:
     """Let lines read what a chain of views begins with, where that looks the same; drop views that nobody reads."""
-    views = [node for node in graph.nodes if node.target == TRANSPOSE or node.target in RESHAPES]
+    views = [node for node in graph.nodes if node.target in (*TRANSPOSES, *RESHAPES)]
     for node in views:
         source, root = node.args[0], None
         if node.target in RESHAPES:
             if source.target in RESHAPES:
                 node.args = source.args[0], *node.args[1:]
             root = node.args[0] if _shape(node) == _shape(node.args[0]) else None
-        elif source.target == TRANSPOSE:
+        elif (source.target, source.args[1:]) == (node.target, node.args[1:]):
             root = source.args[0]
         if root is not None and _is_replaceable(node, root):
             node.replace_all_uses_with(root)

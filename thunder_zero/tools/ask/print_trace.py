@@ -108,13 +108,12 @@ def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: 
     all_rows = rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
     if every_line:
         return all_rows
-    before = traces.forward if phase == "backward" else None
     freed: dict[int, list[str]] = {}
     for op in traces.timeline.ops:
         if op.kind is Kind.FREE and op.backward is (phase == "backward"):
             freed.setdefault(op.source[0], []).extend(op.reads)
     with tracectx(trace):
-        lines = {line.position: line for line in shown(trace, freed, before)}
+        lines = {line.position: line for line in shown(trace, freed)}
     at = {row.line.position: row for row in all_rows}
     found: list[Row] = []
     for row in all_rows:

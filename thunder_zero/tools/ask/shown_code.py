@@ -24,7 +24,6 @@ from typing import Any
 from torch import Tensor
 
 from thunder_zero.tools.printing.text import short
-from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.work import makes_view
@@ -88,10 +87,9 @@ class _Chain:
         return code
 
 
-def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]], before: TraceCtx | None = None) -> Iterator[ShownLine]:
-    """Yield the lines to show. ``freed`` are the gathered parameters whose memory a ``del`` line frees, by position;
-    ``before`` is the trace of forward, if this is that of backward: what is folded there is folded here."""
-    views = _views(trace, {} if before is None else _views(before, {}).saved())
+def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
+    """Yield the lines to show. ``freed`` are the gathered parameters whose memory a ``del`` line frees, by position."""
+    views = _views(trace)
     folded = {name: views.chains[name].of(views.chains[name].root.name) for name in views.folded}
     hidden = {*views.folded, *views.instead.values()}
     position_of = {proxy.name: at for at, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs}
@@ -102,8 +100,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]], before: TraceCtx 
                 yield ShownLine(f"del {', '.join(freed[position])}", position)
         elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(made):
             if operator_of(bsym) is None:
-                code = NAME.sub(lambda found: folded.get(found[0], found[0]), _line(bsym))
-                yield ShownLine(code, position)
+                yield ShownLine(_line(bsym), position)
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
             if makes_view(bsym):
@@ -122,7 +119,7 @@ class _Views:
 
     Attributes:
         chains: what each is a view of, by name.
-        folded: those that one operator alone reads in this trace: they stand inside of it.
+        folded: those that one operator alone reads: they stand inside of it.
         instead: those that alone read what an operator makes, by its name: they stand in its place.
     """
 
@@ -130,33 +127,25 @@ class _Views:
     folded: frozenset[str]
     instead: Mapping[str, str]
 
-    def saved(self) -> dict[str, _Chain]:
-        """Return the chains of the folded views, for the trace of backward."""
-        return {name: self.chains[name] for name in self.folded}
 
-
-def _views(trace: TraceCtx, before: Mapping[str, _Chain]) -> _Views:
-    """Return the views of a trace; ``before``: those that the trace of forward has folded."""
+def _views(trace: TraceCtx) -> _Views:
     reads: Counter[str] = Counter()
     others: set[str] = set()  # read by what is no operator
     made: dict[str, BoundSymbol] = {}
-    saved: set[str] = set()  # for backward
     for bsym in trace.bound_symbols:
         if bsym.sym.id is not prims.PrimIDs.DEL:
             names = {proxy.name for proxy in bsym.flat_proxy_args}
-            if _returns_saved(bsym):
-                saved = names - {proxy.name for proxy in proxies_in(bsym.args[0]["output"])}
             reads.update(names)
-            others.update(() if operator_of(bsym) else names - saved)
+            others.update(() if operator_of(bsym) else names)
             made.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
-    chains = dict(before)
-    folded = set(before)
+    chains: dict[str, _Chain] = {}
+    folded: set[str] = set()
     instead: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and makes_view(bsym):
             of, name = bsym.flat_proxy_args[0], bsym.output.name
             chain = chains[name] = (chains[of.name] if of.name in folded else _Chain(of)).then(_step(bsym))
-            if reads[name] - (name in saved) == 1 and name not in others:
+            if reads[name] == 1 and name not in others:
                 folded.add(name)
             elif reads[chain.root.name] == 1 and _is_operator_of_one(made.get(chain.root.name)):
                 instead[chain.root.name] = name
@@ -171,11 +160,6 @@ def _is_operator_of_one(bsym: BoundSymbol | None) -> bool:
         and isinstance(bsym.output, TensorProxy)
         and not makes_view(bsym)
     )
-
-
-def _returns_saved(bsym: BoundSymbol) -> bool:
-    """Return whether a line returns what forward returns, with what it saves for backward."""
-    return bsym.sym.id is prims.PrimIDs.RETURN and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)
 
 
 def _step(bsym: BoundSymbol) -> _Step:
@@ -194,7 +178,7 @@ def _line(bsym: BoundSymbol) -> str:
     of their values; a return has what is returned and what is saved."""
     if isinstance(bsym.sym.executor, ZeroExecutor) and len(bsym.args) == 2 and isinstance(bsym.args[0], tuple | list):
         return f"{prettyprint(bsym.output)} = {bsym.sym.name}({prettyprint(tuple(bsym.args[0]))})"
-    if _returns_saved(bsym):
+    if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
         result, (tensors, numbers) = bsym.args
         return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *numbers))}"
     return _python(bsym)
