@@ -11,6 +11,8 @@ Nothing here imports transformers at run time: the class is the user's.
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -33,6 +35,7 @@ else:
     Trainer = object
 
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
+VERSIONS = "4.56 to 5.24"  # of transformers, with which docs/hugging-face.md has measured
 RUN = "run"  # in a checkpoint's folder: what training continues from
 REFUSED = {  # arguments of a trainer, with what to do instead
     "fsdp": "choose a stage of thunder_zero",
@@ -63,8 +66,10 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
             otherwise. Give neither if the trainer's model is one of ``compile`` already.
 
     Raises:
+        TypeError: the class lacks a method that is replaced: it is no trainer, or of another version of transformers.
         ValueError: when a trainer is made: an argument of it does not fit a sharded model.
     """
+    _require_methods(trainer)
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
     given = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
     made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_of_compile": given})
@@ -121,7 +126,12 @@ class ShardedTrainer(Trainer):
 
     # Checkpoints
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Let the accelerator prepare the optimizer, which trainers of transformers 4 leave out for a wrapped model."""
+        self.optimizer = self.accelerator.prepare(super().create_optimizer(*args, **kwargs))
+        return self.optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder for ``from_pretrained``; a collective."""
         folder = Path(output_dir or self.args.output_dir)
         save_pretrained(self.model_wrapped, folder)
@@ -129,6 +139,8 @@ class ShardedTrainer(Trainer):
             if (tokenizer := self.processing_class or getattr(self.data_collator, "tokenizer", None)) is not None:
                 tokenizer.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
@@ -149,6 +161,22 @@ class ShardedTrainer(Trainer):
 
     def _extra(self) -> dict[str, Any]:
         return {"scheduler": self.lr_scheduler}
+
+
+def _require_methods(trainer: type[Any]) -> None:
+    """Refuse a class that never calls what :class:`ShardedTrainer` replaces: it would save the rows of rank 0."""
+    replaced = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
+    if missing := sorted(
+        name for name in replaced if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
+    ):
+        raise TypeError(
+            f"{trainer.__name__} has no method {missing[0]}, which a sharded trainer replaces; give a class derived "
+            f"from Trainer of transformers {VERSIONS} (here: {_version_of_transformers()})"
+        )
+
+
+def _version_of_transformers() -> str:
+    return version("transformers") if find_spec("transformers") is not None else "not installed"
 
 
 def _has_run(checkpoint: str) -> bool:

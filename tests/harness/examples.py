@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -82,6 +83,15 @@ def start(*command: object) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         start_new_session=True,  # so that it can be ended with the processes that it has started
     )
+
+
+def kill_a_rank(run: subprocess.Popen[str], reached: Callable[[], object]) -> None:
+    """Kill the last rank that a torchrun started, once ``reached()`` is true; needs ``/proc``."""
+    until = time.monotonic() + SECONDS / 2
+    while not reached() and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    *_, last = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(last), signal.SIGKILL)
 
 
 def output_of(run: subprocess.Popen[str]) -> str:

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz  # before thunder
 from tests.harness.as_one_process import on_all_ranks
-from tests.harness.examples import SECONDS, example_module, output_of, run_main, start, table_of, torchrun
+from tests.harness.examples import SECONDS, example_module, kill_a_rank, output_of, run_main, start, table_of, torchrun
 from tests.harness.models import error
 from tests.harness.ranks import RanksPool
 
@@ -198,6 +198,54 @@ def test_hugging_face_lora(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert table["gradients reduced in a step"] == (f"{4 * adapters}", reduced)
     assert table["frozen base, in the file"][0] == "equal"
     assert (tmp_path / "hugging_face_lora_stage2.png").exists()
+
+
+LINES = ["import os", "def first(value):", "    return value + 1", "x = 3"]
+
+
+def packed_as_compiled(rank: int, world_size: int) -> None:
+    """Lines in one row have the losses that they have alone; the sharded model computes them, too."""
+    example, transformers = example_module("fine_tune"), importlib.import_module("transformers")
+    tokenizer = transformers.ByT5Tokenizer()
+    rows = example.rows_of(LINES, tokenizer, 64)
+    batch = transformers.default_data_collator(example.packed(rows, sum(len(row["labels"]) for row in rows)))
+    alone = transformers.DataCollatorForSeq2Seq(tokenizer)(rows)  # pads by 0, and labels by -100
+    assert (
+        alone["labels"].shape == alone["attention_mask"].shape == (len(LINES), max(len(row["labels"]) for row in rows))
+    )
+    plain = example.make_llama(argparse.Namespace(seed=0, context=64), tokenizer)
+    right = plain(**alone).loss
+    torch.testing.assert_close(plain(**batch).loss, right)
+    torch.testing.assert_close(tz.compile(plain, 3)(**batch).loss, right)
+    assert (alone["labels"] != -100).sum() == sum(len(row["labels"]) - len(row["labels"]) // 2 for row in rows)
+
+
+@needs("transformers")
+def test_packed_lines_are_apart(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, packed_as_compiled, timeout=SECONDS)
+
+
+@needs("transformers", "accelerate")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
+def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
+    """Rank 1 is killed once there is a checkpoint; torchrun starts both ranks again. The losses, and what the model
+    writes at the end, are those of a run that nobody disturbs."""
+    steps, options = 10, ("--save-steps", 2, "--batch", 2, "--context", 24)
+    agent = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 1)
+    runs = [
+        start(*torchrun(*agent), "examples/fine_tune.py", "--steps", steps, *options, "--out", tmp_path / name)
+        for name in ("killed", "whole")
+    ]
+    kill_a_rank(runs[0], lambda: list(tmp_path.glob("killed/fine_tune/checkpoint-*/trainer_state.json")))
+    killed, whole = map(output_of, runs)
+    assert [text.count("compiled forward and backward") for text in (killed, whole)] == [2, 1]
+    losses, right = (re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE) for text in (killed, whole))
+    assert losses == right
+    assert [int(step) for step, _ in right] == list(range(1, steps + 1))
+    assert killed.count("'learning_rate'") < 2 * steps, "it resumed"
+    generated = [re.findall(r"^generated: (.+)$", text, re.MULTILINE) for text in (killed, whole)]
+    assert generated[0] == generated[1]
+    assert generated[0][0].startswith("'import ")
 
 
 def test_wrong_on_purpose(ranks_pool: RanksPool) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +10,16 @@ import pytest
 import torch
 
 import thunder_zero as tz
-from tests.harness.examples import SECONDS, example_module, output_of, run_main, start, table_of, torchrun
+from tests.harness.examples import (
+    SECONDS,
+    example_module,
+    kill_a_rank,
+    output_of,
+    run_main,
+    start,
+    table_of,
+    torchrun,
+)
 from tests.harness.ranks import RanksPool
 
 EXAMPLE = "examples/train_gpt.py"
@@ -86,11 +92,6 @@ def test_a_bad_option_gets_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines()[-1].endswith("--steps is 1; give at least 4")
 
 
-def children(pid: int) -> list[int]:
-    """The ids of a process's child processes."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = tz.tools.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.pt")
     return torch.load(file, weights_only=True)
@@ -103,10 +104,7 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path
     Gathering every unit again for backward changes the bytes they send, and no bit of the weights."""
     options = (*TINY, "--save-every", 5, "--reshard-after-forward", "--out", tmp_path)
     run = start(*torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 2), EXAMPLE, *options)
-    until = time.monotonic() + SECONDS / 2
-    while not list(tmp_path.glob("*/step-5")) and run.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    os.kill(children(run.pid)[-1], signal.SIGKILL)
+    kill_a_rank(run, lambda: list(tmp_path.glob("*/step-5")))
     printed = output_of(run)
     assert "Resuming after step" in printed
     table = table_of(printed)

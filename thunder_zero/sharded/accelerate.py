@@ -52,7 +52,7 @@ def in_float32(output: Any) -> Any:
 
 def refuse_plain_trainer(kind: str) -> None:
     """Raise if a Trainer of transformers asks whether the model still has to be wrapped: it would save rows."""
-    if _is_running("transformers.trainer._prepare_for_training"):
+    if _is_running("transformers.trainer._inner_training_loop"):
         raise RuntimeError(
             f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "
             f"thunder_zero.hugging_face.sharded(Trainer)(model=model, ...) {PAGE}"
