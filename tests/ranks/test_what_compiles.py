@@ -501,6 +501,14 @@ def prints(y: Tensor) -> Tensor:
     return y.tanh() if y.square().sum() > -1 else y
 
 
+def views_alone(y: Tensor) -> Tensor:
+    """A graph between two others returns a view of its input, and computes nothing."""
+    torch._dynamo.graph_break()
+    flat = y.view(-1)
+    torch._dynamo.graph_break()
+    return flat.sin().view(y.shape)
+
+
 def of_ranks_own_shape(y: Tensor) -> Tensor:
     return y[y > 0].sin()
 
@@ -556,6 +564,7 @@ FAST: dict[str, Row] = {
     "structures": Row(then(structures)),
     "aliases": Row(Aliases, (ROWS, Given(ROWS))),
     "unused outputs": Row(Unused, backward=first_only),
+    "views alone": Row(within(views_alone)),
     "buffers": Row(Counts),
     "hooks": Row(partial(Hooked, backward=True)),
     "backward twice": Row(then(torch.tanh), backward=twice),

@@ -90,7 +90,7 @@ class Programs:
             rows = iter(self.runtime.take_rows(shards, self._named) if shards else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
-        if not mode.differentiates:
+        if not records:
             given = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
             outputs = [_without_history(output, given) for output in outputs]
         if self.restored is None and not self.joint.returns_subclasses:
