@@ -56,8 +56,9 @@ def library(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def is_transformers_5() -> bool:
-    return bool(library("transformers").__version__ >= "5")
+def has_transformers(*version: int) -> bool:
+    """Whether transformers is of this version, or newer."""
+    return tuple(map(int, library("transformers").__version__.split(".")[:2])) >= version
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Any:
@@ -233,6 +234,18 @@ def test_hidden_states_are_those_of_the_plain_model(ranks_pool: RanksPool) -> No
     ranks_pool.run(1, hooked_in_forward)
 
 
+def with_own_units(rank: int, world_size: int) -> None:
+    """BERT's own plan has its embeddings as one unit more."""
+    module = fresh(BY_NAME["BERT"].make)
+    model = shown("Units", {"tz": tz, "module": module})["model"]
+    assert set(model.state.plan.units) == {"", "bert.embeddings", "bert.encoder.layer.0"}
+    assert set(compiled(fresh(BY_NAME["BERT"].make)).state.plan.units) == {""}, "its one layer is not repeated"
+
+
+def test_units_of_a_models_own_plan(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, with_own_units)
+
+
 FAMILIES = ("BERT", "CLIP", "GPT-2", "Mixtral", "ResNet", "T5", "ViT", "Whisper")  # each ties or names its own way
 CONVERTED = ("Mixtral",)  # by transformers 5
 
@@ -244,7 +257,7 @@ def written_by_both(rank: int, world_size: int, folder: Path) -> None:
             module.save_pretrained(folder / name / "theirs")
         dist.barrier()  # its method writes to its config
         model, ours = compiled(module), folder / name / "ours"
-        if name in CONVERTED and is_transformers_5():
+        if name in CONVERTED and has_transformers(5):
             # It joins experts when it loads, and parts them when it saves, which takes their values.
             words = raised(partial(tz.save_pretrained, model, ours))
             assert "MixtralForCausalLM.save_pretrained raised" in words, words
@@ -807,8 +820,11 @@ def one_script(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     kept = [f"checkpoint-{step}" for step in (best, len(losses))]
     assert names(folder / "zero") == names(folder / "ddp") == kept
-    if not is_transformers_5():
-        return  # its plain trainers fail to load what they saved on several CPUs
+    found, right = (one.predict(words(3, 2)) for one in (zero, ddp))  # of which one rank has two, and pads
+    assert found.metrics["test_loss"] == pytest.approx(right.metrics["test_loss"], rel=1e-4)
+    assert found.predictions.shape == right.predictions.shape
+    if not has_transformers(5, 20):
+        return  # plain trainers fail to load what they saved on several CPUs
     only = {"save_only_model": True, "load_best_model_at_end": False}
     trained(three, "resumed", f"ddp/checkpoint-{best}", **only)
     assert not (folder / "resumed/checkpoint-3/run").exists()
