@@ -242,7 +242,7 @@ def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     losses, right = (re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE) for text in (killed, whole))
     assert losses == right
     assert [int(step) for step, _ in right] == list(range(1, steps + 1))
-    assert killed.count("'learning_rate'") < 2 * steps, "it resumed"
+    assert len(re.findall("'learning_rate': '?0.003'?,", killed)) == 1, "only the first run took step 1"
     generated = [re.findall(r"^generated: (.+)$", text, re.MULTILINE) for text in (killed, whole)]
     assert generated[0] == generated[1]
     assert generated[0][0].startswith("'import ")
