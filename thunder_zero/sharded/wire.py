@@ -103,7 +103,7 @@ class Wire:
         """Return what all ranks read of this rank's rows."""
         if param.gather_format is None or not self._writes_bytes:
             return rows
-        flat, found = rows.detach().reshape(-1), torch.empty(rows.shape)
+        flat, found = rows.detach().reshape(-1), torch.empty(rows.shape, device=rows.device)
         payload = torch.empty(param.gather_format.nbytes(flat.numel()), dtype=torch.uint8, device=rows.device)
         write(param.gather_format, flat, payload, piece=self._piece)
         read(param.gather_format, payload, found.view(-1), piece=self._piece)
