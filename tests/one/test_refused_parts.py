@@ -118,6 +118,23 @@ class Does(nn.Module):
         return found if isinstance(found, Tensor) else y
 
 
+class Record:
+    word: str | None = None
+
+
+class Records(nn.Module):
+    """Sets an attribute of an object that it holds, as modules of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.record = Record()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.record.word = "a"
+        return self.layer.forward(x)
+
+
 LINES: dict[str, tuple[Line, tuple[str, ...]]] = {
     "a counter": (
         lambda module, y: setattr(module, "count", module.count + 1),
@@ -172,6 +189,8 @@ def test_what_changes_for_a_while() -> None:
     before = model(X)
     with refused(NotImplementedError, "Thunder cannot trace Does", "thunder_zero.compile"):
         update_bn([X], model)
+    with refused(NotImplementedError, "Thunder cannot trace Records: trying to set .word; thunder_zero.compile"):
+        shard(Records())(X)
     model.plain.norm.momentum = 0.1
     with refused(RuntimeError, "parameter 'layer.weight' was replaced", "torch.func.functional_call"):
         functional_call(model, {"layer.weight": torch.ones(4, 4)}, (X,))

@@ -63,11 +63,15 @@ def not_traced(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, TypeError) and str(error) == "exceptions must derive from BaseException":
         return "it raised a string"  # also where an argument of forward is called fn
-    if not isinstance(error, NotImplementedError | InterpreterError):
+    if not isinstance(error, NotImplementedError | InterpreterError | AssertionError):
         return None
     *_, (frame, _) = walk_tb(error.__traceback__)
     from_thunder = Path(frame.f_code.co_filename).is_relative_to(THUNDER) or str(error).startswith(UNKNOWN)
-    return re.split(r"\n|\. | while tracing |, please use manual", str(error))[0].rstrip(".") if from_thunder else None
+    return (
+        re.split(r"\n|\. | while tracing | of ProvenanceRecord|, please use manual", str(error))[0].rstrip(".")
+        if from_thunder
+        else None
+    )
 
 
 def not_returned(error: Exception) -> str | None:
