@@ -36,7 +36,7 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
     nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
-    shift, weyl = crc32(key.encode()) / 2**32, _weyl(max(piece, encoding.block), x.device)
+    shift, weyl = crc32(key.encode()) / 2**32, weyl(max(piece, encoding.block), x.device)
     noise = (weyl[: x.numel()] + shift).frac_() if key else None
     for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
         values = x[start:stop].view(blocks, -1).float()
@@ -91,5 +91,6 @@ def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int,
 
 
 @cache
-def _weyl(piece: int, device: torch.device) -> Tensor:
+def weyl(piece: int, device: torch.device) -> Tensor:
+    """Return the sequence of a piece; it stays in the process."""
     return torch.arange(piece, dtype=torch.float64, device=device).mul_(GOLDEN).frac_().float()

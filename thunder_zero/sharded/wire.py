@@ -23,7 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, write
+from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import outside_autograd
@@ -246,6 +246,8 @@ class UnsentWire(Wire):
     def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device, *, on_cpu: bool) -> None:
         super().__init__(transport, plan, device)
         self._piece = PIECE if on_cpu else PIECE_ON_GPU
+        for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
+            weyl(max(self._piece, block), device)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()

@@ -93,8 +93,8 @@ class Rehearsal(Share):
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
-            digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process
-        wire = UnsentWire(unsent_transport(plan, backend, "the model"), plan, META, on_cpu=backend == "gloo")
+            digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process, as do the wire's
+            wire = UnsentWire(unsent_transport(plan, backend, "the model"), plan, META, on_cpu=backend == "gloo")
         whole = {
             param.path: torch.empty(
                 param.shape if param.resident or not param.sharded else plan.shard_shape(param),
