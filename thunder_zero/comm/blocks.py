@@ -36,8 +36,8 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
     nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
-    shift, weyl = crc32(key.encode()) / 2**32, weyl(max(piece, encoding.block), x.device)
-    noise = (weyl[: x.numel()] + shift).frac_() if key else None
+    steps, shift = weyl(max(piece, encoding.block), x.device)[: x.numel()], crc32(key.encode()) / 2**32
+    noise = (steps + shift).frac_() if key else None
     for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
         values = x[start:stop].view(blocks, -1).float()
         scaled = values.abs()
