@@ -86,9 +86,10 @@ def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
         (net, (ROWS, WIDTH), tz.ZERO2, True),
         (net, (ROWS, WIDTH), tz.ZERO3, False),
         (net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
+        (net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
         *deep((net, (ROWS, WIDTH), tz.DDP, False), (net, (ROWS, WIDTH), tz.ZERO2, False)),
     ],
-    ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "ddp-norms", "zero2"],
+    ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "zero2-int8", "ddp-norms", "zero2"],
 )
 def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
