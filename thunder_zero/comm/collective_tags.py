@@ -270,8 +270,14 @@ class TaggedTransport(Forwarding):
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
-    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
-        return self._confirmed(self._announced().over_copies(means, rows))
+    def reduce_scatter_inside(self, grads: Sequence[Tensor]) -> Waitable:
+        """Average over the ranks of a copy of the model alone."""
+        return self._confirmed(self._announced().inside.reduce_scatter(grads))
+
+    @property
+    def across(self) -> Transport:
+        """As of any transport, under the tag of what was launched last: peers are there, too."""
+        return self._tagged.across
 
     def drain(self) -> None:
         """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""

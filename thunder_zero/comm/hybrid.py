@@ -58,12 +58,13 @@ class Hybrid(Forwarding):
 
         return WaitsBy(wait)
 
-    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
-        padding = [layout.padding_rows(count, *self._place) for count in rows]
-        handle = self._replicate.all_reduce(
-            [mean[: len(mean) - count] for mean, count in zip(means, padding, strict=True)]
-        )
-        return WaitsBy(lambda: tuple(map(_with_padding, means, handle.wait())))
+    @property
+    def inside(self) -> Transport:
+        return self._inner
+
+    @property
+    def across(self) -> Transport:
+        return self._replicate
 
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
         """Average over all ranks."""

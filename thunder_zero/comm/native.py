@@ -29,8 +29,8 @@ class _Native(Launching):
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         super().__init__()
         self._group = group
-        self._world_size = group.size()
-        self._rank = group.rank()
+        self.world_size = group.size()
+        self.rank = group.rank()
 
     @outside_autograd
     def all_gather(
@@ -38,7 +38,7 @@ class _Native(Launching):
     ) -> Handle:
         if into is None:
             own = [shard.detach() for shard in shards]
-            padded = [layout.padded_shape(shape, self._world_size) for shape in shapes]
+            padded = [layout.padded_shape(shape, self.world_size) for shape in shapes]
             fulls = [shard.new_empty(shape) for shard, shape in zip(shards, padded, strict=True)]
         else:
             fulls = [full.detach() for full in into]
@@ -52,9 +52,9 @@ class _Native(Launching):
 
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
-        padded_shapes = [layout.padded_shape(grad.shape, self._world_size) for grad in grads]
+        padded_shapes = [layout.padded_shape(grad.shape, self.world_size) for grad in grads]
         shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
-        shapes = [layout.shard_shape(grad.shape, self._world_size) for grad in grads]
+        shapes = [layout.shard_shape(grad.shape, self.world_size) for grad in grads]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
@@ -97,7 +97,7 @@ class _Native(Launching):
         """What gradients are divided by before they are added up, and after."""
         if dtype in self.means:
             return 1, 1
-        return float16_divisors(self._world_size) if dtype is torch.float16 else (self._world_size, 1)
+        return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
         """Divides the sums that have arrived."""
@@ -122,7 +122,7 @@ class _Native(Launching):
             torch.div(grad, before, out=out)
 
     def _own_rows(self, full: Tensor, rows: int) -> Tensor:
-        start, stop = layout.stored_range(rows, self._world_size, self._rank)
+        start, stop = layout.stored_range(rows, self.world_size, self.rank)
         return full[start:stop]
 
 

@@ -66,10 +66,10 @@ class PairwiseGloo(Launching):
         self._group = group
         self._role = role
         self._tag, self._tag_of_means = tags_of(role, 0)
-        self._world_size = group.size()
-        self._rank = group.rank()
+        self.world_size = group.size()
+        self.rank = group.rank()
         # Each rank starts with its successor, so that not all send to the same peer at once.
-        self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
+        self._peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
 
     @outside_autograd
     def all_gather(
@@ -94,30 +94,30 @@ class PairwiseGloo(Launching):
         """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
         all, and one cuts what has arrived into them."""
         own = flatten(shards)
-        packed = own.new_empty((self._world_size, message.elements))
+        packed = own.new_empty((self.world_size, message.elements))
         rows = packed.unbind()
-        rows[self._rank].copy_(own)
+        rows[self.rank].copy_(own)
         bucket.send(dict.fromkeys(self._peers, own))
         cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
         return bucket.receive({rank: rows[rank] for rank in self._peers}, cut)
 
     def _messages(self, shapes: Sequence[Shape], itemsize: int) -> tuple[PackedMessage, ...]:
         """The messages of a bucket of sharded tensors."""
-        return packed_messages(tuple(shapes), itemsize, self._world_size, PACK_BELOW_BYTES)
+        return packed_messages(tuple(shapes), itemsize, self.world_size, PACK_BELOW_BYTES)
 
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
     ) -> BucketPart:
         """Gather a parameter, or several that share a message; ``copies`` this rank's rows, too."""
         cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
-        own = [shard.view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
+        own = [shard.view(-1)[: cut[self.rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
         columns = {rank: [cut[rank] for cut in cuts] for rank in self._peers}
         slots = {rank: _one_buffer(column) for rank, column in columns.items()}
         unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(shards) > 1 else None
         bucket.send(dict.fromkeys(self._peers, _pack(own)))
         if copies:
             for rows, cut in zip(own, cuts, strict=True):
-                bucket.meanwhile(partial(cut[self._rank].copy_, rows))
+                bucket.meanwhile(partial(cut[self.rank].copy_, rows))
         return bucket.receive(slots, unpack)
 
     @outside_autograd
@@ -129,14 +129,14 @@ class PairwiseGloo(Launching):
             of = [grads[at] for at in members]
             unpack: Callable[[], None] | None
             if message.is_even:
-                parts = chunk_cat(of, 0, self._world_size).unbind()
+                parts = chunk_cat(of, 0, self.world_size).unbind()
                 mean = torch.empty_like(parts[0])
                 unpack = partial(_cut, means, members, message.shard_shapes, mean, message.sizes, 0)
             else:
                 for at, shape in zip(members, message.shard_shapes, strict=True):
                     means[at] = grads[at].new_empty(shape)
                 cuts = [self._cut_rows(grad.contiguous()) for grad in of]
-                parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self._world_size))
+                parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self.world_size))
                 flat = [means[at].view(-1) for at in members]
                 own = [self._without_padding(bucket, rows, cut) for rows, cut in zip(flat, cuts, strict=True)]
                 mean = _one_buffer(own)
@@ -146,7 +146,7 @@ class PairwiseGloo(Launching):
         return Handle(bucket.posted(bucket_parts), means, self._pending)
 
     def _without_padding(self, bucket: GlooBucket, mean: Tensor, cut: Sequence[Tensor]) -> Tensor:
-        rows = cut[self._rank].numel()
+        rows = cut[self.rank].numel()
         bucket.meanwhile(mean[rows:].zero_)
         return mean[:rows]
 
@@ -154,7 +154,7 @@ class PairwiseGloo(Launching):
     def all_reduce(self, grads: Sequence[Tensor]) -> Handle:
         means: list[Any] = [None] * len(grads)
         bucket, bucket_parts, spreads = self._bucket(), [], []
-        shapes, limit = tuple([grad.shape for grad in grads]), PACK_BELOW_BYTES * self._world_size
+        shapes, limit = tuple([grad.shape for grad in grads]), PACK_BELOW_BYTES * self.world_size
         for message in packed_messages(shapes, grads[0].itemsize, 1, limit):
             members = message.members
             flat, unpack = flatten([grads[at] for at in members]), None
@@ -164,7 +164,7 @@ class PairwiseGloo(Launching):
             else:
                 means[members[0]] = grads[members[0]].new_empty(message.shapes[0])
                 mean = means[members[0]].view(-1)
-            if self._world_size == 2:
+            if self.world_size == 2:
                 bucket.send(dict.fromkeys(self._peers, flat))
                 bucket_parts.append(self._reduce(bucket, (flat, flat), mean, unpack))
             else:
@@ -197,7 +197,7 @@ class PairwiseGloo(Launching):
         """Write the mean of all ranks' parts for this rank into ``mean``; the caller sends ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
-        in_rank_order = [arrived.get(rank, parts[self._rank]) for rank in range(self._world_size)]
+        in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
 
         def reduce() -> None:
             mean_into(mean, in_rank_order)
@@ -213,7 +213,7 @@ class PairwiseGloo(Launching):
         when the bucket is posted, with what waits for that."""
         slots = self._cut_rows(mean)
         others = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
-        reduce = self._reduce(bucket, parts, slots[self._rank], None)
+        reduce = self._reduce(bucket, parts, slots[self.rank], None)
         bucket.send({rank: parts[rank] for rank in self._peers})
         sent: list[Wait] = []
 
@@ -221,7 +221,7 @@ class PairwiseGloo(Launching):
             def average_then_send() -> None:
                 posted()
                 reduce.finish()
-                messages = dict.fromkeys(self._peers, slots[self._rank])
+                messages = dict.fromkeys(self._peers, slots[self.rank])
                 sent.extend(self._bucket().started(send, messages, self._tag_of_means))
 
             return [BucketPart((self.run_after(average_then_send),)), others, BucketPart(sent)]
@@ -233,7 +233,7 @@ class PairwiseGloo(Launching):
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
-        sizes = _elements_of_ranks(tuple(tensor.shape), self._world_size)
+        sizes = _elements_of_ranks(tuple(tensor.shape), self.world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Handle, Result, Waitable, WaitsBy
+from thunder_zero.comm.handle import Handle, Result, Waitable
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
@@ -48,6 +48,8 @@ class Transport(ABC):
     """
 
     averages: frozenset[torch.dtype]
+    world_size: int  # ranks of its group
+    rank: int  # this one's number among them
 
     @abstractmethod
     def all_gather(
@@ -80,10 +82,15 @@ class Transport(ABC):
         the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
         handle's ``wait``, without results, returns."""
 
-    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
-        """Average what this rank has of means, of so many rows in all and with padding, over the copies of the model.
-        The handle has them; there is one copy."""
-        return WaitsBy(lambda: tuple(means))
+    @property
+    def inside(self) -> Transport:
+        """The transport inside of a copy of the model; there is one copy."""
+        return self
+
+    @property
+    def across(self) -> Transport:
+        """The transport among the ranks that have the same rows, one in each copy of the model."""
+        raise NotImplementedError("there is one copy of the model")
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller. The
@@ -126,13 +133,10 @@ class Forwarding(Transport):
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self.averages = inner.averages
+        self.averages, self.world_size, self.rank = inner.averages, inner.world_size, inner.rank
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._inner.trade(outgoing, incoming)
-
-    def over_copies(self, means: Sequence[Tensor], rows: Sequence[int]) -> Waitable:
-        return self._inner.over_copies(means, rows)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         return self._inner.run_after(start)
@@ -152,6 +156,7 @@ class SingleRank(Launching):
     """The transport of one rank alone: it sends nothing."""
 
     averages = FLOATS | COMPLEX
+    world_size, rank = 1, 0
 
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None

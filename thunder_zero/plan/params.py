@@ -247,11 +247,11 @@ class Plan:
     def reduce_receives(self, param: Param) -> int:
         """Bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows of every
         other rank; an all-reduce receives what it sends."""
-        if param.reduce_format or not param.sharded:
+        if not param.sharded or (param.reduce_format and self.replicas == 1):
             return self.reduce_bytes(param)
         own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        replicate = layout.all_reduce_sends((own,), self.replicas)
-        return (own * (self.world_size - 1) + replicate) * param.reduce_dtype.itemsize
+        _, between = self.reduce_sends(param, self.rank)
+        return own * (self.world_size - 1) * param.reduce_dtype.itemsize + between
 
     def formatted_bytes(self, param: Param, form: Int8 | Float8) -> int:
         """Bytes that each rank sends to gather a parameter, or to scatter its gradient, in a format: of all rows that
@@ -262,15 +262,20 @@ class Plan:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if not param.sharded:
             return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        shard = layout.scatter_sends(param.shape, self.world_size, self.rank) * param.reduce_dtype.itemsize
-        if param.reduce_format:
-            shard = self.formatted_bytes(param, param.reduce_format)
-        rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
-        return shard + layout.all_reduce_sends(rows, self.replicas) * self.mean_dtype(param).itemsize
+        return sum(self.reduce_sends(param, self.rank))
 
-    def mean_dtype(self, param: Param) -> torch.dtype:
-        """The dtype of the mean inside of a copy of the model, which is averaged over the copies."""
-        return param.dtype if param.reduce_format else param.reduce_dtype
+    def reduce_sends(self, param: Param, rank: int) -> tuple[int, int]:
+        """Bytes that a rank sends to reduce the gradient of a sharded parameter: inside of a copy of the model, and
+        between copies. With copies a format is that between them: what is traded, and the means that come back."""
+        itemsize, form = param.reduce_dtype.itemsize, param.reduce_format
+        inside = layout.scatter_sends(param.shape, self.world_size, rank) * itemsize
+        if self.replicas == 1:
+            return inside if form is None else self.formatted_bytes(param, form), 0
+        if form is None:
+            rows = (layout.owned_numel(param.shape, self.world_size, rank),)
+            return inside, layout.all_reduce_sends(rows, self.replicas) * itemsize
+        part = -(-prod(self.shard_shape(param)) // self.replicas)
+        return inside, 2 * (self.replicas - 1) * form.nbytes(part)
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:

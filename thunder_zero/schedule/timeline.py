@@ -26,7 +26,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from math import prod
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
@@ -259,12 +258,15 @@ class Timeline:
 
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
         """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
-        plan, encoding = self.plan, self.travels_as(op, param)
+        plan = self.plan
+        if op.kind is Kind.GATHER:
+            sent = param.gather_format is not None and plan.formatted_bytes(param, param.gather_format)
+            rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
+            return sent or (plan.world_size - 1) * rows * param.compute_dtype.itemsize, 0
         rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-        sent = prod(plan.shard_shape(param)) if encoding.block else rows
-        shard = (plan.world_size - 1) * encoding.nbytes(sent)
-        replicate = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
-        return shard, replicate * plan.mean_dtype(param).itemsize
+        inside, between = plan.reduce_sends(param, 0)
+        received = (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # more than it sends
+        return inside if param.reduce_format and plan.replicas == 1 else received, between
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
         """How a launch sends a parameter, or its gradient."""

@@ -7,7 +7,8 @@
 
     with a format (comm/blocks.py)
     gather   shards  ->  written as bytes  ->  transport  ->  read: full parameters, of which the own rows are read, too
-    reduce   full gradients  ->  each other rank's rows written as bytes  ->  traded  ->  read and added up in float32
+    reduce   full gradients  ->  each other rank's rows written as bytes  ->  traded  ->  read and added up in float32;
+             with several copies of the model: exactly inside of a copy, then likewise between copies
 
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
@@ -86,7 +87,7 @@ class Wire:
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
         self._stages = _casts_or_copies(plan, device)
-        self._writes_bytes = plan.world_size > 1
+        self._writes_bytes = plan.ranks > 1
         self._reduced: Counter[str] = Counter()  # how often, by path
         self._piece = PIECE if device.type == "cpu" else PIECE_ON_GPU  # elements that are written or read at a time
 
@@ -101,12 +102,10 @@ class Wire:
 
     def arrived(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
-        if param.gather_format is None or not self._writes_bytes:
+        if param.gather_format is None or not self._writes_bytes or self._plan.world_size == 1:
             return rows
         flat, found = rows.detach().reshape(-1), torch.empty(rows.shape, device=rows.device)
-        payload = torch.empty(param.gather_format.nbytes(flat.numel()), dtype=torch.uint8, device=rows.device)
-        write(param.gather_format, flat, payload, piece=self._piece)
-        read(param.gather_format, payload, found.view(-1), piece=self._piece)
+        read(param.gather_format, self._written(param.gather_format, flat), found.view(-1), piece=self._piece)
         return found
 
     def gather(
@@ -115,7 +114,7 @@ class Wire:
         """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
         with padding, are written, too."""
         form = params[0].gather_format
-        if form is not None and self._writes_bytes:
+        if form is not None and self._writes_bytes and self._plan.world_size > 1:
             return self._gather_bytes(shards, params, into, form)
         shapes = [param.shape for param in params]
         if self._stages:
@@ -130,8 +129,7 @@ class Wire:
         payloads = []
         for shard, param in zip(shards, params, strict=True):
             rows = self._on_device(shard, param).reshape(-1)
-            payloads.append(rows.new_empty(form.nbytes(rows.numel()), dtype=torch.uint8))
-            write(form, rows, payloads[-1], piece=self._piece)
+            payloads.append(self._written(form, rows))
         self.copies.note()
         handle = self.transport.all_gather(payloads, [(world * payload.numel(),) for payload in payloads])
 
@@ -176,7 +174,8 @@ class Wire:
         of them."""
         form = params[0].reduce_format
         if form is not None and self._writes_bytes:
-            handle: Waitable = self._reduce_bytes(grads, params, form)
+            reduce = self._reduce_bytes if self._plan.replicas == 1 else self._reduce_across
+            handle: Waitable = reduce(grads, params, form)
         else:
             start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
             handle = start(grads)
@@ -200,15 +199,11 @@ class Wire:
         own, outgoing, incoming = [], dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for grad, param in zip(grads, params, strict=True):
             parts = _padded(grad, layout.padded_shape(param.shape, world)).view(world, -1)
-            self._reduced[param.path] += 1
             own.append(parts[rank])
-            key = f"{param.path} {self._reduced[param.path]} {rank}"
-            nbytes = form.nbytes(parts.shape[1])
+            key = self._numbered(param)
             for other in others:
-                payload = parts.new_empty(nbytes, dtype=torch.uint8)
-                write(form, parts[other], payload, key, piece=self._piece)
-                outgoing.setdefault(other, []).append(payload)
-                incoming.setdefault(other, []).append(torch.empty_like(payload))
+                outgoing.setdefault(other, []).append(self._written(form, parts[other], key))
+                incoming.setdefault(other, []).append(torch.empty_like(outgoing[other][-1]))
         handle = self.transport.trade(outgoing, incoming)
 
         @outside_autograd
@@ -226,9 +221,64 @@ class Wire:
                 means.append(total.div_(world).to(param.dtype).view(self._plan.shard_shape(param)))
             own.clear()
             incoming.clear()
-            return self.transport.over_copies(means, [param.shape[0] for param in params]).wait()
+            return tuple(means)
 
         return WaitsBy(wait)
+
+    def _reduce_across(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
+        """Average exactly inside of a copy of the model, and in bytes between copies: once they have arrived, each part
+        of the means goes to the rank that adds it up, and the sum of it to all, rounded once more, to nearest."""
+        inside = self.transport.reduce_scatter_inside(grads)
+
+        @outside_autograd
+        def wait() -> tuple[Tensor, ...]:
+            means, across = inside.wait(), self.transport.across
+            numbers = [f"{self._numbered(param)} {across.rank}" for param in params]
+            flat = [_parts(mean, across.world_size) for mean in means]
+            outgoing, incoming = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
+            others = [each for each in range(across.world_size) if each != across.rank]
+            for parts, key in zip(flat, numbers, strict=True):
+                for other in others:
+                    outgoing.setdefault(other, []).append(self._written(form, parts[other], key))
+                    incoming.setdefault(other, []).append(torch.empty_like(outgoing[other][-1]))
+            across.trade(outgoing, incoming).wait()
+            sums = []
+            for at, parts in enumerate(flat):
+                total = torch.zeros_like(parts[0], dtype=torch.float32)
+                for each in range(across.world_size):
+                    if each == across.rank:
+                        total.add_(parts[each])
+                    else:
+                        read(form, incoming[each][at], total, add=True, piece=self._piece)
+                sums.append(self._written(form, total.div_(across.world_size)))
+            shapes = [(across.world_size * each.numel(),) for each in sums]
+            for parts, arrived in zip(flat, across.all_gather(sums, shapes).wait(), strict=True):
+                for part, payload in zip(parts, arrived.chunk(across.world_size), strict=True):
+                    read(form, payload, part, piece=self._piece)
+            pairs = zip(flat, means, params, strict=True)
+            return tuple(
+                parts.view(-1)[: mean.numel()].view(mean.shape).to(param.dtype) for parts, mean, param in pairs
+            )
+
+        return WaitsBy(wait)
+
+    def _numbered(self, param: Param) -> str:
+        """Return a key of this rank's reduction of a gradient, another one each time."""
+        self._reduced[param.path] += 1
+        return f"{param.path} {self._reduced[param.path]} {self._plan.rank}"
+
+    def _written(self, form: Int8 | Float8, x: Tensor, key: str = "") -> Tensor:
+        """Return the payload of a flat tensor."""
+        payload = x.new_empty(form.nbytes(x.numel()), dtype=torch.uint8)
+        write(form, x, payload, key, piece=self._piece)
+        return payload
+
+
+def _parts(mean: Tensor, count: int) -> Tensor:
+    """Return a mean in float32 as so many flat parts, with zeros at the end; in its own memory, if that is possible."""
+    flat = mean.reshape(-1).float()
+    missing = -len(flat) % count
+    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
 
 
 def _padded(grad: Tensor, shape: tuple[int, ...]) -> Tensor:

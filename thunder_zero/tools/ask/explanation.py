@@ -237,8 +237,10 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; it starts {starts}")
     yield from _code("wait", one.wait)
     yield from _part("", one.why_wait)
-    form = explanation.param.reduce_format if explanation.plan.world_size > 1 else None
+    form = explanation.param.reduce_format if explanation.plan.ranks > 1 else None
     yield from _part("  bytes", _travels(one, form, rounds="at random"))
+    if form is not None and explanation.plan.replicas > 1:
+        yield from _part("", f"exactly inside of a copy; between copies as {form}, and the means once more, to nearest")
     yield from _time(one, explanation)
 
 

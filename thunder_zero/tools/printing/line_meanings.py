@@ -140,7 +140,7 @@ def format_of(op: Op, timeline: Timeline) -> str:
     if op.kind not in LAUNCHES:
         return ""
     encoding = timeline.travels_as(op, timeline.params_of(op)[0])
-    return str(encoding) if encoding.block and timeline.plan.world_size > 1 else ""
+    return str(encoding) if encoding.block and timeline.plan.ranks > 1 else ""
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
