@@ -27,7 +27,7 @@ from torch import Tensor
 from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.transport import outside_autograd
+from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
 from thunder_zero.plan.params import Param, Plan
@@ -192,36 +192,16 @@ class Wire:
 
     @outside_autograd
     def _reduce_bytes(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
-        """Average gradients of which each rank writes the rows of each other rank once; an owner adds up its own rows,
-        which are exact, and those that it reads, in rank order."""
-        world, rank = self._plan.world_size, self._plan.rank
-        others = [each for each in range(world) if each != rank]
-        own, outgoing, incoming = [], dict[int, list[Tensor]](), dict[int, list[Tensor]]()
-        for grad, param in zip(grads, params, strict=True):
-            parts = _padded(grad, layout.padded_shape(param.shape, world)).view(world, -1)
-            own.append(parts[rank])
-            key = self._numbered(param)
-            for other in others:
-                outgoing.setdefault(other, []).append(self._written(form, parts[other], key))
-                incoming.setdefault(other, []).append(torch.empty_like(outgoing[other][-1]))
-        handle = self.transport.trade(outgoing, incoming)
+        world = self._plan.world_size
+        padded = [
+            _padded(grad, layout.padded_shape(param.shape, world)) for grad, param in zip(grads, params, strict=True)
+        ]
+        handle = self._exchange([grad.view(world, -1) for grad in padded], params, form, self.transport)
 
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
-            handle.wait()
-            outgoing.clear()
-            means = []
-            for at, (rows, param) in enumerate(zip(own, params, strict=True)):
-                total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-                for each in range(world):
-                    if each == rank:
-                        total.add_(rows)
-                    else:
-                        read(form, incoming[each][at], total, add=True, piece=self._piece)
-                means.append(total.div_(world).to(param.dtype).view(self._plan.shard_shape(param)))
-            own.clear()
-            incoming.clear()
-            return tuple(means)
+            means = zip(handle.wait(), params, strict=True)
+            return tuple(mean.to(param.dtype).view(self._plan.shard_shape(param)) for mean, param in means)
 
         return WaitsBy(wait)
 
@@ -233,39 +213,48 @@ class Wire:
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
             means, across = inside.wait(), self.transport.across
-            numbers = [f"{self._numbered(param)} {across.rank}" for param in params]
             flat = [_parts(mean, across.world_size) for mean in means]
-            outgoing, incoming = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
-            others = [each for each in range(across.world_size) if each != across.rank]
-            for parts, key in zip(flat, numbers, strict=True):
-                for other in others:
-                    outgoing.setdefault(other, []).append(self._written(form, parts[other], key))
-                    incoming.setdefault(other, []).append(torch.empty_like(outgoing[other][-1]))
-            across.trade(outgoing, incoming).wait()
-            sums = []
-            for at, parts in enumerate(flat):
-                total = torch.zeros_like(parts[0], dtype=torch.float32)
-                for each in range(across.world_size):
-                    if each == across.rank:
-                        total.add_(parts[each])
-                    else:
-                        read(form, incoming[each][at], total, add=True, piece=self._piece)
-                sums.append(self._written(form, total.div_(across.world_size)))
-            shapes = [(across.world_size * each.numel(),) for each in sums]
-            for parts, arrived in zip(flat, across.all_gather(sums, shapes).wait(), strict=True):
-                for part, payload in zip(parts, arrived.chunk(across.world_size), strict=True):
-                    read(form, payload, part, piece=self._piece)
-            pairs = zip(flat, means, params, strict=True)
-            return tuple(
-                parts.view(-1)[: mean.numel()].view(mean.shape).to(param.dtype) for parts, mean, param in pairs
-            )
+            own = [self._written(form, mean) for mean in self._exchange(flat, params, form, across).wait()]
+            arrived = across.all_gather(own, [(across.world_size * payload.numel(),) for payload in own]).wait()
+            for parts, payload in zip(flat, arrived, strict=True):
+                for part, written in zip(parts, payload.chunk(across.world_size), strict=True):
+                    read(form, written, part, piece=self._piece)
+            found = (parts.view(-1)[: mean.numel()].view(mean.shape) for parts, mean in zip(flat, means, strict=True))
+            return tuple(mean.to(param.dtype) for mean, param in zip(found, params, strict=True))
 
         return WaitsBy(wait)
 
-    def _numbered(self, param: Param) -> str:
-        """Return a key of this rank's reduction of a gradient, another one each time."""
-        self._reduced[param.path] += 1
-        return f"{param.path} {self._reduced[param.path]} {self._plan.rank}"
+    def _exchange(
+        self, bucket: Sequence[Tensor], params: Sequence[Param], form: Int8, transport: Transport
+    ) -> Waitable:
+        """Average tensors (ranks, elements) over the ranks of a transport. Each writes the parts of each other rank
+        once; an owner adds up its own part, which is exact, and those that it reads, in rank order. The handle has this
+        rank's parts of the means, in float32."""
+        ranks, own = range(transport.world_size), transport.rank
+        outgoing: dict[int, list[Tensor]] = {rank: [] for rank in ranks if rank != own}
+        for parts, param in zip(bucket, params, strict=True):
+            self._reduced[param.path] += 1
+            key = f"{param.path} {self._reduced[param.path]} {self._plan.rank} {own}"
+            for rank, payloads in outgoing.items():
+                payloads.append(self._written(form, parts[rank], key))
+        incoming = {rank: list(map(torch.empty_like, payloads)) for rank, payloads in outgoing.items()}
+        handle = transport.trade(outgoing, incoming)
+
+        def wait() -> tuple[Tensor, ...]:
+            handle.wait()
+            outgoing.clear()
+            means = []
+            for at, parts in enumerate(bucket):
+                total = torch.zeros_like(parts[own], dtype=torch.float32)
+                for rank in ranks:
+                    if rank == own:
+                        total.add_(parts[own])
+                    else:
+                        read(form, incoming[rank][at], total, add=True, piece=self._piece)
+                means.append(total.div_(len(ranks)))
+            return tuple(means)
+
+        return WaitsBy(wait)
 
     def _written(self, form: Int8 | Float8, x: Tensor, key: str = "") -> Tensor:
         """Return the payload of a flat tensor."""
