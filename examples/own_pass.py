@@ -42,14 +42,15 @@ def merged(timeline: Timeline) -> Timeline:
 
 
 def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:
-    """The positions of reductions to merge: one kind and dtype, no wait between them, and at most ``BYTES``."""
+    """The positions of reductions to merge: one kind, dtype and format, no wait between them, ``BYTES`` at most."""
     groups: list[list[int]] = []
     kind, nbytes, ends = None, 0, 0
     for at, op in enumerate(timeline.ops):
         if op.kind is not Kind.REDUCE:
             continue
         (first, *_), size = timeline.params_of(op), timeline.full_bytes(op)
-        this, end = (first.sharded, first.resident, timeline.values[op.reads[0]].dtype), wait_of[op.writes[0]]
+        this = first.sharded, first.resident, timeline.values[op.reads[0]].dtype, timeline.travels_as(op, first)
+        end = wait_of[op.writes[0]]
         if this == kind and nbytes + size <= BYTES and at < ends:
             groups[-1].append(at)
             nbytes, ends = nbytes + size, min(ends, end)

@@ -15,6 +15,7 @@ from torch import nn
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock
 from thunder_zero.tools.devices.calibrated import CollectiveTimes, Curve
+from thunder_zero.tools.format_errors import WireErrors
 
 BLOCKS, WIDTH = 16, 8
 COLUMNS, LINES, LINES_OF_REPR = 100, 60, 12
@@ -76,6 +77,11 @@ def values() -> Mapping[str, tuple[Any, ...]]:
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
     return {
         "Calibrated": (measured,),
+        "WireError": (
+            WireErrors(
+                [tz.tools.WireError("blocks.11.attention.qkv.weight", ("int8/128", ""), 6.5e-3, 1.2e-2, 0.9999)]
+            ),
+        ),
         "CompiledProgram": (
             tz.tools.CompiledProgram("graph 0", "training", {"tokens": torch.Size((2, 128))}, 1.4, 12 << 20, None),
         ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import sleep
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from tests.harness.errors import raised
 from tests.harness.models import Mlp, count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.comm import pairwise
 from thunder_zero.comm.blocks import read, write
+from thunder_zero.comm.handle import AVERAGER, in_background
 from thunder_zero.plan import layout
 from thunder_zero.schedule import Kind
 
@@ -140,6 +144,10 @@ def errors(rank: int, world_size: int, stage: int) -> None:
     expected = functional_call(make(), seen, inputs(rank))
     torch.testing.assert_close(model(inputs(rank)), expected, rtol=1e-6, atol=1e-7)
     assert str(found).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
+    with model.no_sync():
+        loss_of(model, inputs(rank)).backward()
+    said = raised(lambda: tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward()))
+    assert "cannot measure what formats change: no_sync still holds" in said, said
     plain = tz.compile(nn.Linear(2, 2), stage=3)
     assert "nothing travels in a format" in raised(lambda: tz.tools.wire_error(plain, lambda: None))
 
@@ -188,6 +196,32 @@ def copies_average(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def exact_and_bytes_share_a_wire(rank: int, world_size: int) -> None:
+    """Messages of biases, which are exact, and of weights meet their own, though the averages of one rank are late."""
+    late = in_background
+
+    def later(thread: str, call: Callable[[], Any]) -> Any:
+        return late(thread, (lambda: sleep(0.02) or call()) if rank == 0 and thread == AVERAGER else call)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = tz.compile(fresh(make), stage=3, mesh=mesh, reduce_format=tz.Int8(BLOCK), bucket_bytes=2000)
+    with mock.patch.object(pairwise, "in_background", later):
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, inputs(rank)).backward()
+            right = exact_gradients(tz.full_state_dict(model), world_size)
+            assert_within_steps(gradients(model), right, steps=1.5)
+            for name in ("layers.0.bias", "layers.2.bias"):
+                torch.testing.assert_close(gradients(model)[name], right[name], rtol=1e-5, atol=1e-7)
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    model = tz.compile(fresh(make), stage=2, mesh=alone, **FORMATS)
+    with count_sends() as sent:
+        loss_of(model, inputs(rank)).backward()
+    assert sum(sent) == sum(map(tz.traces_of(model).timeline.bytes_sent, tz.traces_of(model).timeline.ops))
+    assert_within_steps(gradients(model), exact_gradients(tz.full_state_dict(model), world_size), steps=1.5)
+
+
 @pytest.mark.slow
 def test_hybrid(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, copies_average)
+    ranks_pool.run(4, exact_and_bytes_share_a_wire)

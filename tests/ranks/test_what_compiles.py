@@ -509,6 +509,19 @@ def views_alone(y: Tensor) -> Tensor:
     return flat.sin().view(y.shape)
 
 
+def views_without_gradients(y: Tensor) -> Tensor:
+    """Views that graphs make while gradients are off, and a view of one of them, made while they are on again."""
+    torch._dynamo.graph_break()
+    with torch.no_grad():
+        flat = y.view(-1)
+    torch._dynamo.graph_break()
+    with torch.no_grad():
+        turned = y.t()
+    back = turned.t()
+    torch._dynamo.graph_break()
+    return (flat * 2 + y.view(-1)).view(y.shape) + back.sin()
+
+
 def of_ranks_own_shape(y: Tensor) -> Tensor:
     return y[y > 0].sin()
 
@@ -565,6 +578,7 @@ FAST: dict[str, Row] = {
     "aliases": Row(Aliases, (ROWS, Given(ROWS))),
     "unused outputs": Row(Unused, backward=first_only),
     "views alone": Row(within(views_alone)),
+    "views without gradients": Row(within(views_without_gradients)),
     "buffers": Row(Counts),
     "hooks": Row(partial(Hooked, backward=True)),
     "backward twice": Row(then(torch.tanh), backward=twice),

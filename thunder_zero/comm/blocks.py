@@ -11,8 +11,8 @@ This goes through pieces, which on a CPU stay in its cache; on a GPU most tensor
 or NaN has the scale NaN, so all of it arrives as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
-quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, shifted by a hash of who sends what for the
-how manieth time: cheap, the same in each run, and uniform over the hashes.
+quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, shifted by a hash of the parameter, the
+sender, and how often it was reduced: cheap, the same in each run, and uniform over the hashes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
     nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
-    steps, shift = weyl(max(piece, encoding.block), x.device)[: x.numel()], crc32(key.encode()) / 2**32
-    noise = (steps + shift).frac_() if key else None
+    noise = None
+    if key:
+        noise = (weyl(max(piece, encoding.block), x.device)[: x.numel()] + crc32(key.encode()) / 2**32).frac_()
     for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
         values = x[start:stop].view(blocks, -1).float()
         scaled = values.abs()

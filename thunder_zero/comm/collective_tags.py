@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
-from thunder_zero.comm.transport import Forwarding, PeerBuffers, Shape, Transport
+from thunder_zero.comm.transport import Between, Forwarding, PeerBuffers, Shape, Transport
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
@@ -270,14 +270,8 @@ class TaggedTransport(Forwarding):
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
-    def reduce_scatter_inside(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average over the ranks of a copy of the model alone."""
-        return self._confirmed(self._announced().inside.reduce_scatter(grads))
-
-    @property
-    def across(self) -> Transport:
-        """As of any transport, under the tag of what was launched last: peers are there, too."""
-        return self._tagged.across
+    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
+        return self._confirmed(self._announced().reduce_scatter_then(grads, between))
 
     def drain(self) -> None:
         """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""

@@ -16,7 +16,7 @@ from copy import copy
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.transport import Forwarding, Shape, Transport, outside_autograd
+from thunder_zero.comm.transport import Between, Forwarding, Shape, Transport, outside_autograd
 from thunder_zero.plan import layout
 
 Started = tuple[Sequence[Tensor], Waitable]  # means inside a copy; the handle that averages them over copies
@@ -58,13 +58,22 @@ class Hybrid(Forwarding):
 
         return WaitsBy(wait)
 
-    @property
-    def inside(self) -> Transport:
-        return self._inner
+    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
+        reduced = self._inner.reduce_scatter(grads)
 
-    @property
-    def across(self) -> Transport:
-        return self._replicate
+        def average() -> Started:
+            return between(reduced.wait(), self._replicate), WaitsBy(tuple)
+
+        # In the thread of the averages above: messages under a tag leave in one order on all ranks.
+        started = self._replicate.run_after(average)
+        self._pending.add(started)
+
+        def wait() -> tuple[Tensor, ...]:
+            self._pending.discard(started)
+            means, _ = started()
+            return tuple(means)
+
+        return WaitsBy(wait)
 
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
         """Average over all ranks."""

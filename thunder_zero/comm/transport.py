@@ -22,6 +22,7 @@ from thunder_zero.comm.handle import Handle, Result, Waitable
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 Shape = tuple[int, ...]
+Between = Callable[[Sequence[Tensor], "Transport"], Sequence[Tensor]]  # means inside of a copy -> means of all
 PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -82,14 +83,9 @@ class Transport(ABC):
         the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
         handle's ``wait``, without results, returns."""
 
-    @property
-    def inside(self) -> Transport:
-        """The transport inside of a copy of the model; there is one copy."""
-        return self
-
-    @property
-    def across(self) -> Transport:
-        """The transport among the ranks that have the same rows, one in each copy of the model."""
+    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
+        """Average inside of a copy of the model, and let ``between`` average these means over the copies, by the
+        transport of the ranks with the same rows; it may run in the background, in the order of launches."""
         raise NotImplementedError("there is one copy of the model")
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
@@ -137,6 +133,9 @@ class Forwarding(Transport):
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         return self._inner.trade(outgoing, incoming)
+
+    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
+        return self._inner.reduce_scatter_then(grads, between)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         return self._inner.run_after(start)

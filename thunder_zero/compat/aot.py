@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -84,6 +84,8 @@ class Joint:
         graph: its placeholders are inputs, then tangents; it returns forward's outputs, then gradients of inputs.
         differentiates: whether there is a backward.
         turns_on: whether forward turns gradients on itself, in a call that has them off.
+        without_history: the positions of outputs that forward makes while it has turned gradients off, or of values
+            that it makes then.
         names: of the inputs of dynamo's graph.
         outputs: how many outputs forward has, with values of inputs that it writes to. A tensor subclass counts as
             the tensors and objects that it holds.
@@ -95,6 +97,7 @@ class Joint:
     graph: fx.GraphModule
     differentiates: bool
     turns_on: bool
+    without_history: Collection[int]
     outputs: int
     mutated: Sequence[int]
     names: Sequence[str]
@@ -342,6 +345,7 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         graph=captured.graph_module,
         differentiates=state.needs_autograd,
         turns_on=turns_on,
+        without_history=_made_without_gradients(graph),
         outputs=outputs,
         mutated=mutated,
         names=names,
@@ -400,6 +404,18 @@ def _begin_without_gradients(graph: fx.GraphModule) -> bool:
             graph.graph.call_function(set_grad_enabled, (False,))
         graph.recompile()
     return turns_on
+
+
+def _made_without_gradients(graph: fx.GraphModule) -> frozenset[int]:
+    """Return the positions of the outputs that a graph makes while it has turned gradients off, or of such values."""
+    enabled, made = True, set[fx.Node]()
+    for node in graph.graph.nodes:
+        if node.target is set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled or (node.all_input_nodes and made.issuperset(node.all_input_nodes)):
+            made.add(node)
+    outputs: Any = graph.graph.output_node().args[0]
+    return frozenset(position for position, node in enumerate(outputs) if node in made)
 
 
 def _copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Format = Int8 | Float8
 Formats = Format | Mapping[str, Format | None] | None
-Owners = frozenset[str]  # paths of embeddings
 FORMATS: Mapping[str, tuple[type[Format], ...]] = {"gather_format": (Int8, Float8), "reduce_format": (Int8,)}
+EMBEDDINGS = ("Embedding", "EmbeddingBag")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,29 +50,31 @@ def require_formats(policy: Any) -> None:
             )
 
 
-def owners_of(module: nn.Module) -> Owners:
+def embeddings_of(module: nn.Module) -> frozenset[str]:
     """Return the paths of the embeddings of a module."""
     named = module.named_modules(remove_duplicate=False)
-    return frozenset(path for path, each in named if any(kind.__name__ == "Embedding" for kind in type(each).__mro__))
+    return frozenset(path for path, each in named if any(kind.__name__ in EMBEDDINGS for kind in type(each).__mro__))
 
 
-def format_of(name: str, asked: Formats, names: Sequence[str], param: nn.Parameter, owners: Owners) -> Any:
-    """Return the format of a sharded parameter, given its names; None if it travels as it is.
+def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]) -> Any:
+    """Return the format of a sharded parameter, given its names, by a field of the policy; None if it travels as it is.
 
     Raises:
         ValueError: a pattern asks for one that its dtype cannot have, or patterns differ for a tied parameter's names.
     """
     if not isinstance(asked, Mapping):
-        is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in owners for path in names)
+        is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
         return None if is_exempt or param.dtype not in DTYPES else asked
     found = {path: _last_match(asked, path) for path in names}
     if len(set(map(repr, found.values()))) > 1:
         one, *others = found
-        raise ValueError(f"{name} differs for {one!r} and {others[0]!r}, which are one tied parameter; give one format")
+        raise ValueError(
+            f"{field} differs for {one!r} and {others[0]!r}, which are one tied parameter; give one format"
+        )
     form = next(iter(found.values()))
     if form is not None and param.dtype not in DTYPES:
         raise ValueError(
-            f"{name} asks for {form!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
+            f"{field} asks for {form!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
             f"{{..., {names[0]!r}: None}}"
         )
     return form

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
-from thunder_zero.plan.formats import Owners, format_of, owners_of
+from thunder_zero.plan.formats import embeddings_of, format_of
 from thunder_zero.plan.policy import STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
@@ -337,9 +337,10 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
                 f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
                 f"named_modules() has them"
             )
-    owners = owners_of(module)
+    embeddings = embeddings_of(module)
     params = tuple(
-        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), owners) for param, paths in names.items()
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings)
+        for param, paths in names.items()
     )
     plan = Plan(policy, world_size, rank, params, replicas)
     _require_units(plan, module)
@@ -409,7 +410,9 @@ def _require_fitting(field: str, patterns: Iterable[str], there: set[str], modul
             )
 
 
-def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str, owners: Owners) -> Param:
+def _plan_param(
+    param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str, embeddings: frozenset[str]
+) -> Param:
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.replicate_below_bytes
     parts = {part for name in names for part in around(name)}
@@ -418,7 +421,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     gather_format, reduce_format = (
-        format_of(name, getattr(policy, name), names, param, owners) if sharded else None
+        format_of(name, getattr(policy, name), names, param, embeddings) if sharded else None
         for name in ("gather_format", "reduce_format")
     )
     return Param(

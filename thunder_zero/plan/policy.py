@@ -167,16 +167,16 @@ class Policy:
             would skip such a step instead: do not combine the two.
         gather_format: ZeRO-1 to 3: parameters travel as bytes with a scale for each block of elements: ``Int8()`` or
             ``Float8()``, about a quarter of float32. All ranks, the owner too, compute with what arrives; shards stay
-            exact. Embeddings and parameters of one dimension (biases, norms) travel as they are, unless a dict of
-            patterns of paths names them: ``{"*": Int8(), "head": None}``, of which the last that matches decides
-            (default None: all travel as they are).
+            exact. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms) travel as they
+            are, unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``, of which the last that
+            matches decides (default None: all travel as they are).
         reduce_format: ZeRO-1 to 3: likewise for gradients, ``Int8()``: a rank writes what it sends to an owner once,
             rounded up or down at random so that the mean is right, and the owner adds up in float32 (default None).
         passes: functions from timeline to timeline, called in this order after the passes of
             :mod:`thunder_zero.schedule.passes` but the last, which frees; each is proved as those are (default none).
         transport: makes the :class:`thunder_zero.comm.transport.Transport` on which the model's collectives run, from a
             process group and a number; hybrid sharding has three, which may share a group and differ in the number
-            (default None: by the backend). Such as a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``.
+            (default None: by the backend). A subclass of ``thunder_zero.comm.pairwise.PairwiseGloo`` is one.
 
     Raises:
         ValueError: a field is out of its range.

@@ -232,12 +232,12 @@ class State(Share):
     def exact(self) -> Iterator[None]:
         """Parameters and gradients travel as they are inside of the block; all ranks enter it together."""
         formatted = [param.path for param in self.plan.params if param.gather_format]
-        self.resident.mark_stale(formatted)
+        self.mark_stale(formatted)
         try:
             with self.wire.exact():
                 yield
         finally:
-            self.resident.mark_stale(formatted)
+            self.mark_stale(formatted)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""

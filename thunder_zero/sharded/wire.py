@@ -100,6 +100,15 @@ class Wire:
         finally:
             self._writes_bytes = before
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Reductions inside of the block do not change how later ones are rounded."""
+        before = self._reduced.copy()
+        try:
+            yield
+        finally:
+            self._reduced = before
+
     def arrived(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
         if param.gather_format is None or not self._writes_bytes or self._plan.world_size == 1:
@@ -206,13 +215,11 @@ class Wire:
         return WaitsBy(wait)
 
     def _reduce_across(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
-        """Average exactly inside of a copy of the model, and in bytes between copies: once they have arrived, each part
-        of the means goes to the rank that adds it up, and the sum of it to all, rounded once more, to nearest."""
-        inside = self.transport.reduce_scatter_inside(grads)
+        """Average exactly inside of a copy of the model, and in bytes between copies: each part of the means goes to
+        the rank that adds it up, and the sum of it to all, rounded once more, to nearest."""
 
         @outside_autograd
-        def wait() -> tuple[Tensor, ...]:
-            means, across = inside.wait(), self.transport.across
+        def between(means: Sequence[Tensor], across: Transport) -> Sequence[Tensor]:
             flat = [_parts(mean, across.world_size) for mean in means]
             own = [self._written(form, mean) for mean in self._exchange(flat, params, form, across).wait()]
             arrived = across.all_gather(own, [(across.world_size * payload.numel(),) for payload in own]).wait()
@@ -220,9 +227,9 @@ class Wire:
                 for part, written in zip(parts, payload.chunk(across.world_size), strict=True):
                     read(form, written, part, piece=self._piece)
             found = (parts.view(-1)[: mean.numel()].view(mean.shape) for parts, mean in zip(flat, means, strict=True))
-            return tuple(mean.to(param.dtype) for mean, param in zip(found, params, strict=True))
+            return [mean.to(param.dtype) for mean, param in zip(found, params, strict=True)]
 
-        return WaitsBy(wait)
+        return self.transport.reduce_scatter_then(grads, between)
 
     def _exchange(
         self, bucket: Sequence[Tensor], params: Sequence[Param], form: Int8, transport: Transport

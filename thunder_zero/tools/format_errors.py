@@ -30,8 +30,9 @@ class WireError:
         path: of the parameter.
         formats: of gathers and of reductions, such as ``"int8/128"``; "" if exact.
         gather: norm of the error of the weights that arrive, relative to that of the weights.
-        gradient: norm of the difference from the gradient of an exact step, relative to that gradient's.
-        cosine: of the angle between the two gradients; NaN where one is zero, or there is none.
+        gradient: norm of the difference from the gradient of an exact step, relative to that gradient's; NaN if that is
+            zero, or there is none.
+        cosine: of the angle between the two gradients; NaN likewise.
     """
 
     path: str
@@ -76,24 +77,27 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         step: runs forward and backward of ``model`` on one batch, the same each time, and steps no optimizer.
 
     Returns:
-        An entry for each parameter that is trained, in the plan's order.
+        An entry for each parameter that is trained, or travels in a format, in the plan's order.
 
     Raises:
         TypeError: not a model with ZeroTransform; ``step`` is not a function.
         ValueError: nothing travels in a format.
+        RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
     """
     state = zero_module(model).state
-    params = [param for param in state.plan.params if param.requires_grad]
+    params = [param for param in state.plan.params if param.requires_grad or param.gather_format]
     with agree.all_or_none(state.group, "its arguments"):
         if not callable(step):
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
         if not any(param.gather_format or param.reduce_format for param in params):
             raise ValueError("nothing travels in a format; give gather_format= or reduce_format= to the model")
+        state.require_reduced("measure what formats change")
     before = {path: shard.grad for path, shard in state.shards.items()}
     try:
-        found = _gradients(state, step)
-        with state.exact():
-            right = _gradients(state, step)
+        with state.wire.uncounted():
+            found = _gradients(state, step)
+            with state.exact():
+                right = _gradients(state, step)
     finally:
         for path, grad in before.items():
             state.shards[path].grad = grad
@@ -109,7 +113,8 @@ def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
     """Return this rank's rows of the gradients of a step, by path, from which the shards are freed."""
     for shard in state.shards.values():
         shard.grad = None
-    step()
+    with torch.random.fork_rng():  # both runs draw the same, and training goes on as without them
+        step()
     return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
 
 
@@ -138,6 +143,6 @@ def _error(param: Param, of_ranks: list[tuple[Sums, Sums]]) -> WireError:
 
 
 def _relative(sums: list[float]) -> float:
-    """Return the norm of y - x over that of x."""
+    """Return the norm of y - x over that of x; NaN if that is zero."""
     x, y, both = sums
-    return sqrt(max(x + y - 2 * both, 0.0) / x) if x else 0.0
+    return sqrt(max(x + y - 2 * both, 0.0) / x) if x else nan

@@ -77,13 +77,13 @@ def bound(text: str) -> tuple[str, dict[str, Any]]:
     """Return text that calls operators by names of one word, and what these names are.
 
     >>> bound("y = torch.ops.aten.relu.default(x)")[0]
-    'y = aten_relu_default(x)'
+    'y = zero_aten_relu_default(x)'
     """
     called: dict[str, Any] = {}
 
     def name(found: re.Match[str]) -> str:
         space, packet, overload = found.groups()
-        name = f"{space}_{packet}_{overload}"
+        name = f"zero_{space}_{packet}_{overload}"  # no value has such a name
         if name not in called:
             operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
             called[name] = DIRECT.get(operator, operator._op)  # what its ``__call__`` calls

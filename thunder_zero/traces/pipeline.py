@@ -134,7 +134,7 @@ def _told_to_all(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
         yield
     except Exception as error:  # a pass of the user's may raise anything
         for phase in phases:
-            facts.executor.runtime.agree_on_schedule(facts.named(phase), [str(error)])
+            facts.executor.runtime.agree_on_schedule(facts.named(phase), [f"{type(error).__name__}: {error}"])
         raise
 
 

@@ -90,9 +90,9 @@ class Programs:
             rows = iter(self.runtime.take_rows(shards, self._named) if shards else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
-        if not records:
+        if cut := self.joint.without_history if records else range(len(outputs)):
             given = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
-            outputs = [_without_history(output, given) for output in outputs]
+            outputs = [_without_history(each, given) if at in cut else each for at, each in enumerate(outputs)]
         if self.restored is None and not self.joint.returns_subclasses:
             self._outputs = [ref(output) if isinstance(output, Tensor) else None for output in outputs]
         return outputs
