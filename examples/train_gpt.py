@@ -232,12 +232,13 @@ def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
     sent = ranks.mean(torch.tensor(sum(map(timeline.bytes_sent, timeline.ops)))).item()
     share = (ranks.world_size - 1) / ranks.world_size
     u = share * sum(param.full_bytes for param in plan.params)
+    exact = "" if not any(param.gather_format or param.reduce_format for param in plan.params) else ", without formats"
     if stage < 3:
-        return Traffic(sent, 2 * u, f"2u; u = {u:,.0f}")
+        return Traffic(sent, 2 * u, f"2u{exact}; u = {u:,.0f}")
     needed = [param for param in plan.params if needed_again(param.names)]
     not_read = u - share * sum(param.full_bytes for param in needed)
     once = share * sum(param.full_bytes for param in needed if param.kept_unsharded)
-    words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} kept unsharded; u = {u:,.0f}"
+    words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} kept unsharded{exact}; u = {u:,.0f}"
     return Traffic(sent, 3 * u - not_read - once, words)
 
 
