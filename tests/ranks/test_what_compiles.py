@@ -518,8 +518,13 @@ def views_without_gradients(y: Tensor) -> Tensor:
     with torch.no_grad():
         turned = y.t()
     back = turned.t()
+    with torch.no_grad():
+        written = (y * 3).clamp_(-1)
+    kept = y * 4
+    with torch.no_grad():
+        same = kept.mul_(2)  # the value itself, with its history
     torch._dynamo.graph_break()
-    return (flat * 2 + y.view(-1)).view(y.shape) + back.sin()
+    return (flat * 2 + y.view(-1)).view(y.shape) + back.sin() + written + same
 
 
 def of_ranks_own_shape(y: Tensor) -> Tensor:

@@ -56,6 +56,9 @@ from thunder_zero.compat.private import (
 ALIASES = (OutputType.alias_of_input, OutputType.is_input)
 RUN_AND_SAVE_STATE, RUN_WITH_STATE = run_and_save_rng_state, run_with_rng_state
 ARGUMENT = re.compile(r"L\['(\w+)'\](?:\['(\w+)'\]|\[(\d+)\])?")  # of forward, by name or in *args and **kwargs
+IN_PLACE = frozenset(
+    ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+)
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # functions of torch
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -407,11 +410,15 @@ def _begin_without_gradients(graph: fx.GraphModule) -> bool:
 
 
 def _made_without_gradients(graph: fx.GraphModule) -> frozenset[int]:
-    """Return the positions of the outputs that a graph makes while it has turned gradients off, or of such values."""
+    """Return the positions of the outputs that a graph makes while it has turned gradients off, or of such values. What
+    writes in place returns what was there before, with its history."""
     enabled, made = True, set[fx.Node]()
     for node in graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if node.target is set_grad_enabled:
             enabled = bool(node.args[0])
+        elif name.endswith("_") or name in IN_PLACE:
+            continue
         elif not enabled or (node.all_input_nodes and made.issuperset(node.all_input_nodes)):
             made.add(node)
     outputs: Any = graph.graph.output_node().args[0]
