@@ -46,10 +46,9 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
         scale.masked_fill_(scale.isinf(), torch.nan)
         torch.mul(values, scale.reciprocal().unsqueeze(1), out=scaled)
         if noise is not None:
-            scaled.add_(noise[: stop - start].view(blocks, -1)).floor_()
+            scaled.add_(noise[: stop - start].view(blocks, -1)).floor_().clamp_(max=encoding.largest)
         elif encoding.dtype is torch.int8:
             scaled.round_()
-        scaled.clamp_(-encoding.largest, encoding.largest).nan_to_num_(0.0)
         scales[at : at + blocks] = scale
         elements[start:stop].view(blocks, -1).copy_(scaled)
     payload[payload.numel() - _padding(x.numel()) :].zero_()
