@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.pairwise import PairwiseGloo
+from thunder_zero.plan.params import SHARD
 
 WORLD_SIZES = (2, 4)
 ROUNDS, PHASES = 10, 50
@@ -48,7 +49,9 @@ def measure(rank: int, world_size: int, store: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     shards = [torch.zeros(ROWS // world_size, WIDTH) for _ in range(TENSORS)]
-    kinds = {on: TaggedTransport(PairwiseGloo(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
+    kinds = {
+        on: TaggedTransport({SHARD: PairwiseGloo(group)}, "model 0 (Net)", group, announces=on) for on in (False, True)
+    }
     wall: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(ROUNDS + 1):  # the first one warms up

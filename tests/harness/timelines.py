@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from thunder_zero.plan.layout import is_sharded
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import SHARD, Param, Plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 
@@ -93,12 +93,15 @@ class Builder:
     full: dict[str, str] = field(default_factory=dict)  # path -> value of the full parameter
     backward: bool = False
 
-    def add(self, kind: Kind, reads: Iterable[str], *writes: str, path: str = "", repeatable: bool = True) -> None:
+    def add(
+        self, kind: Kind, reads: Iterable[str], *writes: str, path: str = "", repeatable: bool = True, over: str = SHARD
+    ) -> None:
         params = (path,) if path else ()
         for name in (*reads, *writes):
             self.values.setdefault(name, Value(8, "float32"))
         repeatable = repeatable and kind is Kind.COMPUTE
-        self.ops.append(Op(kind, tuple(reads), writes, params, self.backward, repeatable, source=(len(self.ops),)))
+        source = (len(self.ops),)
+        self.ops.append(Op(kind, tuple(reads), writes, params, self.backward, repeatable, source=source, over=over))
 
     def weigh(self, param: Param, *names: str) -> None:
         self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
@@ -140,11 +143,15 @@ class Builder:
         return value
 
     def reduce(self, param: Param) -> str:
-        handle, full, mean = f"red_{param.path}", f"g_{param.path}", f"mean_{param.path}"
-        self.weigh(param, handle, full, mean)
-        self.add(Kind.REDUCE, (full,), handle, path=param.path)
-        self.add(Kind.WAIT, (handle,), mean, path=param.path)
-        return mean
+        read, axes = f"g_{param.path}", self.plan.reduced_over(param)
+        for over in axes:
+            name = param.path if over == axes[-1] else f"{over}_{param.path}"
+            handle, mean = f"red_{name}", f"mean_{name}"
+            self.weigh(param, handle, read, mean)
+            self.add(Kind.REDUCE, (read,), handle, path=param.path, over=over)
+            self.add(Kind.WAIT, (handle,), mean, path=param.path)
+            read = mean
+        return read
 
 
 def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timeline:
@@ -199,7 +206,9 @@ def _backward(
     return reduced, g
 
 
-def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
+def model(
+    policy: Policy, *uses: Use | str, training: bool = True, replicas: int = 1, **fields: dict[str, object]
+) -> Timeline:
     """A timeline of 4-byte parameters named ``unit.name``; ``fields`` has the special ones, by ``unit_name``."""
     all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
     paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
@@ -207,7 +216,7 @@ def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dic
     for path in paths:
         special: dict[str, object] = {"shape": (1,), **fields.get(path.replace(".", "_"), {})}
         params.append(make_param(path, unit=path.split(".")[0], policy=policy, **special))  # type: ignore[arg-type]
-    return lifted(Plan(policy, 2, 0, tuple(params)), all_uses, training=training)
+    return lifted(Plan(policy, 2, 0, tuple(params), replicas), all_uses, training=training)
 
 
 def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
@@ -273,7 +282,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
             if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
                 fields |= {"kept_unsharded": True}
             params.append(make_param(f"u{unit}.p{number}", shape, f"u{unit}" if unit else "", policy, **fields))
-    plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params))
+    plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params), draw(st.sampled_from((1, 1, 3))))
     paths = [param.path for param in params]
     order = [path for path in paths if draw(st.integers(0, 5)) > 0]  # the others are not used
     for _ in range(draw(st.integers(0, 3))):  # ties

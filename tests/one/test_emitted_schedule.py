@@ -175,6 +175,56 @@ def shard_in_its_place(lines: Lines) -> Lines:
     return [read_shard(line) for at, line in enumerate(lines) if at not in (start, end)]
 
 
+def coded(lines: Lines) -> dict[str, int]:
+    """Positions of the lines that encode, send, wait for and decode a parameter, by their symbols."""
+    ours = ((at, line) for at, line in enumerate(lines) if line.sym.name.startswith("zero_"))
+    of_path = {line.sym.name: at for at, line in ours if WEIGHT in line.args[1:]}
+    return of_path | {"zero_wait": phases(lines[of_path["zero_all_gather"] :])[1] + of_path["zero_all_gather"]}
+
+
+def reading(lines: Lines, at: int, *args: Any) -> Lines:
+    return [*lines[:at], lines[at].from_bsym(args=args), *lines[at + 1 :]]
+
+
+def sent_as_it_is(lines: Lines) -> Lines:
+    at = coded(lines)
+    return without(reading(lines, at["zero_all_gather"], lines[at["zero_encode"]].args[0], WEIGHT), at["zero_encode"])
+
+
+def read_as_it_arrives(lines: Lines) -> Lines:
+    at = coded(lines)
+    full, bytes_of_it = (lines[at[name]].output for name in ("zero_decode", "zero_wait"))
+    reader = next(
+        number for number, line in enumerate(lines) if number > at["zero_decode"] and full.name in names(line)
+    )
+    args = (bytes_of_it if isinstance(arg, Proxy) and arg.name == full.name else arg for arg in lines[reader].args)
+    return without(reading(lines, reader, *args), at["zero_decode"])
+
+
+def decoded_again(lines: Lines) -> Lines:
+    at = coded(lines)["zero_decode"]
+    return [*lines[: at + 1], lines[at], *lines[at + 1 :]]
+
+
+def sent_by_nobody(lines: Lines) -> Lines:
+    at = coded(lines)
+    return without(lines, at["zero_all_gather"], at["zero_wait"], at["zero_decode"])
+
+
+def test_lines_that_encode_and_decode() -> None:
+    faults: dict[Fault, str] = {
+        sent_as_it_is: r"sends layers\.1\.weight; the plan sends what zero_encode makes of it",
+        lambda lines: reading(
+            lines, coded(lines)["zero_encode"], lines[coded(lines)["zero_encode"]].args[0], "layers.0.weight"
+        ): r"sends layers\.1\.weight; the plan sends what zero_encode makes of it",
+        read_as_it_arrives: r"reads \w+, which is coded",
+        decoded_again: r"decodes \w+, which has not just arrived",
+        sent_by_nobody: r"encodes layers\.1\.weight, which no launch sends",
+    }
+    policy = replace(tz.ZERO3, bucket_bytes=0, gather_format=tz.Int8(16), reshard_after_forward=True)
+    require_refused(faults, policy, phase=0)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "no_grad"])
 def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
     faults: dict[Fault, str] = {

@@ -219,7 +219,7 @@ def measured_times(of: PageProgram, slower: float) -> tz.schedule.Times:
             phases[timeline.ops[at].backward][timeline.ops[at].params[0]] = seconds * slower
     gathers = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
     nbytes = sum(timeline.wire_bytes(timeline.ops[at]) for at in gathers)
-    return tz.schedule.Times(*phases, nbytes / sum(seconds for at in gathers for _, seconds in costs[at].wires))
+    return tz.schedule.Times(*phases, nbytes / sum(wire[1] for at in gathers if (wire := costs[at].wire)))
 
 
 def test_measured_times_are_beside_the_forecast() -> None:

@@ -107,9 +107,7 @@ def test_a_launch_and_a_wait_hold_compute_up() -> None:
     """Of 400 B the busiest rank sends 200, in 2 s of wire that take 1 s of the core: half of it."""
     timeline = reduce_of(sharded=True)
     cost = costs_of(timeline, DEVICE)[0]
-    assert cost == Cost(
-        sent_bytes=200, wires=((Lane.SHARD, 2.0),), loads=(0.5,), launch_seconds=2.5, finish_seconds=0.25
-    )
+    assert cost == Cost(sent_bytes=200, wire=(Lane.SHARD, 2.0), load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
     found = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
     # beside the wire, compute has half of the core for 2 s; the wire is done when compute has 0.5 s to go
@@ -121,14 +119,14 @@ def test_a_launch_and_a_wait_hold_compute_up() -> None:
         ("compute", 5.25, 5.25, False),
     ]
     assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
-    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wires == ((Lane.SHARD, 4.0),)
+    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire == (Lane.SHARD, 4.0)
 
 
 def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
     """Rings of 2 s each that ask for a share of the core, beside computations; then a wait for the last."""
     lanes = Lanes()
     for number in range(wires):
-        lanes.launch(number, f"fut{number}", [(Lane.SHARD, 2.0)], (load,))
+        lanes.launch(number, f"fut{number}", (Lane.SHARD, 2.0), load)
     for number, seconds in enumerate(compute):
         lanes.compute(wires + number, seconds)
     lanes.wait(wires + len(compute), f"fut{wires - 1}")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param, model, program, split, timelines
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import ALL, REPLICATE, Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.tools.cost.costs import (
     Cost,
     Lane,
@@ -24,7 +24,7 @@ from thunder_zero.tools.cost.costs import (
     compute_dtype,
     costs_of,
     fused_traffic,
-    rings,
+    ring,
     traffic_bytes,
 )
 from thunder_zero.tools.cost.estimate import simulate, step_time
@@ -43,19 +43,18 @@ SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
 
 
 def lanes(text: str, *, overlaps: bool) -> list[str]:
-    """Lane ("wait" if it waits), start and end of each span of a step, such as ``gather a 2 1; compute 3; wait a``,
-    with the seconds of the wires inside and across nodes, or of compute."""
+    """Lane ("wait" if it waits), start and end of each span of a step, such as ``gather a 2; compute 3; wait a``,
+    with seconds; ``across`` launches on the wire between copies of the model."""
     ops, costs = [], []
     for line in split(text):
         kind, *words = line.split()
         name = "y" if kind == "compute" else words.pop(0)
-        seconds = [float(word) for word in words]
-        if kind == "gather":
+        if kind in ("gather", "across"):
             ops.append(Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",)))
-            costs.append(Cost(wires=tuple(zip((Lane.SHARD, Lane.REPLICATE), seconds, strict=False))))
+            costs.append(Cost(wire=(Lane.SHARD if kind == "gather" else Lane.REPLICATE, float(words[0]))))
         else:
             ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
-            costs.append(Cost(seconds=sum(seconds)))
+            costs.append(Cost(seconds=sum(map(float, words))))
     spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, overlaps=overlaps)
     return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in spans]
 
@@ -70,7 +69,7 @@ STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
         (STEP, True, "shard 0 2; shard 2 4; compute 0 1; wait 1 2; compute 2 5; compute 5 6"),
         (STEP, False, "shard 0 2; wait 0 2; shard 2 4; wait 2 4; compute 4 5; compute 5 8; compute 8 9"),
         # the wires of hybrid sharding run side by side
-        ("gather a 1 2; gather b 1 2; wait b", True, "shard 0 1; replicate 1 3; shard 1 2; replicate 3 5; wait 0 5"),
+        ("gather a 1; across b 2; gather c 1; wait b", True, "shard 0 1; replicate 0 2; shard 1 2; wait 0 2"),
         # a launch waits for what computes its gradient
         ("compute 2; gather a 1; wait a", True, "compute 0 2; shard 2 3; wait 2 3"),
     ],
@@ -103,29 +102,25 @@ def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fie
     return op, Timeline((op,), {}, Plan(Policy(3), world, 0, (param,), copies))
 
 
-def test_the_rings_of_a_launch() -> None:
+def test_the_ring_of_a_launch() -> None:
     """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
     inside = Ring(Lane.SHARD, 2, 1, 18, 1, Sends.GATHER, 1)
-    assert rings(*launch_of((5, 3), Kind.GATHER, 2, 1)) == (inside,)
-    assert rings(*launch_of((5, 3), Kind.GATHER, 2, 4)) == (inside,)
-    scatter, across = replace(inside, sends=Sends.SCATTER), Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)
-    assert rings(*launch_of((5, 3), Kind.REDUCE, 2, 4)) == (scatter, across)  # 13.5 elements
-    whole = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
-    assert rings(*whole) == (
-        Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1),
-    )  # 22.5 elements: 2 * 3 / 4 of 15
-    assert rings(*launch_of((5, 3), Kind.GATHER, 1, 1)) == ()
+    assert ring(*launch_of((5, 3), Kind.GATHER, 2, 1)) == inside
+    assert ring(*launch_of((5, 3), Kind.GATHER, 2, 4)) == inside
+    op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 4)
+    assert ring(op, timeline) == replace(inside, sends=Sends.SCATTER)
+    across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)  # 13.5 elements
+    assert ring(replace(op, over=REPLICATE), timeline) == across
+    op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
+    whole = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
+    assert ring(replace(op, over=ALL), timeline) == whole
+    assert ring(*launch_of((5, 3), Kind.GATHER, 1, 1)) is None
 
 
 @pytest.mark.slow
-@given(timelines(), st.integers(1, 3), st.booleans())
-def test_rings_send_what_the_busiest_rank_sends_and_the_critical_path_is_the_step(
-    timeline: Timeline, copies: int, overlaps: bool
-) -> None:
-    timeline = run(replace(timeline, plan=replace(timeline.plan, replicas=copies)))
-    for op in timeline.ops:
-        if op.kind in LAUNCHES:
-            assert sum(ring.nbytes for ring in rings(op, timeline)) == timeline.wire_bytes(op)
+@given(timelines(), st.booleans())
+def test_the_critical_path_is_the_step(timeline: Timeline, overlaps: bool) -> None:
+    timeline = run(timeline)
     timeline = timeline.with_ops(replace(op, work=Work.OTHER) for op in timeline.ops)
     estimate = step_time(timeline, replace(SECOND, overlaps=overlaps, devices_per_node=3))
     path = estimate.critical_path
@@ -199,7 +194,7 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     op, timeline = launch_of((800, 3), Kind.GATHER, 8, 1)
     (cost,) = costs_of(timeline, H100)
-    assert cost.wires == ((Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7)),)
+    assert cost.wire == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
     assert cost.sent_bytes == timeline.wire_bytes(op)
 
 
@@ -216,10 +211,11 @@ def test_a_launch_takes_the_traffic_of_its_casts() -> None:
 
 def test_a_copy_on_several_nodes_has_one_wire() -> None:
     """Its rings use all network cards of a node, as those across copies do."""
-    _, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
-    for devices, lanes in {4: (Lane.SHARD, Lane.REPLICATE), 2: (Lane.SHARD, Lane.SHARD)}.items():
-        (cost,) = costs_of(timeline, replace(SECOND, devices_per_node=devices))
-        assert tuple(lane for lane, _ in cost.wires) == lanes
+    op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
+    timeline = timeline.with_ops((op, replace(op, over=REPLICATE)))
+    for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
+        costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
+        assert [cost.wire and cost.wire[0] for cost in costs] == lanes
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def deferring(timeline: Timeline) -> Timeline:
 
 ZERO3 = lifted(3)
 LIFTED = {"ZeRO-2": lifted(2), "ZeRO-3": ZERO3, "no_sync": deferring(ZERO3)}
+LIFTED["copies"] = model(Policy(3, bucket_bytes=8, in_flight_bytes=12), "a.w", "b.w", "b.v", replicas=2)
 LIFTED["one ahead"] = model(replace(ALONE, in_flight_bytes=8, prefetch=1), "a.w", "b.w", "c.w", "d.w")
 LIFTED["all ahead"] = with_policy(ZERO3, in_flight_bytes=MiB)
 
@@ -253,6 +254,17 @@ UNDER_NO_SYNC: Faults = (
     (deferred_and_reduced, "reduces a gradient, but op .* defers one"),
     (lambda t: returning(t, w=""), "reads other|defers the gradient of b.w, but mean_b.w is not returned"),
 )
+BETWEEN_COPIES: Faults = (
+    (lambda t: changed(t, "reduce b.w", over="all"), "goes over 'all'; the plan has 'shard' and then 'replicate'"),
+    (lambda t: changed(t, "gather b.w", over="replicate"), "goes over 'replicate'; the plan has 'shard'"),
+    (lambda t: changed(t, "reduce b.w", over="replicate"), "must read the means over 'shard' of b.v, not g_b.v"),
+    (lambda t: changed(t, "reduce b.w again", over="shard"), "a gradient that nothing has averaged of b.v, not mean_"),
+    (
+        lambda t: changed(t, "reduce b.w again", params=("b.w", "b.v")),
+        "averages mean_shard_b.v as b.w, but it is another",
+    ),
+    (lambda t: returning(t, w="mean_shard_b.w"), "reads other|mean_shard_b.w as the gradient of b.w, but no reduction"),
+)
 ANYWHERE = (*ORDER, *LAUNCHES_AND_WAITS, *GATHERS, *FREES, *GRADIENTS, *COPIES, *LIMITS)
 CASES = [
     *(("ZeRO-3", *row, True) for row in ANYWHERE),
@@ -261,6 +273,7 @@ CASES = [
     ("all ahead", lambda t: with_policy(t, prefetch=1), "gathers 2 units ahead; prefetch is 1", True),
     ("one ahead", lambda t: moved(t, "writes mean_d.w", "gather a.w again", 1), "starts 4 bytes ahead beside 8", False),
     *(("no_sync", *row, True) for row in UNDER_NO_SYNC),
+    *(("copies", *row, False) for row in BETWEEN_COPIES),
 ]
 
 

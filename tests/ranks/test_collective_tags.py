@@ -27,7 +27,7 @@ from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
-from thunder_zero.comm.transport import Transport
+from thunder_zero.plan.params import SHARD
 
 import thunder
 
@@ -47,7 +47,7 @@ def assert_differ(said: str, one: str, other: str) -> None:
 # Without a model
 
 
-def gather(transport: Transport, rows: int) -> Waitable:
+def gather(transport: TaggedTransport, rows: int) -> Waitable:
     """Of a tensor whose elements are the rank that has them."""
     return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], [(rows, 2)])
 
@@ -77,7 +77,9 @@ def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> No
     with another_try():
         assert_differ(said_in("tz.save", steps[rank]), "tz.save", "tz.save")
     with another_try():
-        models = [TaggedTransport(make(group), f"model {number} (Net)", group, announces=True) for number in range(2)]
+        models = [
+            TaggedTransport({SHARD: make(group)}, f"model {number} (Net)", group, announces=True) for number in range(2)
+        ]
         for model in models:
             model.enter_phase("forward", "schedule", 5)
         alike(rank, *models)
@@ -87,7 +89,7 @@ def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> No
         assert_differ(said, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
         assert raised(models[rank].drain) == said
     with another_try():
-        third = TaggedTransport(make(group), "model 2 (Net)", group, announces=True)
+        third = TaggedTransport({SHARD: make(group)}, "model 2 (Net)", group, announces=True)
         third.enter_phase("backward", f"schedule {rank}", 5)
         said = raised(lambda: gather(third, 2).wait())
         assert_differ(said, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)

@@ -190,8 +190,8 @@ def copies_average(rank: int, world_size: int) -> None:
     )
     found = gradients(model)
     assert_within_steps(found, exact_gradients(seen, world_size), steps=1.5)
-    reduced = [(op, param) for op in timeline.ops if op.kind is Kind.REDUCE for param in timeline.params_of(op)]
-    assert {timeline.busiest_sends(*each)[1] for each in reduced} == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
+    across = [timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
+    assert set(across) == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
     assert all(torch.equal(each, found["layers.0.weight"]) for each in on_all_ranks(found["layers.0.weight"]))
     dist.barrier()
 

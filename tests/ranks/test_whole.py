@@ -27,6 +27,7 @@ from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.optim import stepper
 from thunder_zero.plan import layout
+from thunder_zero.plan.params import SHARD
 
 import thunder
 
@@ -188,9 +189,9 @@ def ordered(rank: int, world_size: int) -> None:
     events, held = [], []
     trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, sum(storages().values())
 
-    def traded(self: Any, outgoing: Any, incoming: Any) -> Any:
+    def traded(self: Any, outgoing: Any, incoming: Any, over: str = SHARD) -> Any:
         events.append("to" if sum(map(len, outgoing.values())) == 2 * (world_size - 1) else "from")
-        return trade(self, outgoing, incoming)
+        return trade(self, outgoing, incoming, over)
 
     def stepped(self: Any, *args: Any) -> Any:
         events.append("step")

@@ -2,9 +2,8 @@
 
 ::
 
-    TaggedTransport -> Hybrid -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank
-    compares ranks     over      sends, by the backend
-                       copies
+    TaggedTransport -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank      one for each axis of the mesh
+    compares ranks     sends, by the backend
 
 A forecast of memory has transports that allocate what the real ones do and send nothing. They are the real ones but for
 the calls that reach the backend, so that a buffer which is added there is forecast, too. They need neither
@@ -26,14 +25,13 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm.collective_tags import TaggedTransport, is_debugging
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.handle import BucketPart, Result
-from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import ALL, REPLICATE, SHARD, Plan
 
 Make = Callable[[ProcessGroup, int], Transport]
 # (device type, backend) -> transport; PerTensor for all others
@@ -67,26 +65,13 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
 def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make | None) -> TaggedTransport:
     """The transport of a model, ``model`` in errors: over one group or several. Tags are announced where that costs
     next to nothing (gloo, in host memory), or if torch's debug switch asks."""
-    groups = (
-        [ranks.shard_group]
-        if ranks.replicate_group is None
-        else [ranks.shard_group, ranks.replicate_group, ranks.world]
-    )
-    transports = [transport_for(group, device, role, make) for role, group in enumerate(groups)]
-    transport = _in_front(transports, ranks.shard_group.size(), ranks.shard_group.rank())
+    groups = {SHARD: ranks.shard_group}
+    if ranks.replicate_group is not None:
+        groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.world}
+    by_axis = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
-    return TaggedTransport(transport, model, ranks.world, announces=announces)
-
-
-def _in_front(transports: Sequence[Transport], world_size: int, rank: int) -> Transport:
-    """What is in front of the transports: of all ranks, or inside of a copy of ``world_size`` ranks, over the copies,
-    and of all ranks."""
-    shard, *several = transports
-    if not several:
-        return shard
-    replicate, world = several
-    return Hybrid(shard, replicate, world, world_size, rank)
+    return TaggedTransport(by_axis, model, ranks.world, announces=announces)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
@@ -180,7 +165,7 @@ def _kept(tensor: Tensor) -> None:
 class UnsentPairwiseGloo(PairwiseGloo):
     """gloo's transport without its messages and threads."""
 
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for."""
         return start
 
@@ -215,8 +200,7 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 
 def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
     """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
-    several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
-    groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
-    transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]
-    transport = _in_front(transports, plan.world_size, plan.rank)
-    return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)
+    places = {SHARD: plan.rank, REPLICATE: 0, ALL: plan.rank}
+    groups = {over: ProcessGroup(HashStore(), place, plan.ranks_over(over)) for over, place in places.items()}
+    by_axis = {over: SingleRank() if group.size() == 1 else UNSENT[backend](group) for over, group in groups.items()}
+    return TaggedTransport(by_axis, model, groups[ALL], announces=False)

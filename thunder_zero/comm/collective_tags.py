@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
-from thunder_zero.comm.transport import Between, Forwarding, PeerBuffers, Shape, Transport
+from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
+from thunder_zero.plan.params import SHARD
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
@@ -223,19 +224,25 @@ def difference_of(texts: dict[int, str]) -> str:
     )
 
 
-class TaggedTransport(Forwarding):
-    """The transport of one model, called ``"model 0 (Net)"`` in tags, which all ranks of ``group`` train. If it does
-    not announce tags, ``inner`` alone works."""
+class TaggedTransport:
+    """The transports of one model by the axes of its mesh, called ``"model 0 (Net)"`` in tags, which all ranks of
+    ``group`` train. Every launch of any of them comes after the tag of what the rank does; without announcements they
+    work alone. Launches are as in :class:`thunder_zero.comm.transport.Transport`, ``over`` an axis."""
 
-    def __init__(self, inner: Transport, model: str, group: ProcessGroup, *, announces: bool) -> None:
-        super().__init__(inner)
+    def __init__(self, by_axis: Mapping[str, Transport], model: str, group: ProcessGroup, *, announces: bool) -> None:
+        self._by_axis = by_axis
         self._model, self._group, self._announces = model, group, announces
         self._counts: Counter[str] = Counter()
         self._tag = CollectiveTag(model)
         self._next: Callable[[], CollectiveTag] | None = None  # what this rank does, until it is announced
         self._announced_tag: AnnouncedTag | None = None
-        self._tagged = inner  # sends under the number of the tag
+        self._tagged = by_axis  # send under the number of the tag
         self._launches = 0
+
+    def place(self, over: str) -> tuple[int, int]:
+        """Return how many ranks an axis has, and which of them this one is."""
+        transport = self._by_axis[over]
+        return transport.world_size, transport.rank
 
     def enter(self, tag: CollectiveTag) -> None:
         """From now on this rank is there; peers hear of it if it sends anything there."""
@@ -259,38 +266,55 @@ class TaggedTransport(Forwarding):
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        return self._confirmed(self._announced().all_gather(shards, shapes, into))
+        """Gather inside of a copy of the model."""
+        return self._confirmed(self._announced(SHARD).all_gather(shards, shapes, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        return self._confirmed(self._announced().reduce_scatter(grads))
+        """Average inside of a copy of the model; scatter the means."""
+        return self._confirmed(self._announced(SHARD).reduce_scatter(grads))
 
-    def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
-        return self._confirmed(self._announced().all_reduce(grads))
+    def all_reduce(self, grads: Sequence[Tensor], over: str = SHARD) -> Waitable:
+        """Average over an axis."""
+        return self._confirmed(self._announced(over).all_reduce(grads))
 
-    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        return self._confirmed(self._announced().trade(outgoing, incoming))
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers, over: str = SHARD) -> Waitable:
+        """Send to other ranks of an axis, and receive from them."""
+        return self._confirmed(self._announced(over).trade(outgoing, incoming))
 
-    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
-        return self._confirmed(self._announced().reduce_scatter_then(grads, between))
+    def in_two(
+        self,
+        first: Callable[[Transport], Waitable],
+        second: Callable[[Transport, tuple[Tensor, ...]], Waitable],
+        over: str = SHARD,
+    ) -> Waitable:
+        """Launch twice over an axis, the second time with the results of the first."""
+        return self._confirmed(self._announced(over).in_two(first, second))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a handle was launched and has not ended."""
+        return any(transport.in_flight for transport in self._by_axis.values())
 
     def drain(self) -> None:
         """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""
         require_same_so_far(self._group)
-        if self._announces and self._inner.in_flight:
+        if self._announces and self.in_flight:
             failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
             if (announced := announce(failed, self._group)) is not None:
                 announced.confirm()
-        self._inner.drain()
+        for transport in self._by_axis.values():
+            transport.drain()
 
-    def _announced(self) -> Transport:
-        """The transport under the number of this tag, which was announced."""
+    def _announced(self, over: str) -> Transport:
+        """The transport of an axis under the number of this tag, which was announced."""
         if self._next is not None and self._announces:
             self._tag = self._next()
             self._announced_tag = announce(self._tag, self._group)
-            self._tagged = self._inner.with_tag(self._tag.number)
+            number = self._tag.number
+            self._tagged = {axis: transport.with_tag(number) for axis, transport in self._by_axis.items()}
             self._next, self._launches = None, 0
         self._launches += 1
-        return self._tagged
+        return self._tagged[over]
 
     def _confirmed(self, handle: Waitable) -> Waitable:
         """A handle that compares tags before it waits."""

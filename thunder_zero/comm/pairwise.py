@@ -17,13 +17,12 @@ Two background threads, which mostly sleep: the sender thread posts receives and
 much as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
 that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
 sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
-all-reduce when the first has ended, and in hybrid sharding the averaging over copies when the averaging
-inside a copy has ended, so that neither depends on a call of ``wait``.
+all-reduce, or of :meth:`PairwiseGloo.in_two`, when the first has ended, so that it does not depend on a call of
+``wait``.
 
-gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. Each
-thread sends under its own tag, and every phase of a step under tags of its own (:meth:`PairwiseGloo.with_tag`), so that
-messages of ranks that do different things (``collective_tags.py``) never meet. gloo keeps nothing of a
-tag that was used.
+gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. What
+AVERAGER starts has tags of its own, and so has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages
+of ranks that do different things (``collective_tags.py``) never meet. gloo keeps nothing of a tag that was used.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
+from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, Waitable, in_background
 from thunder_zero.comm.lost_ranks import raise_named
-from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, Shape, outside_autograd
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, Shape, Transport, outside_autograd
 from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
 
@@ -52,7 +51,7 @@ Message = Callable[[Tensor, int, ProcessGroup, int], Wait]  # starts one: send o
 # Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
-TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 25 tags after it are ours as well
+TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 26 tags after it are ours as well
 BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
@@ -65,7 +64,7 @@ class PairwiseGloo(Launching):
         super().__init__()
         self._group = group
         self._role = role
-        self._tag, self._tag_of_means = tags_of(role, 0)
+        self._tag, self._tag_of_means, self._tag_of_second = tags_of(role, 0)
         self.world_size = group.size()
         self.rank = group.rank()
         # Each rank starts with its successor, so that not all send to the same peer at once.
@@ -182,13 +181,21 @@ class PairwiseGloo(Launching):
                 bucket.send({rank: _pack([outgoing[rank][at] for at in members])})
         return Handle(bucket.posted(bucket_parts), (), self._pending)
 
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it in AVERAGER, after what was given to it before."""
+    def in_two(
+        self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
+    ) -> Waitable:
+        handle, other = first(self), copy(self)
+        other._tag = self._tag_of_second
+        launched, results = self._averaging(lambda: second(other, handle.wait())), list[Tensor]()
+        return Handle([BucketPart((lambda: results.extend(launched().wait()),))], results, self._pending)
+
+    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run ``start`` in AVERAGER, after what was given to it before; the function returned waits for its result."""
         return in_background(AVERAGER, start).result
 
     def with_tag(self, tag: int) -> PairwiseGloo:
         other = copy(self)
-        other._tag, other._tag_of_means = tags_of(self._role, tag)
+        other._tag, other._tag_of_means, other._tag_of_second = tags_of(self._role, tag)
         return other
 
     def _reduce(
@@ -224,7 +231,7 @@ class PairwiseGloo(Launching):
                 messages = dict.fromkeys(self._peers, slots[self.rank])
                 sent.extend(self._bucket().started(send, messages, self._tag_of_means))
 
-            return [BucketPart((self.run_after(average_then_send),)), others, BucketPart(sent)]
+            return [BucketPart((self._averaging(average_then_send),)), others, BucketPart(sent)]
 
         return spread
 
@@ -293,10 +300,11 @@ def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iter
         yield bucket.receive({rank: buffer}, _unpacking([(buffer, column)]) if len(members) > 1 else None)
 
 
-def tags_of(role: int, tag: int) -> tuple[int, int]:
-    """The tags of a transport's two threads: two transports of a hybrid (roles 0 to 2) may share a group."""
-    first = TAG + 8 * tag + 2 * role
-    return first, first + 1
+def tags_of(role: int, tag: int) -> tuple[int, int, int]:
+    """The tags of what a transport launches, and of what AVERAGER starts: means of an all-reduce, and the second of two
+    launches. Transports of a model (roles 0 to 2) may share a group."""
+    first = TAG + 16 * tag + 4 * role
+    return first, first + 1, first + 2
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:

@@ -17,13 +17,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Handle, Result, Waitable
+from thunder_zero.comm.handle import Handle, Waitable, WaitsBy
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 Shape = tuple[int, ...]
-Between = Callable[[Sequence[Tensor], "Transport"], Sequence[Tensor]]  # means inside of a copy -> means of all
-PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
+PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the transport
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -79,19 +78,18 @@ class Transport(ABC):
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Send tensors to other ranks of this copy of the model, and receive others from them, by rank. Both ends list
+        """Send tensors to other ranks, and receive others from them, by rank. Both ends list
         the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
         handle's ``wait``, without results, returns."""
 
-    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
-        """Average inside of a copy of the model, and let ``between`` average these means over the copies, by the
-        transport of the ranks with the same rows; it may run in the background, in the order of launches."""
-        raise NotImplementedError("there is one copy of the model")
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller. The
-        function returned waits for its result; if the backend orders launches by streams, ``start`` runs only then."""
-        return start
+    def in_two(
+        self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
+    ) -> Waitable:
+        """Launch ``first`` and, with its results, ``second``, each on the transport that it gets; the handle is that of
+        ``second``. It is launched in the background when ``first`` has ended; by a backend that orders launches by
+        streams only where the handle is waited for."""
+        handle = first(self)
+        return WaitsBy(lambda: second(self, handle.wait()).wait())
 
     def with_tag(self, tag: int) -> Transport:
         """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1. A handle is in flight
@@ -122,33 +120,6 @@ class Launching(Transport):
         """Wait for all that a failed step left in flight; if the backend failed, the remaining handles stay pending."""
         while self._pending:
             next(iter(self._pending)).settle()
-
-
-class Forwarding(Transport):
-    """A transport in front of another one, to which it leaves all that it does not change."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.averages, self.world_size, self.rank = inner.averages, inner.world_size, inner.rank
-
-    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        return self._inner.trade(outgoing, incoming)
-
-    def reduce_scatter_then(self, grads: Sequence[Tensor], between: Between) -> Waitable:
-        return self._inner.reduce_scatter_then(grads, between)
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        return self._inner.run_after(start)
-
-    def with_tag(self, tag: int) -> Transport:
-        return self._inner.with_tag(tag)
-
-    @property
-    def in_flight(self) -> bool:
-        return self._inner.in_flight
-
-    def drain(self) -> None:
-        self._inner.drain()
 
 
 class SingleRank(Launching):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROOT = ""  # path of the root unit
+# Axes of the mesh over which a collective goes: ranks of one copy of the model; ranks with the same rows; all.
+SHARD, REPLICATE, ALL = "shard", "replicate", "all"
 STATES = 2  # tensors of a shard's shape that an optimizer keeps: those of Adam
 
 
@@ -73,11 +75,6 @@ class Param:
     def gather_encoding(self) -> Encoding:
         """How its rows travel when it is gathered."""
         return self.gather_format or Encoding(self.compute_dtype)
-
-    @property
-    def reduce_encoding(self) -> Encoding:
-        """How its gradient travels to the ranks that own its rows, or to all."""
-        return self.reduce_format or Encoding(self.reduce_dtype)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,52 +227,108 @@ class Plan:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
         return self.policy.cpu_offload and param.sharded
 
-    def gather_bytes(self, param: Param) -> int:
-        """Bytes that this rank sends to gather the parameter once."""
+    def ranks_over(self, over: str) -> int:
+        """Return how many ranks a collective has over an axis."""
+        return {SHARD: self.world_size, REPLICATE: self.replicas, ALL: self.ranks}[over]
+
+    def reduced_over(self, param: Param) -> tuple[str, ...]:
+        """Return the axes over which the parameter's gradient is averaged, one collective after the other."""
+        if self.replicas == 1:
+            return (SHARD,)
+        return (SHARD, REPLICATE) if param.sharded else (ALL,)
+
+    def encodes(self, *bucket: Param) -> bool:
+        """Return whether something else than rows as they rest is gathered of a bucket: a cast, a copy, or bytes."""
+        return any(
+            param.sharded and (param.is_cast or self.rests_on_host(param) or self.decodes(param)) for param in bucket
+        )
+
+    def decodes(self, *bucket: Param) -> bool:
+        """Return whether bytes arrive when a bucket is gathered; one rank alone sends nothing."""
+        return self.world_size > 1 and any(param.gather_format is not None for param in bucket)
+
+    def encodes_gradient(self, over: str, *bucket: Param) -> bool:
+        """Return whether something else than what backward made, or than the means so far, is reduced over an axis."""
+        return any(self.trades(param, over) or self._casts_gradient(param, over) for param in bucket)
+
+    def _casts_gradient(self, param: Param, over: str) -> bool:
+        return over == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
+
+    def decodes_gradient(self, over: str, *bucket: Param) -> bool:
+        """Return whether something else than the means at rest arrives from a reduction over an axis."""
+        return any(self.trades(param, over) or self._moves_mean(param, over) for param in bucket)
+
+    def _moves_mean(self, param: Param, over: str) -> bool:
+        is_moved = param.reduce_dtype is not param.dtype or self.rests_on_host(param)
+        return over == self.reduced_over(param)[-1] and is_moved
+
+    def trades(self, param: Param, over: str) -> bool:
+        """Return whether its gradient is reduced over an axis as bytes."""
+        return bool(self.reduce_encoding(param, over).block) and self.ranks_over(over) > 1
+
+    def reduce_encoding(self, param: Param, over: str = SHARD) -> Encoding:
+        """Return how its gradient travels over an axis. With copies of the model a format is that between them."""
+        form = param.reduce_format if over == self.reduced_over(param)[-1] else None
+        return form or Encoding(param.reduce_dtype)
+
+    def payload_bytes(self, param: Param) -> int:
+        """Return the bytes of a rank's rows in the format of gathers: of all rows that are stored, padding included, as
+        the blocks of every rank are alike."""
+        return param.gather_encoding.nbytes(prod(self.shard_shape(param)))
+
+    def gather_sends(self, param: Param, rank: int) -> int:
+        """Return the bytes that a rank sends to gather the parameter once."""
+        if not param.sharded:
+            return 0
         if param.gather_format:
-            return self.formatted_bytes(param, param.gather_format)
-        sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
-        return sends * param.compute_dtype.itemsize
+            return (self.world_size - 1) * self.payload_bytes(param)
+        return layout.gather_sends(param.shape, self.world_size, rank) * param.compute_dtype.itemsize
+
+    def gather_bytes(self, param: Param) -> int:
+        """Return the bytes that this rank sends to gather the parameter once."""
+        return self.gather_sends(param, self.rank)
 
     def gather_receives(self, param: Param) -> int:
-        """Bytes that this rank receives when the parameter is gathered once."""
+        """Return the bytes that this rank receives when the parameter is gathered once."""
         if param.gather_format or not param.sharded:
             return self.gather_bytes(param)
         own = layout.owned_numel(param.shape, self.world_size, self.rank)
         return (prod(param.shape) - own) * param.compute_dtype.itemsize
 
-    def reduce_receives(self, param: Param) -> int:
-        """Bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows of every
-        other rank; an all-reduce receives what it sends."""
-        if not param.sharded or (param.reduce_format and self.replicas == 1):
-            return self.reduce_bytes(param)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        _, between = self.reduce_sends(param, self.rank)
-        return own * (self.world_size - 1) * param.reduce_dtype.itemsize + between
+    def part_bytes(self, param: Param, over: str) -> int:
+        """Return the bytes, in the format of reductions, of the part of a gradient that one rank of an axis adds up:
+        its rows, or as many of these as each copy of the model has."""
+        rows = prod(self.shard_shape(param))
+        return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.replicas))
 
-    def formatted_bytes(self, param: Param, form: Int8 | Float8) -> int:
-        """Bytes that each rank sends to gather a parameter, or to scatter its gradient, in a format: of all rows that
-        are stored, padding included, as the blocks of every rank are alike."""
-        return (self.world_size - 1) * form.nbytes(prod(self.shard_shape(param)))
+    def reduce_sends(self, param: Param, over: str, rank: int) -> int:
+        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis. In a format those
+        are what is traded and, between copies, the means that come back."""
+        encoding = self.reduce_encoding(param, over)
+        if encoding.block:
+            return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
+        if over == SHARD and param.sharded:
+            numel = layout.scatter_sends(param.shape, self.world_size, rank)
+        elif over == REPLICATE:
+            numel = layout.all_reduce_sends((layout.owned_numel(param.shape, self.world_size, rank),), self.replicas)
+        else:
+            numel = layout.all_reduce_sends(param.shape, self.ranks)
+        return numel * encoding.dtype.itemsize
 
     def reduce_bytes(self, param: Param) -> int:
-        """Bytes that this rank sends to reduce the parameter's gradient once."""
-        if not param.sharded:
-            return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        return sum(self.reduce_sends(param, self.rank))
+        """Return the bytes that this rank sends to reduce the parameter's gradient once, over all axes."""
+        return sum(self.reduce_sends(param, over, self.rank) for over in self.reduced_over(param))
 
-    def reduce_sends(self, param: Param, rank: int) -> tuple[int, int]:
-        """Bytes that a rank sends to reduce the gradient of a sharded parameter: inside of a copy of the model, and
-        between copies. With copies a format is that between them: what is traded, and the means that come back."""
-        itemsize, form = param.reduce_dtype.itemsize, param.reduce_format
-        inside = layout.scatter_sends(param.shape, self.world_size, rank) * itemsize
-        if self.replicas == 1:
-            return inside if form is None else self.formatted_bytes(param, form), 0
-        if form is None:
-            rows = (layout.owned_numel(param.shape, self.world_size, rank),)
-            return inside, layout.all_reduce_sends(rows, self.replicas) * itemsize
-        part = -(-prod(self.shard_shape(param)) // self.replicas)
-        return inside, 2 * (self.replicas - 1) * form.nbytes(part)
+    def reduce_receives(self, param: Param) -> int:
+        """Return the bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows
+        of every other rank; of all else as much as it sends."""
+        return sum(self._receives(param, over) for over in self.reduced_over(param))
+
+    def _receives(self, param: Param, over: str) -> int:
+        if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:
+            return self.reduce_sends(param, over, self.rank)
+        own = layout.owned_numel(param.shape, self.world_size, self.rank)
+        return own * (self.world_size - 1) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 def bucket(timeline: Timeline) -> Timeline:
     """Merges gathers, then reductions, by unit, dtype and bytes."""
     timeline = _merged(timeline, _gather_buckets(timeline), place=0)
-    return _merged(timeline, _reduce_buckets(timeline), place=-1)
+    buckets = _reduce_buckets(timeline)
+    return _merged(timeline, [*buckets, *_continued(timeline, buckets)], place=-1)
 
 
 class _Open:
@@ -73,7 +74,9 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     buckets = _Open(timeline.plan.sizes.bucket_bytes)
     reduced: dict[str, int] = {}  # handle or reduced gradient -> position of its launch
     for at, op in enumerate(timeline.ops):
-        if op.kind is Kind.REDUCE:
+        if timeline.continues(op):
+            reduced[op.writes[0]] = reduced[op.reads[0]]
+        elif op.kind is Kind.REDUCE:
             (param,) = timeline.params_of(op)
             buckets.add(at, param.grad_bytes, param.unit, (_dtypes(timeline, op), param.sharded))
             reduced[op.writes[0]] = at
@@ -82,6 +85,14 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
         elif readers := [reduced[read] for read in op.reads if read in reduced]:
             buckets.close(readers)  # a launch that joined later would delay this reader
     return buckets.done
+
+
+def _continued(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The buckets of the reductions that read the means of these, where there are any."""
+    wait_of = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
+    reader = {op.reads[0]: at for at, op in enumerate(timeline.ops) if timeline.continues(op)}
+    means = [[wait_of[timeline.ops[at].writes[0]].writes[0] for at in members] for members in buckets]
+    return [[reader[name] for name in names] for names in means if names[0] in reader]
 
 
 def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:

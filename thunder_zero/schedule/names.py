@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.plan.params import REPLICATE, SHARD
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,21 @@ class ProgramName:
         return self.phase + f" of {self.graph}" * bool(self.graph) + " under no_sync" * (not self.synced)
 
 
-def launch_label(kind: Kind, paths: Sequence[str]) -> str:
-    """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``."""
+def launch_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
+    """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``; of means ``reduce ... over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{kind} {paths[0]}{more}"
+    return f"{kind} {paths[0]}{more}{f' over {over}' * (over == REPLICATE)}"
 
 
-def wait_label(kind: Kind, paths: Sequence[str]) -> str:
+def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
     """``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is that of the launch."""
-    return f"wait for {launch_label(kind, paths)}"
+    return f"wait for {launch_label(kind, paths, over)}"
+
+
+def label_of(op: Op, timeline: Timeline) -> str:
+    """The label of a launch of a timeline, or of its wait."""
+    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+    return (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params, launch.over)
 
 
 def unit_label(unit: str) -> str:

@@ -26,11 +26,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from math import prod
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
 
 
 class Kind(StrEnum):
@@ -86,9 +87,11 @@ class Op:
         cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
         updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
         repeated: whether it is a copy that gathers or computes again what forward freed, or did not save.
-        source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
+        source: positions of its lines in the lifted trace; several after bucketing. Lifted from lines that run: of its
+            line, and of the one that encodes what a launch sends, or decodes what a wait brings. FREE: ().
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
+        over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" a REDUCE reads the means of the one before.
     """
 
     kind: Kind
@@ -103,6 +106,7 @@ class Op:
     cheap: bool = False
     updates: tuple[str, ...] = ()
     flops: int = 0
+    over: str = SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,16 @@ class Timeline:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
+    def hands_on(self, op: Op) -> bool:
+        """Whether an operation is the WAIT for means that another reduction reads: those inside of a copy."""
+        return self.ends(op, Kind.REDUCE) and (
+            self.launches[op.reads[0]].over != self.plan.reduced_over(self.params_of(op)[0])[-1]
+        )
+
+    def continues(self, op: Op) -> bool:
+        """Whether an operation is a REDUCE that reads the means of another one."""
+        return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
+
     def recomputes(self, op: Op) -> bool:
         """Whether an operation computes again what forward did not save, apart from derived values."""
         return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
@@ -242,7 +256,7 @@ class Timeline:
         if op.kind is Kind.GATHER:
             return sum(map(self.plan.gather_bytes, self.params_of(op)))
         if op.kind is Kind.REDUCE:
-            return sum(map(self.plan.reduce_bytes, self.params_of(op)))
+            return sum(self.plan.reduce_sends(param, op.over, self.plan.rank) for param in self.params_of(op))
         return 0
 
     def wire_bytes(self, op: Op) -> int:
@@ -251,31 +265,31 @@ class Timeline:
         That is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and
         averages most between the copies of a sharded model.
         """
-        return sum(
-            sum(self.busiest_sends(op, param)) if param.sharded else self.plan.reduce_bytes(param)
-            for param in self.params_of(op)
-        )
+        return sum(self._busiest(op, param) for param in self.params_of(op))
 
-    def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
-        """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
+    def _busiest(self, op: Op, param: Param) -> int:
         plan = self.plan
         if op.kind is Kind.GATHER:
-            sent = param.gather_format is not None and plan.formatted_bytes(param, param.gather_format)
-            rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-            return sent or (plan.world_size - 1) * rows * param.compute_dtype.itemsize, 0
+            return plan.gather_sends(param, 0)
+        if op.over != SHARD or not param.sharded or plan.reduce_encoding(param, op.over).block:
+            return plan.reduce_sends(param, op.over, 0)
         rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-        inside, between = plan.reduce_sends(param, 0)
-        received = (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # more than it sends
-        return inside if param.reduce_format and plan.replicas == 1 else received, between
+        return (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # received: more than it sends
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
         """How a launch sends a parameter, or its gradient."""
-        return param.gather_encoding if op.kind is Kind.GATHER else param.reduce_encoding
+        return param.gather_encoding if op.kind is Kind.GATHER else self.plan.reduce_encoding(param, op.over)
 
     def full_bytes(self, op: Op) -> int:
-        """Bytes of the full parameters, or of the full gradients, that an operation handles."""
-        of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
-        return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
+        """Bytes of the full parameters, or of the full gradients, that an operation handles; of means inside of a copy
+        their rows."""
+        if op.kind not in (Kind.REDUCE, Kind.DEFER) and not self.ends(op, Kind.REDUCE):
+            return sum(param.full_bytes for param in self.params_of(op))
+        launch = self.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+        if launch.over != REPLICATE:
+            return sum(param.grad_bytes for param in self.params_of(op))
+        rows = (prod(self.plan.shard_shape(param)) * param.reduce_dtype.itemsize for param in self.params_of(op))
+        return sum(rows)
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:

@@ -84,7 +84,7 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
     """For each unit but the root, where backward launches, or defers, the last of its gradients; in that order."""
     last: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
-        if op.kind in (Kind.REDUCE, Kind.DEFER):
+        if op.kind in (Kind.REDUCE, Kind.DEFER) and not timeline.continues(op):
             last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
     return dict(sorted(last.items(), key=lambda end: end[1]))
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+from thunder_zero.plan.params import SHARD
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault
@@ -133,6 +134,7 @@ def _check_launches(timeline: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         if op.kind in LAUNCHES:
             _check_bucket(timeline, at, op)
+            _check_axis(timeline, at, op)
         if op.kind is Kind.GATHER:
             _check_gather(timeline, at, op, shards)
     for at, op in enumerate(timeline.ops):
@@ -154,6 +156,23 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
         raise fault(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
     if len(params) > 1 and timeline.full_bytes(op) > limit:
         raise fault(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+
+
+def _check_axis(timeline: Timeline, at: int, op: Op) -> None:
+    """Gathers are inside of a copy of the model. Reductions go over the axes of the plan, one after the other, each
+    over the means of the one before."""
+    for name, param in zip(op.reads, timeline.params_of(op), strict=True):
+        axes = (SHARD,) if op.kind is Kind.GATHER else timeline.plan.reduced_over(param)
+        if op.over not in axes:
+            raise fault(timeline, at, f"goes over {op.over!r}; the plan has {' and then '.join(map(repr, axes))}")
+        writer = timeline.ops[timeline.writer[name]] if name in timeline.writer else None
+        before = timeline.launches[writer.reads[0]] if writer and timeline.ends(writer, Kind.REDUCE) else None
+        needs = axes[: axes.index(op.over)][-1:]
+        if needs != ((before.over,) if before else ()):
+            what = f"the means over {needs[0]!r}" if needs else "a gradient that nothing has averaged"
+            raise fault(timeline, at, f"goes over {op.over!r} and must read {what} of {param.path}, not {name}")
+        if writer and before and writer.params[writer.writes.index(name)] != param.path:
+            raise fault(timeline, at, f"averages {name} as {param.path}, but it is another parameter's mean")
 
 
 def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]) -> None:
@@ -187,9 +206,10 @@ def _check_waits(timeline: Timeline) -> None:
 
 
 def _check_reductions(timeline: Timeline) -> None:
-    """Backward reduces each gradient of a trainable parameter at most once, or defers all of them to a later one."""
+    """Backward reduces each gradient of a trainable parameter at most once over an axis, or defers all of them to a
+    later one."""
     verbs = {Kind.REDUCE: ("reduces", "reduced"), Kind.DEFER: ("defers", "deferred")}
-    handled: dict[str, int] = {}
+    handled: dict[tuple[str, str], int] = {}
     first: tuple[Kind, int] | None = None
     for at, op in enumerate(timeline.ops):
         if op.kind not in verbs:
@@ -203,9 +223,10 @@ def _check_reductions(timeline: Timeline) -> None:
         for param in timeline.params_of(op):
             if not param.requires_grad:
                 raise fault(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
-            if param.path in handled:
-                raise fault(timeline, at, f"{verb} {param.path}, which op {handled[param.path]} already {past}")
-            handled[param.path] = at
+            key = param.path, op.over
+            if key in handled:
+                raise fault(timeline, at, f"{verb} {param.path}, which op {handled[key]} already {past}")
+            handled[key] = at
 
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
@@ -214,7 +235,7 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     means = {
         (path, name): at
         for at, op in enumerate(timeline.ops)
-        if timeline.ends(op, Kind.REDUCE) or op.kind is Kind.DEFER
+        if (timeline.ends(op, Kind.REDUCE) and not timeline.hands_on(op)) or op.kind is Kind.DEFER
         for path, name in zip(op.params, op.writes, strict=True)
     }
     read = set(timeline.ops[-1].reads)
@@ -365,7 +386,12 @@ def _is_untouched(op: Op, originals: Mapping[int, Op], seen: Collection[int]) ->
 
 
 def _is_copy(op: Op, original: Op) -> bool:
-    same = (op.kind, op.params, op.repeatable) == (original.kind, original.params, original.repeatable)
+    same = (op.kind, op.params, op.repeatable, op.over) == (
+        original.kind,
+        original.params,
+        original.repeatable,
+        original.over,
+    )
     return same and len(op.writes) == len(original.writes)
 
 
@@ -381,4 +407,4 @@ def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
         reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
         writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes
-        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.repeated, (source,))
+        yield replace(op, reads=reads, writes=writes, params=(path,), source=(source,))

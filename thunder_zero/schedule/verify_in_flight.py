@@ -102,10 +102,11 @@ def check_making(timeline: Timeline) -> None:
                 f"{timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )
         if op.kind is Kind.REDUCE:
-            running[op.writes[0]] = reductions
-            reductions += 1
             under_way += timeline.full_bytes(op)
-            made -= timeline.full_bytes(op)
+            if not timeline.continues(op):
+                running[op.writes[0]] = reductions
+                reductions += 1
+                made -= timeline.full_bytes(op)
         elif timeline.ends(op, Kind.REDUCE):
-            del running[op.reads[0]]
+            running.pop(op.reads[0], None)
             under_way -= timeline.full_bytes(op)

@@ -3,8 +3,10 @@
 A line of a trace has tensors and paths; what is done with them is decided here::
 
     zero_check_call(True, 0)                Calls.check_call: raises under no_sync; Thunder then takes another program
-    t5 = zero_all_gather(t_w, 'w')          Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
+    t4 = zero_encode(t_w, 'w')              Calls.encode: a cast, a copy, or bytes; of all rows, stale ones or none
+    t5 = zero_all_gather(t4, 'w')           Calls.all_gather((t4,), ('w',))
     t6 = zero_wait(t5)                      the handle's wait
+    t7 = zero_decode(t6, 'w')               Calls.decode: full parameters of bytes
     t9 = zero_reduce_scatter(g_w, 'w')      Calls.reduce: with what no_sync has deferred
     t1 = zero_defer_reduction(g_w, 'w')     Calls.defer: held in accumulation.py, nothing is sent
 
@@ -16,19 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from thunder_zero.comm.collective_tags import doing
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.compat import thunder as room
-from thunder_zero.plan.params import Param
+from thunder_zero.plan.params import REPLICATE, SHARD, Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows, has_hooks
+from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import Share
 from thunder_zero.sharded.waits import launching
+from thunder_zero.sharded.wire import Sent
 
 
 class Calls:
@@ -70,20 +75,63 @@ class Calls:
         """The first of our lines in each phase; peers whose launches there have another digest are refused."""
         self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
 
-    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
+    def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+        """Return what the gather of these sends."""
+        params = self._of_bucket(paths)
+        stays = self._stays(params)
+        if stays is None:
+            return self._wire.encode(shards, params)
+        sent, due = list(shards), stays.due(params)
+        if due:
+            for at, each in zip(due, self._wire.encode(*stays.of(due, shards, params)), strict=True):
+                sent[at] = each
+        return sent
+
+    def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
         under ``policy.reshard_after_backward=False`` only those that the accumulation has not gathered before."""
         with launching(Kind.GATHER, paths):
-            handle = self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
+            handle = self._state.clock.watched(self._gather(sent, self._of_bucket(paths)), paths[0], gather=True)
         return self._state.labels.watched(handle, Kind.GATHER, paths)
 
-    def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
+    def _gather(self, sent: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        stays = self._stays(params)
+        if stays is None:
+            return self._wire.gather(sent, params)
+        due, last = stays.due(params), self.synced
+        full = {at: stays.full(param) for at, param in enumerate(params) if at not in due}
+        handle = self._wire.gather(*stays.of(due, sent, params)) if due else None
+        stays.launched(params, due, last=last)
+
+        def wait() -> tuple[Tensor, ...]:
+            arrived = full | dict(zip(due, handle.wait() if handle else (), strict=True))
+            found = tuple(arrived[at] for at in range(len(params)))
+            if not self._plan.decodes(*params):
+                stays.arrived(params, found, last=last)
+            return found
+
+        return WaitsBy(wait)
+
+    def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+        """Return the full parameters that a gather has brought as bytes; those that had stayed are among them."""
         params = self._of_bucket(paths)
+        stays = self._stays(params)
+        if stays is None:
+            return self._wire.decode(arrived, params)
+        due = [at for at, each in enumerate(arrived) if each.dtype is torch.uint8]
+        found = list(arrived)
+        if due:
+            for at, full in zip(due, self._wire.decode(*stays.of(due, arrived, params)), strict=True):
+                found[at] = full
+        stays.arrived(params, found, last=self.synced)
+        return found
+
+    def _stays(self, params: Sequence[Param]) -> StayingParameters | None:
+        """Return what keeps these parameters in full, if anything does."""
         if params[0].resident:
-            return self._state.resident.gather(shards, params, self._wire)
-        if not self._plan.policy.reshard_after_backward and params[0].kept_unsharded:
-            return self._state.kept_unsharded.gather(shards, params, self._wire, last=self.synced)
-        return self._wire.gather(shards, params)
+            return self._state.resident
+        keeps = not self._plan.policy.reshard_after_backward and params[0].kept_unsharded
+        return self._state.kept_unsharded if keeps else None
 
     def _of_bucket(self, paths: Sequence[str]) -> tuple[Param, ...]:
         """The parameters of a bucket, whose paths are a constant of a program."""
@@ -91,17 +139,36 @@ class Calls:
             self._params[paths] = tuple(self._plan.by_name[path] for path in paths)
         return self._params[paths]
 
-    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        """Start reducing gradients, with their deferred sums, to their mean over ranks."""
-        self._state.resident.expect_step()
-        self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
+    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Sent]:
+        """Return what the reduction of gradients, or of means inside of a copy, sends."""
         params = self._of_bucket(paths)
+        return self._wire.encode_grad(self._sums(grads, params, over), params, over)
+
+    def _sums(self, grads: Sequence[Tensor], params: Sequence[Param], over: str) -> Sequence[Tensor]:
+        """Return gradients with their deferred sums, in the dtype in which they are reduced; means as they are."""
+        if over == REPLICATE:
+            return grads
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
-        sums = [add(grad, param) for grad, param in zip(grads, params, strict=True)]
-        with launching(Kind.REDUCE, paths):
-            handle = self._state.clock.watched(self._wire.reduce(sums, params), paths[0], gather=False)
-        self._state.labels.gradients_are_made(paths)
-        return self._state.labels.watched(handle, Kind.REDUCE, paths)
+        return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
+
+    def reduce(self, sent: Sequence[Sent], paths: Sequence[str], over: str = SHARD) -> Waitable:
+        """Start reducing gradients, with their deferred sums, or means inside of a copy, to their means over an
+        axis."""
+        params = self._of_bucket(paths)
+        if over != REPLICATE:
+            self._state.resident.expect_step()
+            self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
+        if not self._plan.encodes_gradient(over, *params):
+            sent = self._sums(cast(Sequence[Tensor], sent), params, over)
+        with launching(Kind.REDUCE, paths, over):
+            handle = self._state.clock.watched(self._wire.reduce(sent, params, over), paths[0], gather=False)
+        if over != REPLICATE:
+            self._state.labels.gradients_are_made(paths)
+        return self._state.labels.watched(handle, Kind.REDUCE, paths, over)
+
+    def decode_grad(self, arrived: Sequence[Sent], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+        """Return the means that a reduction has brought in another form."""
+        return self._wire.decode_grad(arrived, self._of_bucket(paths), over)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
         deferred = self._accumulation.take(param.path)
@@ -139,7 +206,7 @@ class Calls:
             total = self._accumulation.take(path)
             nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
             full = nothing if total is None else total
-            (means[path],) = self._wire.reduce([full], [param]).wait()
+            (means[path],) = self._wire.average_now([full], [param])
         self.wait_offloaded(list(means.values()))
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import own_rows, padded, rows_in
-from thunder_zero.sharded.wire import Wire, is_staged, rest_device
+from thunder_zero.sharded.wire import is_staged, rest_device
 from thunder_zero.sharded.writes import Versions, digests_of
 
 
@@ -59,7 +59,33 @@ def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
 OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]  # as ``State.on_any_rank``
 
 
-class ResidentParameters:
+WhatTravels = tuple[list[Tensor], list[Param], list[Tensor] | None]  # the tensors, of these, into these buffers
+
+
+class StayingParameters(Protocol):
+    """Full parameters that stay between forwards, so that a gather brings only what is due."""
+
+    def due(self, params: Sequence[Param]) -> list[int]:
+        """Return the positions of the parameters that must be gathered."""
+
+    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+        """Return what travels of a bucket."""
+
+    def full(self, param: Param) -> Tensor:
+        """Return a full parameter that is not due, unpadded: a view."""
+
+    def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
+        """Note that what is due was launched, in the ``last`` micro-batch or in one before."""
+
+    def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
+        """Note that all of these are there."""
+
+
+def _chosen(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> tuple[list[Tensor], list[Param]]:
+    return [sent[at] for at in due], [params[at] for at in due]
+
+
+class ResidentParameters(StayingParameters):
     """The full parameters, padded, by path; their own rows are the shards, or copies of them, cast or offloaded.
     ``digested`` are the shards of all buffers, in which writes without a version are looked for, too; or none of them,
     where nothing else holds their values."""
@@ -131,29 +157,21 @@ class ResidentParameters:
         """The full parameter as it was refreshed last, unpadded: a view."""
         return self._buffers[param.path][: param.shape[0]]
 
-    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], wire: Wire) -> Waitable:
-        """Refresh the stale parameters; the handle gives all of them."""
-        paths = [param.path for param in params]
-        buffers = [self._buffers[path] for path in paths]
-        stale = [at for at, path in enumerate(paths) if path in self._stale]
-        refresh = None
-        if stale:
-            refresh = wire.gather(
-                [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
-            )
-            self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
-        full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
+    def due(self, params: Sequence[Param]) -> list[int]:
+        return [at for at, param in enumerate(params) if param.path in self._stale]
 
-        def wait() -> tuple[Tensor, ...]:
-            if refresh is not None:
-                refresh.wait()
-                self._versions.note(paths)
-            return full
+    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+        return (*_chosen(due, sent, params), [self._buffers[params[at].path] for at in due])
 
-        return WaitsBy(wait)
+    def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
+        # Not before: if the launch fails, the rows are still out of date.
+        self._stale.difference_update(param.path for param in params)
+
+    def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
+        self._versions.note([param.path for param in params])
 
 
-class KeptUnsharded:
+class KeptUnsharded(StayingParameters):
     """ZeRO-2's gathered parameters between micro-batches (``policy.reshard_after_backward=False``)."""
 
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
@@ -177,30 +195,29 @@ class KeptUnsharded:
                 f"it after the last micro-batch, outside of no_sync"
             )
 
-    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], wire: Wire, *, last: bool) -> Waitable:
-        """Gather the parameters that no earlier micro-batch left; the last one, which reduces, leaves none."""
+    def due(self, params: Sequence[Param]) -> list[int]:
         self.drop(filter(self._versions.changed, tuple(self._held)))
-        found = {param.path: self._held.get(param.path) for param in params}
-        missing = [at for at, param in enumerate(params) if found[param.path] is None]
-        handle = None
-        if missing:
-            rows = [shards[at] for at in missing]
-            handle = wire.gather(rows, [params[at] for at in missing])
-            if not last:
-                self._digests.update(zip((params[at].path for at in missing), digests_of(rows).unbind(), strict=True))
+        return [at for at, param in enumerate(params) if param.path not in self._held]
+
+    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+        return (*_chosen(due, sent, params), None)
+
+    def full(self, param: Param) -> Tensor:
+        return self._held[param.path]
+
+    def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
+        paths = [param.path for param in params]
         if last:
-            self.drop(found)
-        else:
-            self._versions.note(found)
+            self.drop(paths)
+            return
+        if gathered := [paths[at] for at in due]:
+            digests = digests_of([self._shards[path] for path in gathered])
+            self._digests.update(zip(gathered, digests.unbind(), strict=True))
+        self._versions.note(paths)
 
-        def wait() -> tuple[Tensor, ...]:
-            arrived = iter(() if handle is None else handle.wait())
-            full = {path: next(arrived) if held is None else held for path, held in found.items()}
-            if not last:
-                self._held.update(full)
-            return tuple(full.values())
-
-        return WaitsBy(wait)
+    def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
+        if not last:
+            self._held.update(zip((param.path for param in params), full, strict=True))
 
     def drop(self, paths: Iterable[str]) -> None:
         """Let go of these parameters."""

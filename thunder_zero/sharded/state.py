@@ -30,7 +30,7 @@ from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.sharded.placeholders import placeholder
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
 from thunder_zero.sharded.waits import Clock, Labels
-from thunder_zero.sharded.wire import Wire, is_formatted
+from thunder_zero.sharded.wire import Wire
 from thunder_zero.sharded.writes import Versions
 
 
@@ -91,7 +91,7 @@ class Share:
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)
         # The first forward, too, computes with what arrives.
-        formatted = (param.path for param in plan.params if is_formatted(param.gather_format, plan))
+        formatted = (param.path for param in plan.params if plan.decodes(param))
         self.resident.mark_stale(formatted)
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
@@ -224,7 +224,7 @@ class State(Share):
         exact = replace(param, compute_dtype=shard.dtype, gather_format=None)
         what = what_is_done() or f"a gather of {self.name}"
         self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
-        full = self.wire.gather([shard], [exact]).wait()[0].clone()
+        full = self.wire.gather_now([shard], [exact])[0].clone()
         self.copies.wait()
         return full
 
@@ -245,6 +245,6 @@ class State(Share):
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
-        self.wire.gather(shards, params).wait()
+        self.wire.gather_now(shards, params)
         self.copies.wait()
         return start.until(self.clock.now())

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import SHARD, Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label
 from thunder_zero.schedule.timeline import Kind
 
@@ -90,9 +90,9 @@ class Clock:
 NOTHING = nullcontext()
 
 
-def launching(kind: Kind, paths: Sequence[str]) -> AbstractContextManager[object]:
+def launching(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
     """Inside the block, a launch has its label."""
-    return record_function(launch_label(kind, paths)) if profiler._is_profiler_enabled else NOTHING
+    return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
 
 class Labels:
@@ -108,7 +108,7 @@ class Labels:
         self._unit = ""
         self._left: set[str] = set()  # parameters of the open unit whose gradients are not made yet
 
-    def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str]) -> Waitable:
+    def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
         """The handle; one whose wait is labelled, if a profiler runs."""
         if not profiler._is_profiler_enabled:
             return handle
@@ -117,7 +117,7 @@ class Labels:
         def wait() -> tuple[Tensor, ...]:
             if kind is Kind.GATHER and (self._open is None or self._unit != unit):
                 self.end()
-            with record_function(wait_label(kind, paths)):
+            with record_function(wait_label(kind, paths, over)):
                 results = handle.wait()
             if kind is Kind.GATHER:
                 self.begin(unit)

@@ -2,17 +2,17 @@
 
 ::
 
-    gather   shards, at rest  ->  cast, copied to the device  ->  transport  ->  full parameters
-    reduce   full gradients   ->  transport  ->  means        ->  cast, copied to where the shards rest
+    encode         shards, at rest  ->  cast, copied to the device; or bytes          what is gathered
+    gather         what is sent     ->  full parameters; or the bytes of all ranks
+    decode         bytes            ->  full parameters, of which the own rows are read, too
+    encode_grad    gradients        ->  cast; or each other rank's part as bytes      what is reduced
+    reduce         what is sent     ->  means; or bytes for the own part
+    decode_grad    means, or bytes, which are added up in float32  ->  cast, copied to where the shards rest
 
-    with a format (comm/blocks.py)
-    gather   shards  ->  written as bytes  ->  transport  ->  read: full parameters, of which the own rows are read, too
-    reduce   full gradients  ->  each other rank's rows written as bytes  ->  traded  ->  read and added up in float32;
-             with several copies of the model: exactly inside of a copy, then likewise between copies
-
-Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
-gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
-that also casts makes the host wait; the copies run in the stream of compute. ``HostCopies`` knows when they have ended.
+Each is a line of a trace, if the plan has it do anything. Shards are cast and copied before the gather, so that only
+shards are, and a copy lives only while its bytes travel; gradients after the reduction. On CUDA, shards in host memory
+are pinned, and casts run on the device, since a copy that also casts makes the host wait; the copies run in the stream
+of compute. ``HostCopies`` knows when they have ended. comm/blocks.py writes and reads the bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +32,9 @@ from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
-from thunder_zero.plan.encoding import Encoding, Float8, Int8
-from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import rows_in
+from thunder_zero.plan.encoding import Float8, Int8
+from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
+from thunder_zero.plan.rows import real_rows, rows_in
 
 
 class HostCopies:
@@ -66,28 +69,33 @@ def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
     """Whether a cast, a copy or bytes of the shard are gathered instead of the shard itself."""
-    return param.is_cast or rest_device(param, plan, device) != device or is_formatted(param.gather_format, plan)
+    return param.is_cast or rest_device(param, plan, device) != device or plan.decodes(param)
 
 
-def is_formatted(form: Encoding | None, plan: Plan) -> bool:
-    """Whether anything travels in a format: one rank alone sends nothing."""
-    return form is not None and plan.world_size > 1
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """A gradient on its way over an axis of W ranks, in float32 once it was added up.
+
+    Attributes:
+        own: (n,), this rank's part, exact.
+        others: (W - 1, nbytes), uint8: the parts of each other rank, or for this one from each, in the order of ranks.
+    """
+
+    own: Tensor
+    others: Tensor
 
 
-def _casts_or_copies(plan: Plan, device: torch.device) -> bool:
-    """Whether any parameter or gradient is cast or copied."""
-    return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
+Sent = Tensor | Parts
 
 
 class Wire:
-    """The transport of a model, with the casts and copies of its plan around it."""
+    """What a model sends, and what becomes of what arrives."""
 
     def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device) -> None:
         self.transport = transport
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
-        self._stages = _casts_or_copies(plan, device)
-        self._writes_bytes = plan.ranks > 1
+        self._writes_bytes = True
         self._reduced: Counter[str] = Counter()  # how often, by path
         self._piece = PIECE if device.type == "cpu" else PIECE_ON_GPU  # elements that are written or read at a time
 
@@ -109,168 +117,228 @@ class Wire:
         finally:
             self._reduced = before
 
-    def arrived(self, rows: Tensor, param: Param) -> Tensor:
+    # Gathers. A bucket has one format, if it has any.
+
+    def _decodes(self, param: Param) -> bool:
+        return self._writes_bytes and self._plan.decodes(param)
+
+    def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
-        if param.gather_format is None or not self._writes_bytes or self._plan.world_size == 1:
+        if not self._decodes(param):
             return rows
-        flat, found = rows.detach().reshape(-1), torch.empty(rows.shape, device=rows.device)
-        read(param.gather_format, self._written(param.gather_format, flat), found.view(-1), piece=self._piece)
+        form, found = gather_format_of(param), torch.empty(rows.shape, device=rows.device)
+        read(form, self._written(form, rows.detach().reshape(-1)), found.view(-1), piece=self._piece)
         return found
 
-    def gather(
+    @outside_autograd
+    def encode(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
-    ) -> Waitable:
-        """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
-        with padding, are written, too."""
-        form = params[0].gather_format
-        if form is not None and self._writes_bytes and self._plan.world_size > 1:
-            return self._gather_bytes(shards, params, into, form)
-        shapes = [param.shape for param in params]
-        if self._stages:
-            shards = self._staged(shards, params, into)
-        return self.transport.all_gather(shards, shapes, into)
-
-    @outside_autograd
-    def _gather_bytes(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None, form: Int8 | Float8
-    ) -> Waitable:
-        world = self._plan.world_size
-        payloads = []
-        for shard, param in zip(shards, params, strict=True):
-            rows = self._on_device(shard, param).reshape(-1)
-            payloads.append(self._written(form, rows))
-        self.copies.note()
-        handle = self.transport.all_gather(payloads, [(world * payload.numel(),) for payload in payloads])
-
-        @outside_autograd
-        def wait() -> tuple[Tensor, ...]:
-            fulls = []
-            for at, (payload, param) in enumerate(zip(handle.wait(), params, strict=True)):
-                shape = layout.padded_shape(param.shape, world)
-                full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
-                for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
-                    read(form, part, rows.view(-1), piece=self._piece)
-                fulls.append(full[: param.shape[0]])
-            return tuple(fulls)
-
-        return WaitsBy(wait)
-
-    @outside_autograd
-    def _staged(
-        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
-        """Return what is sent: this rank's rows, cast and copied; in ``into``, if that is given."""
-        if into is None:
-            staged = [
+    ) -> tuple[Tensor, ...]:
+        """Return what is gathered of this rank's rows: bytes; or the rows, cast and copied, in their places in ``into``
+        if that is given, buffers of all rows with padding."""
+        if self._decodes(params[0]):
+            sent = [
+                self._written(gather_format_of(param), self._on_device(shard, param).reshape(-1))
+                for shard, param in zip(shards, params, strict=True)
+            ]
+        elif into is None:
+            sent = [
                 self._on_device(shard, param).to(param.compute_dtype)
                 for shard, param in zip(shards, params, strict=True)
             ]
         else:
             place = self._plan.world_size, self._plan.rank
-            staged = [rows_in(buffer, param, *place) for buffer, param in zip(into, params, strict=True)]
-            for rows, shard, param in zip(staged, shards, params, strict=True):
+            sent = [rows_in(buffer, param, *place) for buffer, param in zip(into, params, strict=True)]
+            for rows, shard, param in zip(sent, shards, params, strict=True):
                 if is_staged(param, self._plan, self._device):
                     rows.copy_(self._on_device(shard, param))
         self.copies.note()
-        return staged
+        return tuple(sent)
+
+    def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
+        """Gather full parameters, into ``into`` if that is given; or the bytes that all ranks have written."""
+        if self._decodes(params[0]):
+            world = self._plan.world_size
+            return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
+        return self.transport.all_gather(sent, [param.shape for param in params], into)
+
+    @outside_autograd
+    def decode(
+        self, arrived: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return full parameters, in ``into`` if that is given."""
+        if not self._decodes(params[0]):
+            return tuple(arrived)
+        world, fulls = self._plan.world_size, []
+        for at, (payload, param) in enumerate(zip(arrived, params, strict=True)):
+            shape = layout.padded_shape(param.shape, world)
+            full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
+            for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
+                read(gather_format_of(param), part, rows.view(-1), piece=self._piece)
+            fulls.append(full[: param.shape[0]])
+        return tuple(fulls)
+
+    def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
+        """Return full parameters."""
+        return self.decode(self.gather(self.encode(shards, params), params).wait(), params)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().to(self._device, non_blocking=True)
 
-    def reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average gradients of sharded parameters, or of replicated ones; the means have the dtypes and devices of the
-        shards. A copy to host memory may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all
-        of them."""
-        form = params[0].reduce_format
-        if form is not None and self._writes_bytes:
-            reduce = self._reduce_bytes if self._plan.replicas == 1 else self._reduce_across
-            handle: Waitable = reduce(grads, params, form)
-        else:
-            start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
-            handle = start(grads)
-        if not self._stages:
-            return handle
-        places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
+    # Reductions, each over one axis of the mesh.
 
-        @outside_autograd
-        def wait() -> tuple[Tensor, ...]:
-            means = zip(handle.wait(), places, strict=True)
-            return tuple(mean.to(dtype).to(device, non_blocking=True) for mean, (device, dtype) in means)
-
-        return WaitsBy(wait)
+    def _trades(self, param: Param, over: str) -> bool:
+        return self._writes_bytes and self._plan.trades(param, over)
 
     @outside_autograd
-    def _reduce_bytes(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
-        world = self._plan.world_size
-        padded = [
-            _padded(grad, layout.padded_shape(param.shape, world)) for grad, param in zip(grads, params, strict=True)
-        ]
-        handle = self._exchange([grad.view(world, -1) for grad in padded], params, form, self.transport)
+    def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[Sent, ...]:
+        """Return what is reduced: gradients, or means inside of a copy, as they are, or in parts."""
+        if not self._trades(params[0], over):
+            return tuple(grads)
+        return tuple(self._cut(grad, param, over) for grad, param in zip(grads, params, strict=True))
+
+    def _cut(self, grad: Tensor, param: Param, over: str) -> Parts:
+        """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
+        form, (ranks, own) = reduce_format_of(param), self.transport.place(over)
+        if over == SHARD:
+            parts = _padded(grad, layout.padded_shape(param.shape, ranks)).view(ranks, -1)
+        else:
+            parts = _in_equal_parts(grad, ranks)
+        self._reduced[param.path] += 1
+        key = f"{param.path} {self._reduced[param.path]} {self._plan.rank} {own}"
+        others = grad.new_empty((ranks - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
+        for payload, rank in zip(others.unbind(), _others(ranks, own), strict=True):
+            write(form, parts[rank], payload, key, piece=self._piece)
+        return Parts(parts[own], others)
+
+    def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
+        """Average gradients over the ranks of an axis. The handle has means, or what :meth:`decode_grad` makes them of:
+        inside of a copy the parts of all ranks for this one, between copies the bytes of all parts of the means."""
+        if not self._trades(params[0], over):
+            if over == REPLICATE:
+                return self._average_rows(sent, params)
+            return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
+        return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
+
+    def _average_rows(self, means: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average means over the copies of the model; padding stays where it is."""
+        rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
+        handle = self.transport.all_reduce(rows, REPLICATE)
 
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
-            means = zip(handle.wait(), params, strict=True)
-            return tuple(mean.to(param.dtype).view(self._plan.shard_shape(param)) for mean, param in means)
+            return tuple(_with_padding(mean, rows) for mean, rows in zip(means, handle.wait(), strict=True))
 
         return WaitsBy(wait)
 
-    def _reduce_across(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
-        """Average exactly inside of a copy of the model, and in bytes between copies: each part of the means goes to
-        the rank that adds it up, and the sum of it to all, rounded once more, to nearest."""
+    def _trade(self, sent: Sequence[Parts], over: str) -> Waitable:
+        """Send each part to the rank that it is for."""
+        trade = _Trade(sent, *self.transport.place(over))
+        handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
-        @outside_autograd
-        def between(means: Sequence[Tensor], across: Transport) -> Sequence[Tensor]:
-            flat = [_parts(mean, across.world_size) for mean in means]
-            own = [self._written(form, mean) for mean in self._exchange(flat, params, form, across).wait()]
-            arrived = across.all_gather(own, [(across.world_size * payload.numel(),) for payload in own]).wait()
-            for parts, payload in zip(flat, arrived, strict=True):
-                for part, written in zip(parts, payload.chunk(across.world_size), strict=True):
-                    read(form, written, part, piece=self._piece)
-            found = (parts.view(-1)[: mean.numel()].view(mean.shape) for parts, mean in zip(flat, means, strict=True))
-            return [mean.to(param.dtype) for mean, param in zip(found, params, strict=True)]
-
-        return self.transport.reduce_scatter_then(grads, between)
-
-    def _exchange(
-        self, bucket: Sequence[Tensor], params: Sequence[Param], form: Int8, transport: Transport
-    ) -> Waitable:
-        """Average tensors (ranks, elements) over the ranks of a transport. Each writes the parts of each other rank
-        once; an owner adds up its own part, which is exact, and those that it reads, in rank order. The handle has this
-        rank's parts of the means, in float32."""
-        ranks, own = range(transport.world_size), transport.rank
-        outgoing: dict[int, list[Tensor]] = {rank: [] for rank in ranks if rank != own}
-        for parts, param in zip(bucket, params, strict=True):
-            self._reduced[param.path] += 1
-            key = f"{param.path} {self._reduced[param.path]} {self._plan.rank} {own}"
-            for rank, payloads in outgoing.items():
-                payloads.append(self._written(form, parts[rank], key))
-        incoming = {rank: list(map(torch.empty_like, payloads)) for rank, payloads in outgoing.items()}
-        handle = transport.trade(outgoing, incoming)
-
-        def wait() -> tuple[Tensor, ...]:
+        def wait() -> tuple[Any, ...]:
             handle.wait()
-            outgoing.clear()
-            means = []
-            for at, parts in enumerate(bucket):
-                total = torch.zeros_like(parts[own], dtype=torch.float32)
-                for rank in ranks:
-                    if rank == own:
-                        total.add_(parts[own])
-                    else:
-                        read(form, incoming[rank][at], total, add=True, piece=self._piece)
-                means.append(total.div_(len(ranks)))
-            return tuple(means)
+            return trade.arrived()
 
         return WaitsBy(wait)
 
-    def _written(self, form: Int8 | Float8, x: Tensor, key: str = "") -> Tensor:
-        """Return the payload of a flat tensor."""
+    def _average_bytes(self, sent: Sequence[Parts], params: Sequence[Param], over: str) -> Waitable:
+        """Send each part to the rank that adds it up, and the sum, rounded once more, to nearest, to all."""
+        place = self.transport.place(over)
+        trade = _Trade(sent, *place)
+
+        @outside_autograd
+        def spread(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
+            parts = zip(trade.arrived(), params, strict=True)
+            own = [self._written(reduce_format_of(param), self._mean(part, param, *place)) for part, param in parts]
+            return transport.all_gather(own, [(place[0] * payload.numel(),) for payload in own])
+
+        return self.transport.in_two(lambda transport: transport.trade(trade.outgoing, trade.incoming), spread, over)
+
+    def _mean(self, parts: Parts, param: Param, ranks: int, own: int) -> Tensor:
+        """Add the parts of all ranks up, in their order, and divide."""
+        total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
+        for rank in range(ranks):
+            if rank == own:
+                total.add_(parts.own)
+            else:
+                read(reduce_format_of(param), next(arrived), total, add=True, piece=self._piece)
+        return total.div_(ranks)
+
+    @outside_autograd
+    def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
+        """Return means: after the last axis in the dtypes and on the devices of the shards. A copy to host memory may
+        still run then: ``Calls.wait_offloaded`` waits for all of them."""
+        means = list(arrived)
+        if self._trades(params[0], over):
+            make = self._scattered if over == SHARD else self._spread
+            means = [make(each, param) for each, param in zip(arrived, params, strict=True)]
+        if over != self._plan.reduced_over(params[0])[-1]:
+            return tuple(means)
+        return tuple(
+            mean.to(param.dtype).to(rest_device(param, self._plan, self._device), non_blocking=True)
+            for mean, param in zip(means, params, strict=True)
+        )
+
+    def _scattered(self, parts: Parts, param: Param) -> Tensor:
+        """Return the mean of this rank's rows."""
+        return self._mean(parts, param, *self.transport.place(SHARD)).view(self._plan.shard_shape(param))
+
+    def _spread(self, payload: Tensor, param: Param) -> Tensor:
+        """Read the means of this rank's rows, which all copies have."""
+        shape, (copies, _) = self._plan.shard_shape(param), self.transport.place(REPLICATE)
+        mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
+        for part, written in zip(mean, payload.chunk(copies), strict=True):
+            read(reduce_format_of(param), written, part, piece=self._piece)
+        return mean.view(-1)[: prod(shape)].view(shape)
+
+    def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
+        """Return the means of gradients over all ranks, as :meth:`decode_grad` does."""
+        for over in self._plan.reduced_over(params[0]):
+            handle = self.reduce(self.encode_grad(grads, params, over), params, over)
+            grads = self.decode_grad(handle.wait(), params, over)
+        return tuple(grads)
+
+    def _written(self, form: Int8 | Float8, x: Tensor) -> Tensor:
+        """Return the payload of a flat tensor, rounded to nearest."""
         payload = x.new_empty(form.nbytes(x.numel()), dtype=torch.uint8)
-        write(form, x, payload, key, piece=self._piece)
+        write(form, x, payload, piece=self._piece)
         return payload
 
 
-def _parts(mean: Tensor, count: int) -> Tensor:
+class _Trade:
+    """What ranks trade: of each gradient the part of each other rank, in bytes."""
+
+    def __init__(self, sent: Sequence[Parts], ranks: int, own: int) -> None:
+        arriving = [torch.empty_like(each.others) for each in sent]
+        peers = list(enumerate(_others(ranks, own)))
+        self.outgoing = {rank: [each.others[at] for each in sent] for at, rank in peers}
+        self.incoming = {rank: [slots[at] for slots in arriving] for at, rank in peers}
+        self._parts = tuple(Parts(each.own, slots) for each, slots in zip(sent, arriving, strict=True))
+
+    def arrived(self) -> tuple[Parts, ...]:
+        """Return what has arrived, once it has; what was sent is let go of."""
+        self.outgoing.clear()
+        return self._parts
+
+
+def _others(ranks: int, own: int) -> list[int]:
+    return [rank for rank in range(ranks) if rank != own]
+
+
+def gather_format_of(param: Param) -> Int8 | Float8:
+    """Return the format in which a parameter is gathered that has one."""
+    assert param.gather_format is not None, f"{param.path} travels as it is"
+    return param.gather_format
+
+
+def reduce_format_of(param: Param) -> Int8:
+    """Return the format in which a gradient is reduced that has one."""
+    assert param.reduce_format is not None, f"the gradient of {param.path} travels as it is"
+    return param.reduce_format
+
+
+def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
     """Return a mean in float32 as so many flat parts, with zeros at the end; in its own memory, if that is possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
@@ -284,6 +352,14 @@ def _padded(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     padded = grad.new_zeros(shape)
     padded[: grad.shape[0]] = grad
     return padded
+
+
+def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows averaged over copies, with the padding of the mean inside of a copy."""
+    if rows.shape == mean.shape:
+        return rows  # not copied into the mean, which may be the gradient itself
+    mean[: len(rows)].copy_(rows)
+    return mean
 
 
 class UnsentWire(Wire):

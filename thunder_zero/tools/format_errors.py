@@ -124,7 +124,7 @@ def _taken(param: Param) -> Callable[[dict[str, Tensor]], Tensor]:
 
 def _arrived(state: State, param: Param) -> Tensor:
     """Return this rank's rows as all ranks read them."""
-    return state.wire.arrived(state.rows[param.path], param)
+    return state.wire.read_by_all(state.rows[param.path], param)
 
 
 def _sums(x: Tensor, y: Tensor) -> Sums:

@@ -29,8 +29,9 @@ from copy import copy
 from math import prod
 from typing import Any
 
-from thunder_zero.plan.params import Param
-from thunder_zero.traces.symbols import Facts, ZeroExecutor
+from thunder_zero.plan.params import SHARD, Param
+from thunder_zero.traces.coded import paths_of
+from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of
 
 from thunder.core import prims
 from thunder.core.dtypes import to_dtype, to_weak_dtype
@@ -152,9 +153,9 @@ def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     lines = []
     for bsym in trace.bound_symbols:
         if (single := executor.launches.get(bsym.sym.name)) is not None:
-            paths = bsym.args[1]
             what = single.name.removeprefix("zero_")
-            lines.append(f"{what} {paths if isinstance(paths, str) else ', '.join(paths)}")
+            over = f" over {axis_of(bsym)}" * bool(executor.axis(SHARD))
+            lines.append(f"{what} {', '.join(paths_of(bsym))}{over}")
     return lines
 
 

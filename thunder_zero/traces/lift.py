@@ -4,10 +4,13 @@
 and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
 
 ``emit`` mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
-copy, writes) other values. Collectives are new lines, since they may have been merged into buckets::
+copy, writes) other values. Collectives are new lines, since they may have been merged into buckets, with those that
+encode what is sent and decode what arrives::
 
-    gather fut <- t_w, t_b   w b        t5 = zero_all_gather_coalesced((t_w, t_b), ('w', 'b'))
-    wait   w, b <- fut       w b   ->   (t6, t7) = zero_wait_coalesced(t5)
+    gather fut <- t_w, t_b   w b        (q3, q4) = zero_encode_coalesced((t_w, t_b), ('w', 'b'))
+    wait   w, b <- fut       w b   ->   t5 = zero_all_gather_coalesced((q3, q4), ('w', 'b'))
+                                        (q6, q7) = zero_wait_coalesced(t5)
+                                        (w, b) = zero_decode_coalesced((q6, q7), ('w', 'b'))
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+from thunder_zero.plan.params import SHARD
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
+from thunder_zero.traces.coded import folded, paths_of
 from thunder_zero.traces.operators import operator_of
-from thunder_zero.traces.symbols import Facts, ZeroExecutor, dtype_name
+from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
     is_cheap,
@@ -43,12 +48,14 @@ PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.P
 MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 
 
-def lift(trace: TraceCtx, facts: Facts) -> Timeline:
+def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
     """The timeline of a joint trace: one operation for each line, forward phase first. A line belongs to forward if
-    forward's outputs need it; Thunder will split by the same rule."""
+    forward's outputs need it; Thunder will split by the same rule. ``coded``: it has lines that encode and decode."""
     lines = trace.bound_symbols
     needed = forward_lines(lines)
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], facts)]
+    if coded:
+        ops = list(folded(ops, lines, facts))
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].args[0]
     returned = _gradients(result["flat_args"], result["output"], facts) if is_joint(result) else ()
@@ -58,12 +65,10 @@ def lift(trace: TraceCtx, facts: Facts) -> Timeline:
 def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
     """The timeline of the two traces that run; ``source`` counts the lines of each phase."""
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
-    ops = [
-        op
-        for is_backward, lines in enumerate(phases)
-        for position, line in enumerate(lines)
-        for op in _ops(line, position, bool(is_backward), facts)
-    ]
+    ops: list[Op] = []
+    for is_backward, lines in enumerate(phases):
+        found = (op for at, line in enumerate(lines) for op in _ops(line, at, bool(is_backward), facts))
+        ops += folded(found, lines, facts)
     values = _values([*phases[0], *phases[1]])
     inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()
@@ -92,13 +97,14 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
     executor = facts.executor
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
-    kind, paths = Kind.COMPUTE, tuple[str, ...]()
+    kind, paths, over = Kind.COMPUTE, tuple[str, ...](), SHARD
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
     elif single := executor.launches.get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
-        paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
-        _require_right_symbol(single, paths, facts)
+        paths = paths_of(bsym)
+        over = axis_of(bsym)
+        _require_right_symbol(single, paths, over, facts)
     elif bsym.sym.name in executor.waits:
         kind = Kind.WAIT
     elif bsym.sym == executor.defer:
@@ -106,7 +112,7 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
     if kind is Kind.COMPUTE:
         yield _computation(bsym, position, backward)
     else:
-        yield Op(kind, tuple(read_by(bsym)), tuple(written_by(bsym)), paths, backward, source=(position,))
+        yield Op(kind, tuple(read_by(bsym)), tuple(written_by(bsym)), paths, backward, source=(position,), over=over)
 
 
 def _computation(bsym: BoundSymbol, position: int, backward: bool) -> Op:
@@ -126,10 +132,10 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool) -> Op:
     )
 
 
-def _require_right_symbol(single: Symbol, paths: Sequence[str], facts: Facts) -> None:
+def _require_right_symbol(single: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
     """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
     for path in paths if single is not facts.executor.all_gather else ():
-        if single is not (right := facts.executor.reduction(facts.plan.by_name[path])):
+        if single is not (right := facts.executor.reduction(facts.plan.by_name[path], over)):
             raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
@@ -233,22 +239,23 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     new.bound_symbols = [bsym for bsym in lines if bsym.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
-            if op.kind is not Kind.FREE:
-                new.bound_symbols.append(_line(op, lines, proxies, executor))
+            for bsym in _lines(op, timeline, lines, proxies, executor):
+                if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
+                    bsym.tags.add(BoundSymbolTag.BACKWARD)
+                new.bound_symbols.append(bsym)
     new.set_provenance(TraceProvenance("Schedule collectives (thunder_zero)"))
     return new
 
 
-def _line(op: Op, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _lines(
+    op: Op, timeline: Timeline, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor
+) -> Iterator[BoundSymbol]:
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
-        bsym = _compute(op, lines[op.source[0]], proxies)
+        yield _compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
-        bsym = _wait(op, proxies, executor)
-    else:
-        bsym = _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
-    if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
-        bsym.tags.add(BoundSymbolTag.BACKWARD)
-    return bsym
+        yield from _wait(op, timeline.launches[op.reads[0]], proxies, executor)
+    elif op.kind is not Kind.FREE:
+        yield from _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
 
 
 def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
@@ -262,22 +269,43 @@ def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbo
     return line.from_bsym_swap_proxies(swap) if swap else line
 
 
-def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     tensors = tuple(proxies[name] for name in op.reads)
-    handle = executor.handle_of(single, tensors, op.params)
-    proxies[op.writes[0]] = handle
-    if len(tensors) == 1:
-        return single.bind(tensors[0], op.params[0], output=handle)
-    return executor.coalesced[single].bind(tensors, op.params, output=handle)
+    sent, axis = tensors, executor.axis(op.over)
+    if (code := executor.code_before(op)) is not None:
+        sent = executor.coded(tensors, op, arrived=False)
+        yield _bind(executor, code, tensors, op.params, axis, sent)
+    handle = proxies[op.writes[0]] = executor.handle_of(single, tensors, op.params, op.over)
+    yield _bind(executor, single, sent, op.params, axis, handle)
 
 
-def _wait(op: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     handle = proxies[op.reads[0]]
     for name, path in zip(op.writes, op.params, strict=True):
         if name not in proxies:  # a copy, so the wait of a gather
             shape = executor.plan.by_name[path].shape
             proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
     outputs = tuple(proxies[name] for name in op.writes)
+    arrived, code = outputs, executor.code_behind(launch)
+    if code is not None:
+        arrived = executor.coded(outputs, launch, arrived=True)
     if len(outputs) == 1:
-        return executor.wait.bind(handle, output=outputs[0])
-    return executor.coalesced[executor.wait].bind(handle, output=outputs)
+        yield executor.wait.bind(handle, output=arrived[0])
+    else:
+        yield executor.coalesced[executor.wait].bind(handle, output=arrived)
+    if code is not None:
+        yield _bind(executor, code, arrived, op.params, executor.axis(launch.over), outputs)
+
+
+def _bind(
+    executor: ZeroExecutor,
+    single: Symbol,
+    tensors: Sequence[Proxy],
+    paths: Sequence[str],
+    axis: Sequence[str],
+    output: Any,
+) -> BoundSymbol:
+    """A line of ours; its output is one for each tensor, or a handle."""
+    if len(tensors) > 1:
+        return executor.coalesced[single].bind(tuple(tensors), tuple(paths), *axis, output=output)
+    return single.bind(tensors[0], paths[0], *axis, output=output[0] if isinstance(output, tuple) else output)

@@ -45,7 +45,7 @@ KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
 def without_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
     """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names."""
     facts = scheduled.facts
-    timeline = lift(scheduled.trace, facts)
+    timeline = lift(scheduled.trace, facts, coded=True)
     pruned = _Pruned(scheduled.trace, facts, timeline, set(missing))
     ops = _read_ones(list(pruned.left()))
     new = from_trace(scheduled.trace)
@@ -147,7 +147,8 @@ class _Pruned:
             reads, writes = op.reads, _where(mask, op.writes)
         else:
             mask = [name not in self.zero for name in op.reads]
-            self.lost += _where([not keeps for keeps in mask], op.params)
+            if not self.timeline.continues(op):
+                self.lost += _where([not keeps for keeps in mask], op.params)
             self.kept[op.writes[0]] = mask
             reads, writes = _where(mask, op.reads), op.writes
             if op.kind is Kind.DEFER and not any(mask):

@@ -157,14 +157,14 @@ def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     t1 = zero_wait(p0)                        ->      t1 = zero_defer_reduction(grad, 'w')
     """
     new = from_trace(trace)
-    launches = _reductions(trace, executor)
+    reductions = _reductions(trace, executor)
     with tracectx(new):
-        for line in trace.bound_symbols:
-            if line.sym == executor.wait and line.args[0].name in launches:
-                deferred = executor.defer.bind(*launches[line.args[0].name].args, output=line.output)
+        for at, line in enumerate(trace.bound_symbols):
+            if (launch := reductions.ended.get(at)) is not None:
+                deferred = executor.defer.bind(*launch.args[:2], output=line.output)
                 deferred.tags |= line.tags
                 new.bound_symbols.append(deferred)
-            elif not _is_reduction(line, executor):
+            elif at not in reductions.lines:
                 new.bound_symbols.append(line)
     return new
 
@@ -185,9 +185,8 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
     if not facts.synced or not has_backward:
         return trace
     executor, plan = facts.executor, facts.plan
-    launches = _reductions(trace, executor)
-    waits = [line for line in trace.bound_symbols if line.sym == executor.wait and line.args[0].name in launches]
-    reduced = {launches[wait.args[0].name].args[1]: wait.output for wait in waits}  # by path
+    ended = _reductions(trace, executor).ended
+    reduced = {launch.args[1]: trace.bound_symbols[at].output for at, launch in ended.items()}  # by path
     unreached = tuple(param.path for param in plan.params if param.requires_grad and param.path not in reduced)
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
@@ -204,10 +203,33 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
     return new
 
 
-def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, BoundSymbol]:
-    """The launches of a lowered trace that reduce, by the names of their handles."""
-    return {line.output.name: line for line in trace.bound_symbols if _is_reduction(line, executor)}
+@dataclass(frozen=True, slots=True)
+class _Reductions:
+    """The reductions of a lowered trace, each of which goes over one axis, or over one after the other.
+
+    Attributes:
+        ended: the line that launches the first collective of each, by the position of the last wait.
+        lines: the positions of all their lines.
+    """
+
+    ended: dict[int, BoundSymbol]
+    lines: frozenset[int]
 
 
-def _is_reduction(line: BoundSymbol, executor: ZeroExecutor) -> bool:
-    return executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter)
+def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> _Reductions:
+    ended: dict[int, BoundSymbol] = {}
+    first: dict[str, BoundSymbol] = {}  # by the names of handles and means
+    waits: dict[str, int] = {}  # by the names of means
+    lines: set[int] = set()
+    for at, line in enumerate(trace.bound_symbols):
+        read = line.args[0].name if line.args and isinstance(line.args[0], Proxy) else ""
+        if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
+            first[line.output.name] = first.get(read, line)
+            ended.pop(waits.get(read, -1), None)  # it goes on
+        elif line.sym == executor.wait and read in first:
+            first[line.output.name] = ended[at] = first[read]
+            waits[line.output.name] = at
+        else:
+            continue
+        lines.add(at)
+    return _Reductions(ended, frozenset(lines))

@@ -3,8 +3,10 @@
 Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
 paths of parameters only::
 
-    t5 = zero_all_gather(t_h_0_w, 'h.0.w')                # launch
-    t6 = zero_wait(t5)                                    # the full parameter
+    q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy, or bytes, if the plan has any
+    t5 = zero_all_gather(q4, 'h.0.w')                     # launch
+    q6 = zero_wait(t5)                                    # the full parameter, or bytes of it
+    h_0_w = zero_decode(q6, 'h.0.w')                      # of bytes
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
@@ -28,14 +30,15 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compat.never_fuses import NeverFuses
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
 from thunder_zero.schedule.names import ProgramName
+from thunder_zero.schedule.timeline import Kind, Op
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
 
 
@@ -89,11 +92,23 @@ class Runtime(Protocol):
     def enter(self, phase: str, schedule: str) -> None:
         """A phase of a step begins, whose launches have this digest."""
 
-    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
-        """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
+    def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
+        """What is gathered of rows, if not they themselves."""
 
-    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
-        """Start reducing; return a handle with ``wait() -> tuple of reduced gradients``."""
+    def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Any:
+        """Start gathering; return a handle with ``wait() -> tuple of full parameters``, or of what is decoded."""
+
+    def decode(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+        """Full parameters."""
+
+    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
+        """What is reduced of gradients, or of means so far, if not they themselves."""
+
+    def reduce(self, sent: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Any:
+        """Start reducing over an axis; return a handle with ``wait() -> tuple of means``, or of what is decoded."""
+
+    def decode_grad(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+        """The means over an axis; after the last one as they rest."""
 
     @property
     def device(self) -> torch.device | None:
@@ -153,7 +168,8 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = defer = reduce_deferred = check_finite = wait_offloaded = _refuse
+    enter = encode = all_gather = decode = encode_grad = reduce = decode_grad = _refuse
+    defer = reduce_deferred = check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -166,6 +182,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         graph: the name of the graph, if its programs are not all of the model.
         plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
+        encode, decode, encode_grad, decode_grad: likewise, of the lines around a launch and its wait.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
@@ -185,10 +202,13 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         self.all_reduce = register("zero_all_reduce", self._reduce_meta)
         self.reduce_scatter = register("zero_reduce_scatter", self._reduce_meta)
         self.wait = register("zero_wait", _wait_meta)
-        self.coalesced = {
-            single: register(f"{single.name}_coalesced", _no_meta)
-            for single in (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait)
-        }
+        self.encode = register("zero_encode", _no_meta)
+        self.decode = register("zero_decode", _no_meta)
+        self.encode_grad = register("zero_encode_grad", _no_meta)
+        self.decode_grad = register("zero_decode_grad", _no_meta)
+        codes = (self.encode, self.decode, self.encode_grad, self.decode_grad)
+        singles = (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait, *codes)
+        self.coalesced = {single: register(f"{single.name}_coalesced", _no_meta) for single in singles}
         self.defer = register("zero_defer_reduction", _no_meta)
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
@@ -206,14 +226,31 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
             grad_transform=self._synchronize_grad,
         )
 
-    def reduction(self, param: Param) -> Symbol:
-        """The symbol that reduces the parameter's gradient."""
-        return self.reduce_scatter if param.sharded else self.all_reduce
+    def reduction(self, param: Param, over: str) -> Symbol:
+        """The symbol that reduces the parameter's gradient over an axis."""
+        return self.reduce_scatter if param.sharded and over == SHARD else self.all_reduce
+
+    def reduced(self, grad: TensorProxy, param: Param) -> TensorProxy:
+        """Write the lines that reduce a gradient; return its mean."""
+        for over in self.plan.reduced_over(param):
+            grad = self.wait(self.reduction(param, over)(grad, param.path, *self.axis(over)))
+        return grad
+
+    def axis(self, over: str) -> tuple[str, ...]:
+        """Return the last argument of a launch, which names its axis; none where the mesh has one axis."""
+        return (over,) if self.plan.replicas > 1 else ()
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:
         """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
+        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+
+    @cached_property
+    def codes(self) -> dict[str, Symbol]:
+        """The one-tensor symbol of each line that encodes or decodes, by the name of the symbol or of its coalesced
+        form."""
+        singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
         return {name.name: single for single in singles for name in (single, self.coalesced[single])}
 
     @cached_property
@@ -232,15 +269,17 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         shapes = [self.plan.shard_shape(self.plan.by_name[path]) for path in paths]
         return tuple(TensorProxy(like=shard, shape=shape) for shard, shape in zip(shards, shapes, strict=True))
 
-    def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
+    def _gather_meta(self, shard: TensorProxy, path: str, over: str = SHARD) -> FutureTensorProxy:
         param = self.plan.by_name[path]
         dtype = dtypes.to_dtype(param.compute_dtype)
         return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
 
-    def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
+    def _reduce_meta(self, grad: TensorProxy, path: str, over: str = SHARD) -> FutureTensorProxy:
         param = self.plan.by_name[path]
-        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
-        return FutureTensorProxy(shape=shape, device=self.device_at_rest(param) or grad.device, dtype=dtype)
+        shape, device, dtype = self.plan.shard_shape(param), grad.device, param.reduce_dtype
+        if over == self.plan.reduced_over(param)[-1]:
+            device, dtype = self.device_at_rest(param) or device, param.dtype
+        return FutureTensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype))
 
     def device_at_rest(self, param: Param) -> Device | None:
         """The device of its shard; None: that of the tensors that are traced."""
@@ -250,13 +289,46 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     def _device_of(self, shard: TensorProxy) -> Device:
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
-    def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
+    def handle_of(
+        self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], over: str
+    ) -> FutureTensorProxy:
         """The handle of a launch; for several tensors it is flat, since their shapes differ."""
-        if len(tensors) == 1:
-            return single.meta(tensors[0], paths[0])
-        handles = [single.meta(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
+        handles = [single.meta(tensor, path, over) for tensor, path in zip(tensors, paths, strict=True)]
+        if len(handles) == 1:
+            return handles[0]
         numel = sum(prod(handle.shape) for handle in handles)
         return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
+
+    def code_before(self, launch: Op) -> Symbol | None:
+        """The symbol of the line that encodes what a launch sends, if there is one."""
+        bucket = [self.plan.by_name[path] for path in launch.params]
+        if launch.kind is Kind.GATHER:
+            return self.encode if self.plan.encodes(*bucket) else None
+        return self.encode_grad if self.plan.encodes_gradient(launch.over, *bucket) else None
+
+    def code_behind(self, launch: Op) -> Symbol | None:
+        """The symbol of the line that decodes what a launch brings, if there is one."""
+        bucket = [self.plan.by_name[path] for path in launch.params]
+        if launch.kind is Kind.GATHER:
+            return self.decode if self.plan.decodes(*bucket) else None
+        return self.decode_grad if self.plan.decodes_gradient(launch.over, *bucket) else None
+
+    def coded(self, tensors: Sequence[TensorProxy], launch: Op, *, arrived: bool) -> tuple[TensorProxy, ...]:
+        """What a launch sends of these, or what has ``arrived`` when it is waited for, where that is coded."""
+        pairs = zip(tensors, launch.params, strict=True)
+        return tuple(self._coded(tensor, self.plan.by_name[path], launch, arrived=arrived) for tensor, path in pairs)
+
+    def _coded(self, tensor: TensorProxy, param: Param, launch: Op, *, arrived: bool) -> TensorProxy:
+        plan, over, others = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
+        gathers = launch.kind is Kind.GATHER
+        shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
+        if gathers and plan.decodes(param):
+            shape, dtype = ((1 + others * arrived) * plan.payload_bytes(param),), torch.uint8
+        elif not gathers and plan.trades(param, over):
+            parts = others + (arrived and over == REPLICATE)
+            shape, dtype = (parts * plan.part_bytes(param, over),), torch.uint8
+        device = self._device_of(tensor)
+        return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
 
     # The lowering and the gradient of a synchronise.
 
@@ -271,7 +343,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
         full = self.lower_synchronize(shard, path)
         grad = prims.get_grad(full)
-        prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        prims.put_grad(shard, self.reduced(grad, self.plan.by_name[path]))
         return full
 
 
@@ -282,6 +354,14 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_all_reduce": _one(runtime.reduce),
         "zero_reduce_scatter": _one(runtime.reduce),
         "zero_wait": lambda handle: handle.wait()[0],
+        "zero_encode": _first(runtime.encode),
+        "zero_decode": _first(runtime.decode),
+        "zero_encode_grad": _first(runtime.encode_grad),
+        "zero_decode_grad": _first(runtime.decode_grad),
+        "zero_encode_coalesced": runtime.encode,
+        "zero_decode_coalesced": runtime.decode,
+        "zero_encode_grad_coalesced": runtime.encode_grad,
+        "zero_decode_grad_coalesced": runtime.decode_grad,
         "zero_all_gather_coalesced": runtime.all_gather,
         "zero_all_reduce_coalesced": runtime.reduce,
         "zero_reduce_scatter_coalesced": runtime.reduce,
@@ -297,8 +377,12 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:
-    return lambda tensor, path: launch((tensor,), (path,))
+def _one(launch: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor, path, *over: launch((tensor,), (path,), *over)
+
+
+def _first(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    return lambda tensor, path, *over: code((tensor,), (path,), *over)[0]
 
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
@@ -307,6 +391,11 @@ def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
 
 def _no_meta(*args: Any) -> None:
     return None
+
+
+def axis_of(launch: BoundSymbol) -> str:
+    """Return the axis over which a launch goes."""
+    return launch.args[2] if len(launch.args) > 2 else SHARD
 
 
 @cache

@@ -374,8 +374,7 @@ class _Conversion:
             _append(line(torch.ops.aten.clone.default, (self.made[node],), {}, grad))
         self.sent.add(grad.name)
         param = self.executor.plan.by_name[path]
-        reduced = self.executor.wait(self.executor.reduction(param)(grad, param.path))
-        return _renamed(reduced, f"t_{path}_grad")
+        return _renamed(self.executor.reduced(grad, param), f"t_{path}_grad")
 
     def _path_of_gradient(self, position: int) -> str:
         _, of = self.gradients[position]

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
 from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
+from thunder_zero.traces.coded import paths_of
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
@@ -136,14 +137,19 @@ class _Known:
         """Note what a line makes."""
         executor, outputs, target = self._fakes.executor, line.flat_proxy_outs, operator_of(line)
         if executor.launches.get(line.sym.name) is executor.all_gather:
-            self._paths[line.output.name] = (line.args[1],) if isinstance(line.args[1], str) else line.args[1]
+            self._paths[line.output.name] = paths_of(line)
         elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
-            parameters = self._fakes.parameters
-            self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
+            self._see_parameters(outputs, paths)  # or bytes, which no operator reads
+        elif executor.codes.get(line.sym.name) is executor.decode:
+            self._see_parameters(outputs, paths_of(line))
         elif line.sym == executor.cast:
             self.values[line.output.name] = self._fakes.parameters[line.args[1]]
         elif target is not None and outputs:
             self._see_operator(line, target, {proxy.name: self._fakes.traced.get(proxy.name) for proxy in outputs})
+
+    def _see_parameters(self, outputs: Sequence[Proxy], paths: Sequence[str]) -> None:
+        parameters = self._fakes.parameters
+        self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
 
     def _see_operator(self, line: BoundSymbol, target: Any, traced: Mapping[str, Any]) -> None:
         if isinstance(target, OpOverload) or target in DRAWS or None in traced.values():

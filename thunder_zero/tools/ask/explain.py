@@ -157,11 +157,12 @@ class _Program:
                 found[at] = Line("backward" if op.backward else "forward", op.source[0], code)
         return found
 
-    def seconds(self, launch: int, wait: int | None) -> tuple[float | None, float | None]:
-        """Of a bucket: on the wires, and those that compute waits for it; without overlap it does at the launch."""
-        if self.spans is None or wait is None:
+    def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
+        """Return how long a bucket is on the wires, and how long compute waits for it, given the positions of its
+        launches and waits; without overlap compute waits at a launch."""
+        if self.spans is None:
             return None, None
-        spans = [span for at in (launch, wait) for span in self.spans_by_op.get(at, ())]
+        spans = [span for at in positions if at is not None for span in self.spans_by_op.get(at, ())]
         wire = sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE)
         return wire, sum(span.seconds for span in spans if span.waits)
 
@@ -188,7 +189,7 @@ def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound
     readers = _readers(program, name, wait)
     first, last = (readers[0], readers[-1]) if readers else (None, None)
     lines = program.lines(at, wait, first, last, free)
-    wire, exposed = program.seconds(at, wait)
+    wire, exposed = program.seconds((at, wait))
     return Gathered(
         bucket=op.params,
         bucket_bytes=timeline.full_bytes(op),
@@ -224,17 +225,19 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
     found = [at for kind in (Kind.REDUCE, Kind.DEFER) for at in program.launches.get((kind, param.path), ())]
     if not found:
         return None
-    at = min(found)
+    at, last = min(found), max(found)  # the same, unless means are reduced over copies
     op = timeline.ops[at]
     read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
     made, travels = timeline.writer.get(read), op.kind is Kind.REDUCE
-    wait = program.reader(op.writes[0], Kind.WAIT) if travels else None
-    lines = program.lines(made, at, wait)
-    wire, exposed = program.seconds(at, wait)
+    waits = [program.reader(timeline.ops[each].writes[0], Kind.WAIT) for each in found if travels]
+    wait = max((each for each in waits if each is not None), default=None)
+    lines = program.lines(made, at, last, wait)
+    wire, exposed = program.seconds((*found, *waits)) if travels else (None, None)
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
         made=lines.get(made),
         launch=lines[at],
+        across=lines[last] if last > at else None,
         wait=lines.get(wait),
         why_wait=deferred if wait is None else _why_wait(program, wait),
         bucket=op.params,

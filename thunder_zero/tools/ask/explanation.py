@@ -78,6 +78,7 @@ class Reduced:
     Attributes:
         made: the line that makes the full gradient; None if it is not made by one line.
         launch: starts its reduction; under ``no_sync``, the line that defers it.
+        across: starts the reduction of the means over copies of the model; None if there is one copy.
         wait: ends the reduction; None if it is deferred.
         why_wait: why it is there; why the gradient is deferred.
         bucket: paths of the parameters whose gradients travel together, this one among them.
@@ -90,6 +91,7 @@ class Reduced:
 
     made: Line | None
     launch: Line
+    across: Line | None
     wait: Line | None
     why_wait: str
     bucket: tuple[str, ...]
@@ -235,6 +237,9 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _code("reduce", one.launch)
     starts = "as soon as the last of these gradients is made" if len(one.bucket) > 1 else "as soon as it is made"
     yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; it starts {starts}")
+    if one.across is not None:
+        yield from _code("across", one.across)
+        yield from _part("", "its mean inside of this copy is handed on where the next reduction starts")
     yield from _code("wait", one.wait)
     yield from _part("", one.why_wait)
     form = explanation.param.reduce_format if explanation.plan.ranks > 1 else None

@@ -33,8 +33,9 @@ from thunder.core.trace import TraceCtx, tracectx
 THUNDER = Path(thunder.__file__).parent
 HOW_TO_READ = """\
 # Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
-# free: drop full parameters; reduce: start to average gradients. sent: bytes that this rank sends.
-# gathered, alive: bytes of full parameters, of all tensors, after the line. gpt.py:12: your line.
+# free: drop full parameters; reduce: start to average gradients; encode, decode: write and read what
+# is sent. sent: bytes that this rank sends. gathered, alive: bytes of full parameters, of all tensors,
+# after the line. gpt.py:12: your line.
 """
 
 
@@ -208,7 +209,7 @@ def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
         "position": row.line.position,
         "code": row.line.code,
         "origin": row.line.origin,
-        "kind": None if row.kind is None else str(row.kind),
+        "kind": row.does or None,
         "parameters": list(row.params),
         "of_gradients": row.gradients,
         "sent": row.sent,

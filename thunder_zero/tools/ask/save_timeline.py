@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.names import launch_label, wait_label
+from thunder_zero.schedule.names import label_of, wait_label
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.ask.print_trace import code_of, rows_of
 from thunder_zero.tools.cost.costs import Lane
@@ -92,10 +92,10 @@ def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: i
     phase = "backward" if op.backward else "forward"
     args: Event = {"line": code, "phase": phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
-        name, args["sent_bytes"] = launch_label(op.kind, op.params), cost.sent_bytes
+        name, args["sent_bytes"] = label_of(op, forecast.timeline), cost.sent_bytes
     elif span.waits:
         launch = forecast.timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-        name = wait_label(launch.kind, launch.params)
+        name = wait_label(launch.kind, launch.params, launch.over)
     else:
         name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or str(op.work)
         args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
@@ -131,9 +131,9 @@ def events_of(path: Path) -> list[Event]:
 def _moved(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     """The events of a profile at the time of the forecast: from the first launch of a collective that both have, or
     from the first event if there is none."""
-    ops = forecast.timeline.ops
+    timeline = forecast.timeline
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
-    names = {launch_label(ops[span.op].kind, ops[span.op].params): span.start * MICRO for span in reversed(launched)}
+    names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     first = min((event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None)
     start = min((event["ts"] for event in timed), default=0.0)

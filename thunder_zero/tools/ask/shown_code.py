@@ -176,8 +176,11 @@ def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
 def _line(bsym: BoundSymbol) -> str:
     """Return the code of a line that calls no operator. What several parameters are called is said once, by the names
     of their values; a return has what is returned and what is saved."""
-    if isinstance(bsym.sym.executor, ZeroExecutor) and len(bsym.args) == 2 and isinstance(bsym.args[0], tuple | list):
-        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({prettyprint(tuple(bsym.args[0]))})"
+    if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
+        given, paths, *over = bsym.args
+        said = [prettyprint(tuple(given))] if isinstance(given, tuple | list) else [given.name, repr(paths)]
+        axis = [f"over={each!r}" for each in over]
+        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({', '.join((*said, *axis))})"
     if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
         result, (tensors, numbers) = bsym.args
         return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *numbers))}"

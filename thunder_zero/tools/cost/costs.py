@@ -5,8 +5,8 @@
     compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
     gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
-Without hybrid sharding all ranks are one ring. With it, a reduce-scatter inside a copy of the model is followed by an
-all-reduce across the copies, of the rows that a rank owns; the copies' ranks are ``world_size`` apart.
+Without hybrid sharding all ranks are one ring. With it, an all-reduce across the copies of the model, of the rows that
+a rank owns, goes over ranks that are ``world_size`` apart.
 
 Traces of a run on CPUs have pointwise lines one by one. Where they count as fused, as nvFuser or inductor would, those
 that no product, attention or collective lies between are one kernel: it reads each value from outside once, and writes
@@ -18,7 +18,6 @@ operator.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
@@ -26,6 +25,7 @@ from math import prod
 import networkx as nx
 
 from thunder_zero.plan.amounts import itemsize, name_of
+from thunder_zero.plan.params import REPLICATE, SHARD
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 from thunder_zero.tools.devices.device import Device
 
@@ -48,8 +48,8 @@ class Sends(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A part of a launch, on one wire: a ring of ``ranks`` that are ``stride`` apart. ``nbytes`` is what the busiest
-    one sends, and receives; each sends ``steps`` times to its neighbour."""
+    """What a launch is on its wire: a ring of ``ranks`` that are ``stride`` apart. ``nbytes`` is what the busiest one
+    sends, and receives; each sends ``steps`` times to its neighbour."""
 
     lane: Lane
     ranks: int
@@ -60,23 +60,19 @@ class Ring:
     tensors: int = 1
 
 
-def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
-    """The rings of a launch, one after the other; none if nothing travels. Together they send its ``wire_bytes``."""
-    return tuple(ring for ring in _rings(op, timeline) if ring.nbytes) if op.kind in LAUNCHES else ()
-
-
-def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
-    plan = timeline.plan
-    world, copies = plan.world_size, plan.replicas
-    params = timeline.params_of(op)
-    whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
-    sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
-    shard, replicate = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
-    of_whole = Lane.REPLICATE if copies > 1 else Lane.SHARD
-    moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
-    yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
-    yield Ring(Lane.SHARD, world, 1, shard, world - 1, moves, len(sends))
-    yield Ring(Lane.REPLICATE, copies, world, replicate, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
+def ring(op: Op, timeline: Timeline) -> Ring | None:
+    """The ring of a launch, which sends its ``wire_bytes``; None if nothing travels."""
+    nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else 0
+    if not nbytes:
+        return None
+    ranks = timeline.plan.ranks_over(op.over)
+    lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, 1
+    steps, moves = 2 * (ranks - 1), Sends.ALL_REDUCE
+    if op.over == REPLICATE:
+        stride = timeline.plan.world_size
+    elif timeline.params_of(op)[0].sharded:
+        steps, moves = ranks - 1, Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
+    return Ring(lane, ranks, stride, nbytes, steps, moves, len(op.params))
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
@@ -105,13 +101,15 @@ def _cast_bytes(op: Op, timeline: Timeline) -> int:
         sends, value = timeline.travels_as(op, param), timeline.values.get(name)
         has = value.dtype if value is not None else ""
         rows = prod(plan.shard_shape(param))
-        if sends.block and plan.world_size > 1:
+        if sends.block and plan.ranks_over(op.over) > 1:
             there = plan.world_size * rows
             written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
+            if op.over == REPLICATE:  # the mean of a part is written, and read by all
+                written, read = rows, 2 * rows
             total += written * itemsize(has or "float32") + sends.nbytes(written) + sends.nbytes(read)
             total += read * param.compute_dtype.itemsize if op.kind is Kind.GATHER else rows * param.dtype.itemsize
         elif has and has != name_of(sends.dtype):
-            numel = rows if op.kind is Kind.GATHER else prod(param.shape)
+            numel = prod(param.shape) if op.kind is Kind.REDUCE and op.over != REPLICATE else rows
             total += numel * (itemsize(has) + sends.dtype.itemsize)
     return total
 
@@ -218,8 +216,8 @@ class Cost:
         traffic_bytes: read from memory and written to it; of launches, by casts to the dtype on the wire.
         sent_bytes: what the busiest rank sends.
         seconds: on the compute lane.
-        wires: the lane and the seconds of each ring of a launch, one after the other.
-        loads: of each ring: the share of the core that it takes from compute while it is under way; () if none does.
+        wire: the lane and the seconds of a launch; None if nothing travels.
+        load: the share of the core that it takes from compute while it is under way.
         launch_seconds: on the compute lane, before a launch begins.
         finish_seconds: on the compute lane, once all of a launch has arrived.
     """
@@ -228,8 +226,8 @@ class Cost:
     traffic_bytes: int = 0
     sent_bytes: int = 0
     seconds: float = 0.0
-    wires: tuple[tuple[Lane, float], ...] = ()
-    loads: tuple[float, ...] = ()
+    wire: tuple[Lane, float] | None = None
+    load: float = 0.0
     launch_seconds: float = 0.0
     finish_seconds: float = 0.0
 
@@ -248,7 +246,7 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
         one_wire = timeline.plan.world_size > device.devices_per_node
-        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), _cast_bytes(op, timeline)
+        cost, cast = _cost_of_launch(ring(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
     if op.kind is not Kind.COMPUTE or not runs:
@@ -258,18 +256,15 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
 
 
-def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Cost:
+def _cost_of_launch(part: Ring | None, device: Device, one_wire: bool) -> Cost:
     """``one_wire``: a copy of the model takes several nodes: its rings, too, use all network cards of a node."""
-    sent = [
-        device.collective(part.sends, part.ranks, part.stride, part.nbytes, part.steps, part.tensors) for part in parts
-    ]
-    loads = tuple(min(one.taken_seconds / one.seconds, 1.0) if one.seconds else 0.0 for one in sent)
+    if part is None:
+        return Cost()
+    sent = device.collective(part.sends, part.ranks, part.stride, part.nbytes, part.steps, part.tensors)
     return Cost(
-        sent_bytes=sum(part.nbytes for part in parts),
-        wires=tuple(
-            (Lane.SHARD if one_wire else part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)
-        ),
-        loads=loads if any(loads) else (),
-        launch_seconds=sum(one.launch_seconds for one in sent),
-        finish_seconds=sum(one.finish_seconds for one in sent),
+        sent_bytes=part.nbytes,
+        wire=(Lane.SHARD if one_wire else part.lane, sent.seconds),
+        load=min(sent.taken_seconds / sent.seconds, 1.0) if sent.seconds else 0.0,
+        launch_seconds=sent.launch_seconds,
+        finish_seconds=sent.finish_seconds,
     )

@@ -226,7 +226,7 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True
     for at, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
         if op.kind in LAUNCHES:
             lanes.compute(at, cost.launch_seconds)
-            lanes.launch(at, op.writes[0], cost.wires, cost.loads)
+            lanes.launch(at, op.writes[0], cost.wire, cost.load)
             finishing[op.writes[0]] = cost.finish_seconds
             if not overlaps:
                 lanes.wait(at, op.writes[0])

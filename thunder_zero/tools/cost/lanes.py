@@ -4,7 +4,7 @@
 
     compute   | x         | y      |wait| z |       x is longer while a ring takes a share of its core
     shard         | ring    | ring      |           a wire carries one ring at a time
-    replicate               | ring  |               a ring of one launch may come after another of it
+    replicate               | ring  |
 
 A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
 does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,
@@ -14,7 +14,6 @@ they take that much longer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -60,7 +59,6 @@ class _Ring:
         seconds: that it takes if it gets the share of the core that it asks for, ``load``; ``end`` is at that share,
             until it has ended.
         launched: when, and the span that ends then.
-        needs: another ring, which it comes after.
     """
 
     op: int
@@ -69,7 +67,6 @@ class _Ring:
     seconds: float
     load: float
     launched: SpanEnd
-    needs: _Ring | None
     start: float = inf
     end: float = inf
     after: int | None = None
@@ -84,7 +81,7 @@ class Lanes:
     _now: SpanEnd = (0.0, None)  # of compute
     _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # when the last ring that ended there did
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
-    _last: dict[str, _Ring | None] = field(default_factory=dict)  # of each launch
+    _launched: dict[str, _Ring] = field(default_factory=dict)  # by handle
     _quiet: float = 0.0  # until then compute runs alone: no ring ends before, and none that runs has a load
 
     def spans(self) -> tuple[Span, ...]:
@@ -95,15 +92,14 @@ class Lanes:
             for one in self._found
         )
 
-    def launch(self, op: int, handle: str, wires: Sequence[tuple[Lane, float]], loads: Sequence[float]) -> None:
-        """Queue the rings of a launch, one after the other."""
-        ring, self._quiet = None, 0.0
-        for number, (lane, seconds) in enumerate(wires):
-            load = loads[number] if loads else 0.0
-            ring = _Ring(op, lane, len(self._found), seconds, load, self._now, ring)
+    def launch(self, op: int, handle: str, wire: tuple[Lane, float] | None, load: float) -> None:
+        """Queue the ring of a launch; nothing may travel."""
+        self._quiet = 0.0
+        if wire is not None:
+            lane, seconds = wire
+            ring = self._launched[handle] = _Ring(op, lane, len(self._found), seconds, load, self._now)
             self._found.append(ring)
             self._queues.setdefault(lane, deque()).append(ring)
-        self._last[handle] = ring
 
     def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
         """Compute; leaves no span of no time, unless ``always``."""
@@ -122,7 +118,7 @@ class Lanes:
 
     def wait(self, op: int, handle: str) -> None:
         """Wait until a launch has ended."""
-        ring, (start, after) = self._last[handle], self._now
+        ring, (start, after) = self._launched.get(handle), self._now
         if ring is None:
             return
         self._quiet = 0.0
@@ -175,10 +171,7 @@ class Lanes:
             if not queue or queue[0].start < inf:
                 continue
             ring = queue[0]
-            if ring.needs is not None and not ring.needs.ended:
-                continue
-            ready = ring.launched if ring.needs is None else (ring.needs.end, ring.needs.at)
-            ring.start, ring.after = max(ready, self._free.get(lane, (0.0, None)), key=lambda moment: moment[0])
+            ring.start, ring.after = max(ring.launched, self._free.get(lane, (0.0, None)), key=lambda moment: moment[0])
             ring.end = ring.start + ring.seconds
 
 

@@ -248,16 +248,17 @@ class Replay:
         """Run the lines of a phase; returns what it returns, and leaves its last values in ``values``."""
         names, lines = printed(trace)
         context = names | functions_of(Calls(self.share), self.traces.plan)
-        ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (phase == "backward")}
+        ops = [op for op in self.traces.timeline.ops if op.backward is (phase == "backward")]
+        by_line = {position: op for op in ops for position in op.source}
         with tracectx(trace):
             for line in lines:
                 context.update(line.objects)  # printing names objects anew
-                op = ops.get(line.position)
+                op = by_line.get(line.position)
                 self.watch.next_line()
                 self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
                 self._execute(line, context, values)
                 if op is not None:
-                    self._learn(op, values)
+                    self._learn(op, line.position, values)
                 self._note(phase, line.position, line.code)
         return _returns(trace, values)
 
@@ -268,8 +269,9 @@ class Replay:
             else:
                 exec(line.compiled, context, values)
 
-    def _learn(self, op: Op, values: dict[str, Any]) -> None:
-        """What storages hold, from the line that made or took them."""
+    def _learn(self, op: Op, position: int, values: dict[str, Any]) -> None:
+        """What storages hold, from the line that made or took them: a gradient is gone once it is encoded, and a
+        parameter there once it is decoded."""
         if op.kind is Kind.COMPUTE:
             for name in op.writes:
                 if isinstance(made := values.get(name), Tensor):
@@ -277,10 +279,10 @@ class Replay:
                     allocation.name = allocation.name or name
             return
         plan, timeline = self.traces.plan, self.traces.timeline
-        if op.kind in (Kind.REDUCE, Kind.DEFER):
+        if op.kind in (Kind.REDUCE, Kind.DEFER) and position == min(op.source) and not timeline.continues(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._becomes(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
-        elif op.kind is Kind.WAIT:
+        elif op.kind is Kind.WAIT and position == max(op.source):
             is_gather = timeline.ends(op, Kind.GATHER)
             for name, path in zip(op.writes, op.params, strict=True):
                 became = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT

@@ -13,8 +13,8 @@ from math import isfinite
 from typing import Any
 
 from thunder_zero.plan.policy import Times
-from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.names import label_of
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.cost.lanes import Span
@@ -55,14 +55,14 @@ def _slower_wires(forecast: Estimate, times: Times) -> float:
     """How much longer gathers take than in the forecast."""
     gathers = [at for at, op in enumerate(forecast.timeline.ops) if op.kind is Kind.GATHER]
     nbytes = sum(forecast.timeline.wire_bytes(forecast.timeline.ops[at]) for at in gathers)
-    seconds = sum(ring for at in gathers for _, ring in forecast.costs[at].wires)
+    seconds = sum(wire[1] for at in gathers if (wire := forecast.costs[at].wire))
     return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
 
 
 def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
     """What else holds compute up is part of what was measured."""
-    wires = tuple((lane, seconds * wire) for lane, seconds in cost.wires)
-    return replace(cost, seconds=cost.seconds * compute, wires=wires, loads=(), launch_seconds=0.0, finish_seconds=0.0)
+    scaled = cost.wire and (cost.wire[0], cost.wire[1] * wire)
+    return replace(cost, seconds=cost.seconds * compute, wire=scaled, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
 
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
@@ -70,7 +70,7 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
     wait. Chrome's ``events`` with our labels count; the forecast has no loss and no optimizer."""
     ops = forecast.timeline.ops
     marked = [at for at, op in enumerate(ops) if op.kind in LAUNCHES or op.kind is Kind.WAIT]
-    names = [_label(forecast.timeline, ops[at]) for at in marked]
+    names = [label_of(ops[at], forecast.timeline) for at in marked]
     known = set(names)
     found = sorted(
         (event for event in events if event.get("name") in known and event.get("cat") in (None, "user_annotation")),
@@ -87,11 +87,6 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
         )
     step = dict(zip(marked, found[starts[0] : starts[0] + len(names)], strict=True))
     return replace(forecast, measured=tuple(_placed(forecast, {at: _moments(event) for at, event in step.items()})))
-
-
-def _label(timeline: Timeline, op: Op) -> str:
-    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-    return (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params)
 
 
 def _moments(event: Mapping[str, Any]) -> tuple[float, float]:
@@ -120,7 +115,7 @@ def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> I
             yield Span(stop, Lane.COMPUTE, start, end, None, op.kind is Kind.WAIT)
             if op.kind is Kind.WAIT:
                 launch = timeline.writer[op.reads[0]]
-                lane = next((lane for lane, _ in costs[launch].wires), Lane.SHARD)
+                lane = wire[0] if (wire := costs[launch].wire) else Lane.SHARD
                 yield Span(launch, lane, moments[launch][0] - zero, end)
             now = end
 

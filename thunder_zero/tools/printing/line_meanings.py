@@ -70,7 +70,8 @@ class Row:
     """A line and its meaning.
 
     Attributes:
-        kind: what it does; None for lines outside the schedule (unpacking, the ``del`` of an activation).
+        kind: of its operation; None for lines that have none (unpacking, the ``del`` of an activation, codes).
+        does: what it does: its kind, "encode" or "decode"; "" for lines outside the schedule.
         params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
         gradients: it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
@@ -81,6 +82,7 @@ class Row:
 
     line: SourceLine
     kind: Kind | None
+    does: str
     params: tuple[str, ...]
     gradients: bool
     sent: int | None
@@ -94,9 +96,11 @@ class Row:
         return f"{names} as {self.form}" if self.form else names
 
 
+CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # the other line of an operation
+
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
-    "communication": lambda row: row.kind in (*LAUNCHES, Kind.WAIT),
+    "communication": lambda row: row.does in (*LAUNCHES, Kind.WAIT, *CODES.values()),
 }
 
 
@@ -112,13 +116,18 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
     alive = gathered_bytes(timeline)
     values, gradients = _parameters_in(timeline), _gradients(timeline)
     places: dict[int, list[int]] = {}
+    codes: dict[int, Op] = {}
     for at, op in enumerate(timeline.ops):
         if op.backward is backward:
             places.setdefault(op.source[0], []).append(at)
+            codes |= dict.fromkeys(op.source[1:], op)
     first = min((at for ats in places.values() for at in ats), default=0)
     now = alive[first - 1] if first else 0
     out: list[Row] = []
     for line in lines:
+        if line.position in codes:
+            out.append(_code(line, codes.pop(line.position), timeline, now))
+            continue
         ats = places.pop(line.position, [])
         ops = [timeline.ops[at] for at in ats]
         now = alive[ats[-1]] if ats else now
@@ -129,10 +138,19 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
         of_gradients = reduces or (not read and bool(made))
         kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
-        out.append(Row(line, kind, read or made, of_gradients, sent, deferred, now, ", ".join(sorted(forms))))
+        form = ", ".join(sorted(forms))
+        out.append(Row(line, kind, str(kind or ""), read or made, of_gradients, sent, deferred, now, form))
     if places:
         raise ValueError(f"the timeline has operations at positions {sorted(places)}, but the trace has no lines there")
     return tuple(out)
+
+
+def _code(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
+    """The row of a line that encodes what a launch sends, or decodes what a wait brings."""
+    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+    form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
+    is_gradient = launch.kind is Kind.REDUCE
+    return Row(line, None, CODES[op.kind], op.params, is_gradient, None, 0, gathered, form)
 
 
 def format_of(op: Op, timeline: Timeline) -> str:

@@ -28,15 +28,18 @@ from thunder_zero.tools.printing.words import WIDTH
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
-STYLES = {
+QUIET = "dim"
+STYLES: dict[str, str] = {
     Kind.GATHER: "cyan",
     Kind.WAIT: "blue",
     Kind.COMPUTE: "",
     Kind.FREE: "green",
     Kind.REDUCE: "magenta",
     Kind.DEFER: "magenta",
+    "encode": "yellow",
+    "decode": "yellow",
+    "": QUIET,
 }
-QUIET = "dim"
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
@@ -107,13 +110,13 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *
     labels = fill(parts, [width])
     folded = fold(row.line.code, [columns.code] * len(labels) + [whole])
     code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
-    style = QUIET if row.kind is None or not row.params else STYLES[row.kind]
+    style = STYLES[row.does] if row.params else QUIET
     for number, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
         first = number == 0
         text = left.copy() if left else Text()
         if params or first:
             text.pad_right(columns.code - len(text))
-            text.append(f" {row.kind if row.kind and first else '':{KIND}} {params:{width}}", style)
+            text.append(f" {row.does if first else '':{KIND}} {params:{width}}", style)
         if first:
             text.append(sent, "yellow")
             text.append(f" {size(row.gathered):>{BYTES}}", "bold" if changed else QUIET)
