@@ -33,6 +33,7 @@ from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
+from thunder_zero.plan.mesh import DATA, REPLICATE, SHARD
 from thunder_zero.plan.params import Plan
 
 Make = Callable[[ProcessGroup, int], Transport]
@@ -215,8 +216,9 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 
 def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
     """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
-    several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
-    groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
+    mesh = plan.mesh
+    several = [[SHARD], [REPLICATE], DATA] if mesh.replicate.size > 1 else [[SHARD]]
+    groups = [ProcessGroup(HashStore(), mesh.place(axes), mesh.size(axes)) for axes in several]
     transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]
-    transport = _in_front(transports, plan.world_size, plan.rank)
-    return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)
+    transport = _in_front(transports, mesh.shard.size, mesh.shard.place)
+    return TaggedTransport(transport, model, ProcessGroup(HashStore(), mesh.place(), mesh.size()), announces=False)

@@ -1,7 +1,7 @@
 """Plans each parameter: shape, shard, unit, lifetime. Frozen data.
 
-``make_plan(module, policy, world_size, rank)`` reads the module tree once; later code asks the plan, never the module,
-the stage or the process group. In stage 3 on four ranks::
+``make_plan(module, policy, mesh)`` reads the module tree once; later code asks the plan, never the module, the stage or
+the process group. In stage 3 on four ranks::
 
     h.0.weight, shape (10, 8)    ->    Param("h.0.weight", unit="h.0", sharded=True, resident=False,
                                              kept_unsharded=False, ...)    of whose rows each rank stores three
@@ -21,7 +21,9 @@ from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
 from thunder_zero.plan.formats import embeddings_of, format_of
-from thunder_zero.plan.policy import STAGES, Policy, is_count
+from thunder_zero.plan.geometry import Geometry
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
 
@@ -106,34 +108,34 @@ class Plan:
 
     Attributes:
         policy: what the user asked for.
-        world_size: ranks among which one copy of the model is sharded.
-        rank: one of them.
+        mesh: the ranks that train the model.
         params: the parameters, in the order of ``module.named_parameters()``.
-        replicas: copies of the sharded model (hybrid sharding).
         memory_bytes: of the device, or of the smallest one of all ranks; None: host memory.
     """
 
     policy: Policy
-    world_size: int
-    rank: int
+    mesh: Mesh
     params: tuple[Param, ...]
-    replicas: int = 1
     memory_bytes: int | None = None
 
     def __repr__(self) -> str:
         """A summary; :attr:`params` has the parameters."""
-        copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
+        copies = f", {count} copies of the model" if (count := self.mesh.replicate.size) > 1 else ""
         full = size(sum(param.full_bytes for param in self.params))
         sharded = sum(param.sharded for param in self.params)
         return (
-            f"<Plan of {STAGES[self.policy.stage].name}, rank {self.rank} of {self.world_size}{copies}: "
+            f"<Plan of {STAGES[self.policy.stage].name}, {self.mesh}{copies}: "
             f"{len(self.params)} parameters ({full}), {sharded} of them sharded, in {len(self.units)} units>"
         )
 
     @property
     def ranks(self) -> int:
         """How many ranks train the model."""
-        return self.world_size * self.replicas
+        return self.mesh.size()
+
+    def geometry(self, param: Param) -> Geometry:
+        """Return the shapes and rows of a parameter, and what its gradient is summed over."""
+        return Geometry(param.shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -143,8 +145,7 @@ class Plan:
     @cached_property
     def padded(self) -> tuple[Param, ...]:
         """The parameters whose shards have padding on this rank."""
-        world = self.world_size, self.rank
-        return tuple(param for param in self.params if param.sharded and layout.padding_rows(param.shape[0], *world))
+        return tuple(param for param in self.params if self.geometry(param).padding)
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
@@ -200,9 +201,8 @@ class Plan:
         """
         total = 0
         for param in self.params:
-            rows = layout.shard_shape(param.shape, self.world_size)
             tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
-            total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
+            total += tensors * prod(self.shard_shape(param)) * param.dtype.itemsize
             total += param.full_bytes * param.resident
         return total
 
@@ -224,7 +224,7 @@ class Plan:
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
-        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
+        return self.geometry(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
@@ -234,48 +234,49 @@ class Plan:
         """Bytes that this rank sends to gather the parameter once."""
         if param.gather_format:
             return self.formatted_bytes(param, param.gather_format)
-        sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
+        shard = self.mesh.shard
+        sends = layout.gather_sends(param.shape, shard.size, shard.place) if param.sharded else 0
         return sends * param.compute_dtype.itemsize
 
     def gather_receives(self, param: Param) -> int:
         """Bytes that this rank receives when the parameter is gathered once."""
         if param.gather_format or not param.sharded:
             return self.gather_bytes(param)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        return (prod(param.shape) - own) * param.compute_dtype.itemsize
+        return (prod(param.shape) - self.geometry(param).numel) * param.compute_dtype.itemsize
 
     def reduce_receives(self, param: Param) -> int:
         """Bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows of every
         other rank; an all-reduce receives what it sends."""
-        if not param.sharded or (param.reduce_format and self.replicas == 1):
+        if not param.sharded or (param.reduce_format and self.mesh.replicate.size == 1):
             return self.reduce_bytes(param)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        _, between = self.reduce_sends(param, self.rank)
-        return own * (self.world_size - 1) * param.reduce_dtype.itemsize + between
+        shard = self.mesh.shard
+        _, between = self.reduce_sends(param, shard.place)
+        return self.geometry(param).numel * (shard.size - 1) * param.reduce_dtype.itemsize + between
 
     def formatted_bytes(self, param: Param, form: Int8 | Float8) -> int:
         """Bytes that each rank sends to gather a parameter, or to scatter its gradient, in a format: of all rows that
         are stored, padding included, as the blocks of every rank are alike."""
-        return (self.world_size - 1) * form.nbytes(prod(self.shard_shape(param)))
+        return (self.mesh.shard.size - 1) * form.nbytes(prod(self.shard_shape(param)))
 
     def reduce_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if not param.sharded:
-            return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        return sum(self.reduce_sends(param, self.rank))
+            ranks = self.mesh.size(self.geometry(param).summed_over)
+            return layout.all_reduce_sends(param.shape, ranks) * param.reduce_dtype.itemsize
+        return sum(self.reduce_sends(param, self.mesh.shard.place))
 
     def reduce_sends(self, param: Param, rank: int) -> tuple[int, int]:
         """Bytes that a rank sends to reduce the gradient of a sharded parameter: inside of a copy of the model, and
         between copies. With copies a format is that between them: what is traded, and the means that come back."""
-        itemsize, form = param.reduce_dtype.itemsize, param.reduce_format
-        inside = layout.scatter_sends(param.shape, self.world_size, rank) * itemsize
-        if self.replicas == 1:
+        itemsize, form, copies = param.reduce_dtype.itemsize, param.reduce_format, self.mesh.replicate.size
+        inside = layout.scatter_sends(param.shape, self.mesh.shard.size, rank) * itemsize
+        if copies == 1:
             return inside if form is None else self.formatted_bytes(param, form), 0
         if form is None:
-            rows = (layout.owned_numel(param.shape, self.world_size, rank),)
-            return inside, layout.all_reduce_sends(rows, self.replicas) * itemsize
-        part = -(-prod(self.shard_shape(param)) // self.replicas)
-        return inside, 2 * (self.replicas - 1) * form.nbytes(part)
+            rows = (self.geometry(param).numel_of(rank),)
+            return inside, layout.all_reduce_sends(rows, copies) * itemsize
+        part = -(-prod(self.shard_shape(param)) // copies)
+        return inside, 2 * (copies - 1) * form.nbytes(part)
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -310,24 +311,21 @@ def _is_container(module: nn.Module) -> bool:
     return lists or type(module).__name__ == "Sequential"
 
 
-def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, replicas: int = 1) -> Plan:
+def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
     """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
     Args:
         module: the module to shard.
         policy: how to shard it.
-        world_size: ranks among which one copy of the model is sharded.
-        rank: one of them.
-        replicas: copies of the sharded model.
+        mesh: the ranks that train it, and which one plans.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
 
     Raises:
-        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
-            path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
+        ValueError: a module without parameters, a unit path that is not a submodule, an ignored path that the module
+            does not have, a pattern that fits nothing.
     """
-    _require_world(world_size, rank, replicas)
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
     units = (policy.unit_of or repeated_blocks)(module)
@@ -342,7 +340,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
         _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings)
         for param, paths in names.items()
     )
-    plan = Plan(policy, world_size, rank, params, replicas)
+    plan = Plan(policy, mesh, params)
     _require_units(plan, module)
     return plan
 
@@ -371,15 +369,6 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
             f"nothing to shard or to reduce"
         )
     return names
-
-
-def _require_world(world_size: int, rank: int, replicas: int) -> None:
-    if not (is_count(world_size) and world_size):
-        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
-    if not (is_count(rank) and rank < world_size):
-        raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
-    if not (is_count(replicas) and replicas):
-        raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
 
 
 def _require_units(plan: Plan, module: nn.Module) -> None:

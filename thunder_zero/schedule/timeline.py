@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding
 from thunder_zero.plan.params import Param, Plan
@@ -259,14 +258,13 @@ class Timeline:
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
         """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
         plan = self.plan
+        rows, peers = plan.geometry(param).numel_of(0), plan.mesh.shard.size - 1
         if op.kind is Kind.GATHER:
             sent = param.gather_format is not None and plan.formatted_bytes(param, param.gather_format)
-            rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-            return sent or (plan.world_size - 1) * rows * param.compute_dtype.itemsize, 0
-        rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
+            return sent or peers * rows * param.compute_dtype.itemsize, 0
         inside, between = plan.reduce_sends(param, 0)
-        received = (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # more than it sends
-        return inside if param.reduce_format and plan.replicas == 1 else received, between
+        received = peers * rows * param.reduce_dtype.itemsize  # more than it sends
+        return inside if param.reduce_format and plan.mesh.replicate.size == 1 else received, between
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
         """How a launch sends a parameter, or its gradient."""

@@ -71,7 +71,7 @@ def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
 
 def is_formatted(form: Encoding | None, plan: Plan) -> bool:
     """Whether anything travels in a format: one rank alone sends nothing."""
-    return form is not None and plan.world_size > 1
+    return form is not None and plan.mesh.shard.size > 1
 
 
 def _casts_or_copies(plan: Plan, device: torch.device) -> bool:
@@ -111,7 +111,7 @@ class Wire:
 
     def arrived(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
-        if param.gather_format is None or not self._writes_bytes or self._plan.world_size == 1:
+        if param.gather_format is None or not self._writes_bytes or self._plan.mesh.shard.size == 1:
             return rows
         flat, found = rows.detach().reshape(-1), torch.empty(rows.shape, device=rows.device)
         read(param.gather_format, self._written(param.gather_format, flat), found.view(-1), piece=self._piece)
@@ -123,7 +123,7 @@ class Wire:
         """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
         with padding, are written, too."""
         form = params[0].gather_format
-        if form is not None and self._writes_bytes and self._plan.world_size > 1:
+        if form is not None and self._writes_bytes and self._plan.mesh.shard.size > 1:
             return self._gather_bytes(shards, params, into, form)
         shapes = [param.shape for param in params]
         if self._stages:
@@ -134,7 +134,7 @@ class Wire:
     def _gather_bytes(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None, form: Int8 | Float8
     ) -> Waitable:
-        world = self._plan.world_size
+        world = self._plan.mesh.shard.size
         payloads = []
         for shard, param in zip(shards, params, strict=True):
             rows = self._on_device(shard, param).reshape(-1)
@@ -166,8 +166,7 @@ class Wire:
                 for shard, param in zip(shards, params, strict=True)
             ]
         else:
-            place = self._plan.world_size, self._plan.rank
-            staged = [rows_in(buffer, param, *place) for buffer, param in zip(into, params, strict=True)]
+            staged = [rows_in(buffer, param, self._plan) for buffer, param in zip(into, params, strict=True)]
             for rows, shard, param in zip(staged, shards, params, strict=True):
                 if is_staged(param, self._plan, self._device):
                     rows.copy_(self._on_device(shard, param))
@@ -183,7 +182,7 @@ class Wire:
         of them."""
         form = params[0].reduce_format
         if form is not None and self._writes_bytes:
-            reduce = self._reduce_bytes if self._plan.replicas == 1 else self._reduce_across
+            reduce = self._reduce_bytes if self._plan.mesh.replicate.size == 1 else self._reduce_across
             handle: Waitable = reduce(grads, params, form)
         else:
             start = self.transport.reduce_scatter if params[0].sharded else self.transport.all_reduce
@@ -201,7 +200,7 @@ class Wire:
 
     @outside_autograd
     def _reduce_bytes(self, grads: Sequence[Tensor], params: Sequence[Param], form: Int8) -> Waitable:
-        world = self._plan.world_size
+        world = self._plan.mesh.shard.size
         padded = [
             _padded(grad, layout.padded_shape(param.shape, world)) for grad, param in zip(grads, params, strict=True)
         ]
@@ -241,7 +240,7 @@ class Wire:
         outgoing: dict[int, list[Tensor]] = {rank: [] for rank in ranks if rank != own}
         for parts, param in zip(bucket, params, strict=True):
             self._reduced[param.path] += 1
-            key = f"{param.path} {self._reduced[param.path]} {self._plan.rank} {own}"
+            key = f"{param.path} {self._reduced[param.path]} {self._plan.mesh.shard.place} {own}"
             for rank, payloads in outgoing.items():
                 payloads.append(self._written(form, parts[rank], key))
         incoming = {rank: list(map(torch.empty_like, payloads)) for rank, payloads in outgoing.items()}

@@ -66,15 +66,15 @@ def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
 
 
 def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
-    plan = timeline.plan
-    world, copies = plan.world_size, plan.replicas
+    plan, mesh = timeline.plan, timeline.plan.mesh
+    world, copies = mesh.shard.size, mesh.replicate.size
     params = timeline.params_of(op)
     whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
     sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
     shard, replicate = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
     of_whole = Lane.REPLICATE if copies > 1 else Lane.SHARD
     moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
-    yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
+    yield Ring(of_whole, mesh.batches, 1, whole, 2 * (mesh.batches - 1), Sends.ALL_REDUCE, len(params) - len(sends))
     yield Ring(Lane.SHARD, world, 1, shard, world - 1, moves, len(sends))
     yield Ring(Lane.REPLICATE, copies, world, replicate, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
 
@@ -105,8 +105,8 @@ def _cast_bytes(op: Op, timeline: Timeline) -> int:
         sends, value = timeline.travels_as(op, param), timeline.values.get(name)
         has = value.dtype if value is not None else ""
         rows = prod(plan.shard_shape(param))
-        if sends.block and plan.world_size > 1:
-            there = plan.world_size * rows
+        if sends.block and (world := plan.mesh.shard.size) > 1:
+            there = world * rows
             written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
             total += written * itemsize(has or "float32") + sends.nbytes(written) + sends.nbytes(read)
             total += read * param.compute_dtype.itemsize if op.kind is Kind.GATHER else rows * param.dtype.itemsize
@@ -247,7 +247,7 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
-        one_wire = timeline.plan.world_size > device.devices_per_node
+        one_wire = timeline.plan.mesh.shard.size > device.devices_per_node
         cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
