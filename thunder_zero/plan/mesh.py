@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from thunder_zero.plan.policy import is_count
@@ -38,7 +39,7 @@ class Axis:
     place: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """The ranks that train a model, as one of them sees them.
 
@@ -76,17 +77,17 @@ class Mesh:
     def _axis(self, name: str) -> Axis:
         return next((axis for axis in self.axes if axis.name == name), Axis(name, 1, 0))
 
-    @property
+    @cached_property
     def shard(self) -> Axis:
         """The ranks that share a copy of the model: each owns some rows."""
         return self._axis(SHARD)
 
-    @property
+    @cached_property
     def replicate(self) -> Axis:
         """The copies of the model: each has all rows."""
         return self._axis(REPLICATE)
 
-    @property
+    @cached_property
     def batches(self) -> int:
         """How many ranks compute with batches of their own: the mean gradient is the sum divided by this."""
         return self.size(DATA)
