@@ -75,7 +75,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, losses_of: Losses,
 
 def layouts_of(module: nn.Module, stage: int, rows: int) -> dict[int, list[Rows]]:
     """Which rank holds what, by number of ranks."""
-    plans = {count: tz.schedule.make_plan(module, tz.Policy(stage), count, rank=0) for count in LAYOUTS}
+    plans = {count: tz.schedule.make_plan(module, tz.Policy(stage), tz.schedule.Mesh.of(count)) for count in LAYOUTS}
     even = rounded_up(rows, max(LAYOUTS))
     return {count: [rows_of_batch(even, count), *rows_of_plan(plan)] for count, plan in plans.items()}
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero.plan import layout
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.printing.line_meanings import format_timeline
@@ -73,10 +72,9 @@ def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx
 
 
 def own_rows(full: Tensor, param: tz.schedule.Param, plan: Plan) -> Tensor:
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    rows = torch.zeros(plan.shard_shape(param))
-    rows[: stop - start] = full[start:stop]
-    return rows
+    shard, rows = torch.zeros(plan.shard_shape(param)), full[plan.geometry(param).rows]
+    shard[: len(rows)] = rows
+    return shard
 
 
 def shard(plan: Plan, module: nn.Module) -> dict[str, Tensor]:
@@ -84,10 +82,14 @@ def shard(plan: Plan, module: nn.Module) -> dict[str, Tensor]:
     return {param.path: own_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
 
 
+def rows_of_ranks(param: tz.schedule.Param, plan: Plan) -> list[slice]:
+    return [plan.geometry(param).rows_of(rank) for rank in range(plan.mesh.shard.size)]
+
+
 def show_shards(plan: Plan) -> None:
     lines = [
         f"{param.path:<11}  unit {param.unit:<4}  {param.shape!s:<6} -> {plan.shard_shape(param)!s:<6}  rows "
-        + ", ".join("{}:{} on rank {}".format(*layout.row_range(param.shape[0], 2, rank), rank) for rank in (0, 1))
+        + ", ".join(f"{rows.start}:{rows.stop} on rank {rank}" for rank, rows in enumerate(rows_of_ranks(param, plan)))
         for param in plan.params
     ]
     show("2. The plan: each parameter and its shard", "\n".join(lines))
@@ -209,7 +211,7 @@ class BothRanks(DryRuntime):
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Done:
         means = [(grad + grad) / 2 for grad in grads]
-        chunks = [layout.stored_rows(mean.shape[0], self.plan.world_size) for mean in means]
+        chunks = [self.plan.shard_shape(self.plan.by_name[path])[0] for path in paths]
         return Done(tuple(mean[:chunk] for mean, chunk in zip(means, chunks, strict=True)))
 
 
@@ -228,10 +230,9 @@ def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grad
     expected.sum().backward()
     torch.testing.assert_close(output, expected)
     for param in plan.params:
-        start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
         grad = module.get_parameter(param.path).grad
         assert grad is not None
-        torch.testing.assert_close(grads[param.path], grad[start:stop])
+        torch.testing.assert_close(grads[param.path], grad[plan.geometry(param).rows])
     show(
         "11. The numbers are right",
         "the output equals the plain module's, and each gradient equals this rank's rows of its gradient",
@@ -290,7 +291,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def one_process() -> None:
     torch.manual_seed(0)
     module, x = TwoLayers(), torch.randn(6, 4)
-    plan, other = (tz.schedule.make_plan(module, POLICY, WORLD_SIZE, rank) for rank in range(WORLD_SIZE))
+    plan, other = (
+        tz.schedule.make_plan(module, POLICY, tz.schedule.Mesh.of(WORLD_SIZE, rank)) for rank in range(WORLD_SIZE)
+    )
     shards = shard(plan, module)
     executor = ZeroExecutor(plan, BothRanks(plan, shard(other, module)))
     jitted = thunder.jit(module, executors=[executor])

@@ -34,7 +34,6 @@ from fsdp_by_hand import (
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero.plan import layout
 from thunder_zero.schedule import passes
 from thunder_zero.traces.insert import facts_of, module_inputs
 from thunder_zero.traces.lift import emit, lift
@@ -51,19 +50,21 @@ BATCH_ROWS = 6  # on each rank
 
 
 def own_part(batch: Tensor, plan: tz.schedule.Plan) -> Tensor:
-    return batch.chunk(plan.world_size)[plan.rank]
+    return batch.chunk(plan.mesh.shard.size)[plan.mesh.shard.place]
 
 
 def rows_in_words(param: tz.schedule.Param, plan: tz.schedule.Plan) -> str:
     """Such as "rows 3:5 and 1 of zeros"."""
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    zeros = layout.padding_rows(param.shape[0], plan.world_size, plan.rank)
-    return (f"rows {start}:{stop}" if start < stop else "no rows") + (f" and {zeros} of zeros" if zeros else "")
+    rows, zeros = plan.geometry(param).rows, plan.geometry(param).padding
+    return (f"rows {rows.start}:{rows.stop}" if rows.start < rows.stop else "no rows") + (
+        f" and {zeros} of zeros" if zeros else ""
+    )
 
 
 def holdings(plan: tz.schedule.Plan, shards: Mapping[str, Tensor]) -> str:
-    first = plan.rank * BATCH_ROWS
-    lines = [f"rank {plan.rank}", f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
+    rank = plan.mesh.shard.place
+    first = rank * BATCH_ROWS
+    lines = [f"rank {rank}", f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
     for param in plan.params:
         lines.append(f"  {param.path:<11}  {tuple(shards[param.path].shape)!s:<6}  {rows_in_words(param, plan)}")
     return "\n".join(lines)
@@ -143,18 +144,18 @@ class RealRanks(DryRuntime):
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
         self.launched["gathers"] += 1
         rows = [self.plan.by_name[path].shape[0] for path in paths]  # without the padding
-        parts = [[torch.empty_like(own) for _ in range(self.plan.world_size)] for own in shards]
+        parts = [[torch.empty_like(own) for _ in range(self.plan.mesh.shard.size)] for own in shards]
         works = [dist.all_gather(into, own.detach(), async_op=True) for into, own in zip(parts, shards, strict=True)]
         return UnderWay(works, lambda: tuple(torch.cat(all_)[:n] for all_, n in zip(parts, rows, strict=True)))
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
         """A reduce-scatter is one sum per rank, of that rank's rows; only that rank gets it. Here, the mean."""
         self.launched["reductions"] += 1
-        params, world_size = [self.plan.by_name[path] for path in paths], self.plan.world_size
-        plans = [replace(self.plan, rank=rank) for rank in range(world_size)]
+        params, world_size = [self.plan.by_name[path] for path in paths], self.plan.mesh.shard.size
+        plans = [replace(self.plan, mesh=tz.schedule.Mesh.of(world_size, rank)) for rank in range(world_size)]
         parts = [[own_rows(grad, param, plan) for plan in plans] for grad, param in zip(grads, params, strict=True)]
         works = [dist.reduce(part, dst=rank, async_op=True) for each in parts for rank, part in enumerate(each)]
-        return UnderWay(works, lambda: tuple(each[self.plan.rank] / world_size for each in parts))
+        return UnderWay(works, lambda: tuple(each[self.plan.mesh.shard.place] / world_size for each in parts))
 
 
 # The loss is the mean over the batch. All ranks have as many rows of it, so the mean over ranks of their gradients is
@@ -227,7 +228,7 @@ class Report:
 def report_of(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     module, batch = TwoLayers(), torch.randn(BATCH_ROWS * world_size, 4)
-    plan = tz.schedule.make_plan(module, POLICY, world_size, rank)
+    plan = tz.schedule.make_plan(module, POLICY, tz.schedule.Mesh.of(world_size, rank))
     shards, x, runtime = shard(plan, module), own_part(batch, plan), RealRanks(plan)
     executor = ZeroExecutor(plan, runtime)
     traces = traces_of(module, x, executor)

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 import thunder_zero as tz
-from thunder_zero.plan import layout
 
 CELLS = 48  # characters that a tensor's rows are drawn with
 
@@ -47,14 +46,15 @@ def rows_of_plan(plan: tz.schedule.Plan, *, stepped: bool = False) -> list[Rows]
     With ``stepped``, the rows that each rank's optimizer steps: in ZeRO-1 every rank has all rows, and steps its own.
     """
 
-    def owners(rows: int) -> tuple[tuple[int, int], ...]:
-        return tuple(layout.row_range(rows, plan.world_size, rank) for rank in range(plan.world_size))
+    def owners(param: tz.schedule.Param) -> tuple[tuple[int, int], ...]:
+        rows = map(plan.geometry(param).rows_of, range(plan.mesh.shard.size))
+        return tuple((of_rank.start, of_rank.stop) for of_rank in rows)
 
     return [
         Rows(
             param.path,
             param.shape[0] if param.shape else 1,
-            owners(param.shape[0]) if param.sharded and (stepped or not param.resident) else (),
+            owners(param) if param.sharded and (stepped or not param.resident) else (),
         )
         for param in plan.params
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 import thunder_zero as tz  # before thunder
-from thunder_zero.plan import layout
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Timeline
 
@@ -19,11 +18,7 @@ def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:
     stored = {param: param.dtype.itemsize * prod(plan.shard_shape(param)) for param in plan.params}
     own = sum(nbytes for param, nbytes in stored.items() if param.is_cast or not param.resident)
     full = sum(param.full_bytes for param in plan.params if param.resident)
-    stepped = sum(
-        param.dtype.itemsize
-        * layout.owned_numel(param.shape, *((plan.world_size, plan.rank) if param.sharded else (1, 0)))
-        for param in plan.params
-    )
+    stepped = sum(param.dtype.itemsize * plan.geometry(param).numel for param in plan.params)
     return {"parameters": own + full, "gradients": sum(stored.values()), "optimizer": values * stepped}
 
 
@@ -37,7 +32,7 @@ def foreseen_at_peak(timeline: Timeline) -> int:
     most = gradients = 0
     for op, parameters in zip(timeline.ops, gathered_bytes(timeline), strict=True):
         gradients += sum(timeline.values[value].nbytes for value in op.writes if value in reduced)
-        if timeline.plan.world_size == 1:
+        if timeline.plan.mesh.shard.size == 1:
             parameters = 0
         elif op.kind is tz.schedule.Kind.REDUCE:
             gradients += timeline.values[op.writes[0]].nbytes

@@ -153,7 +153,7 @@ class Trainer:
 def by_formula(plan: tz.schedule.Plan, stage: int) -> dict[str, float]:
     """The same, by the stage's formula: what is sharded takes 1 / W."""
     model = sum(param.full_bytes for param in plan.params)
-    share = model / plan.world_size
+    share = model / plan.mesh.shard.size
     return {
         "parameters": model if stage < 2 else share,
         "gradients": model if stage < 1 else share,
@@ -181,7 +181,7 @@ def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
     """Print the figures and draw the loss."""
     options, ranks, traces = trainer.options, trainer.ranks, tz.traces_of(trainer.model)
     plan, held, expected = traces.plan, trainer.held(), by_formula(traces.plan, options.stage)
-    uneven = [param for param in plan.params if param.sharded and param.shape[0] % plan.world_size]
+    uneven = [param for param in plan.params if param.sharded and param.shape[0] % plan.mesh.shard.size]
     resting, planned = trainer.buffers + held["parameters"] + held["momentum"], foreseen_at_peak(traces.timeline)
     by_peak_formula = trainer.buffers + expected["parameters"] + expected["momentum"] + planned
     rows = [

@@ -26,7 +26,7 @@ from tensor_memory import bytes_held, parameters_of
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
-from thunder_zero.schedule import Plan, make_plan
+from thunder_zero.schedule import Mesh, Plan, make_plan
 
 import thunder
 
@@ -150,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)
         policies = [tz.Policy(stage, replicated=("*.bias",)) for stage in (options.stage, 0)]
-        plan_of_run, replicated = (make_plan(module, policy, ranks.world_size, ranks.rank) for policy in policies)
+        mesh = Mesh.of(ranks.world_size, ranks.rank)
+        plan_of_run, replicated = (make_plan(module, policy, mesh) for policy in policies)
         model = thunder.jit(module, transforms=[tz.ZeroTransform(policies[0])])
         optimizer = optimizer_of(options.optimizer, list(model.parameters()))
         losses = train(model, optimizer, options, ranks)

@@ -92,7 +92,9 @@ def dry_run(preset: Preset, world_size: int, micro_batches: int) -> dict[int, di
         module = AlibiGPT(preset.model)
     stages = {}
     for stage in range(4):
-        plan = tz.schedule.make_plan(module, tz.Policy(stage, mixed_precision=PRECISION), world_size, rank=0)
+        plan = tz.schedule.make_plan(
+            module, tz.Policy(stage, mixed_precision=PRECISION), tz.schedule.Mesh.of(world_size)
+        )
         held = at_rest(plan, values=2)  # AdamW's two means
         stages[stage] = held | {"at rest": sum(held.values()), "sent in a step": sum(sent_in_step(plan, micro_batches))}
     return stages

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.pairwise import PairwiseGloo
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 
 WORLD_SIZES = (2, 4)
 ROUNDS, PHASES = 10, 50

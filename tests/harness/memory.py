@@ -30,6 +30,7 @@ from tests.harness.models import (
 )
 from tests.harness.timelines import in_flight_bytes
 from tests.harness.traced import fuser
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
@@ -127,7 +128,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
     """Take some training steps; return what is alive in the last one, and after an inference."""
     plain = fresh(case.kind)
     options = fuser("thunder") if case.fused else {}
-    with watched(make_plan(plain, case.policy, world_size, rank)) as watch:
+    with watched(make_plan(plain, case.policy, Mesh.of(world_size, rank))) as watch:
         model = sharded(plain, case.policy, **options)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         for step in range(STEPS):
@@ -190,7 +191,7 @@ def eager(case: Case, world_size: int) -> tuple[list[Tensor], nn.Module]:
 def check_numbers(ranks: list[dict[str, Any]], case: Case) -> None:
     outputs, model = eager(case, len(ranks))
     tolerance = 3e-2 if case.autocast else 1e-5
-    plan = make_plan(model, case.policy, len(ranks), 0)
+    plan = make_plan(model, case.policy, Mesh.of(len(ranks)))
     for result, y in zip(ranks, outputs, strict=True):
         assert error(result["y"], y) < tolerance
     for param in plan.params:

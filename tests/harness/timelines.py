@@ -14,7 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 from thunder_zero.plan.layout import is_sharded
-from thunder_zero.plan.params import SHARD, Param, Plan
+from thunder_zero.plan.mesh import SHARD, Mesh
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 
@@ -216,7 +217,7 @@ def model(
     for path in paths:
         special: dict[str, object] = {"shape": (1,), **fields.get(path.replace(".", "_"), {})}
         params.append(make_param(path, unit=path.split(".")[0], policy=policy, **special))  # type: ignore[arg-type]
-    return lifted(Plan(policy, 2, 0, tuple(params), replicas), all_uses, training=training)
+    return lifted(Plan(policy, Mesh.of(2, replicas=replicas), tuple(params)), all_uses, training=training)
 
 
 def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
@@ -255,7 +256,7 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
     inputs = {"x": None, **{f"t_{path}": path for path in paths}}
     outputs = tuple(name for name in values if name.startswith("out"))
     ops.append(Op(Kind.COMPUTE, (*outputs, ops[-1].writes[0]), (), backward=backward, source=(len(ops),)))
-    return Timeline(tuple(ops), values, Plan(policy, 2, 0, params), inputs)
+    return Timeline(tuple(ops), values, Plan(policy, Mesh.of(2), params), inputs)
 
 
 @st.composite
@@ -282,7 +283,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
             if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
                 fields |= {"kept_unsharded": True}
             params.append(make_param(f"u{unit}.p{number}", shape, f"u{unit}" if unit else "", policy, **fields))
-    plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params), draw(st.sampled_from((1, 1, 3))))
+    mesh = Mesh.of(draw(st.integers(1, 8)), replicas=draw(st.sampled_from((1, 1, 3))))
+    plan = Plan(policy, mesh, tuple(params))
     paths = [param.path for param in params]
     order = [path for path in paths if draw(st.integers(0, 5)) > 0]  # the others are not used
     for _ in range(draw(st.integers(0, 3))):  # ties
@@ -325,8 +327,9 @@ def with_cheap(timeline: Timeline, which: int) -> Timeline:
 
 
 def with_rank(timeline: Timeline, rank: int) -> Timeline:
-    """The same timeline seen from another rank."""
-    return replace(timeline, plan=replace(timeline.plan, rank=rank))
+    """The same timeline seen from another rank, counted around."""
+    ranks, copies = timeline.plan.mesh.shard.size, timeline.plan.mesh.replicate.size
+    return replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(ranks, rank % ranks, copies)))
 
 
 def with_policy(timeline: Timeline, **fields: object) -> Timeline:

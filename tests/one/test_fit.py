@@ -169,7 +169,7 @@ def test_prices_decide() -> None:
 def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     options = fuser() if fused else {}
-    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), **options)
+    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2), **options)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         found, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)

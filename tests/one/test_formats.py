@@ -15,6 +15,7 @@ from tests.harness.errors import says
 from tests.harness.traced import traced
 from thunder_zero.comm.blocks import PIECE, read, write
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,7 +114,7 @@ class Net(nn.Module):
 
 
 def formatted(**fields: object) -> dict[str, str]:
-    plan = make_plan(Net(), replace(tz.ZERO3, **fields), 2, 0)  # type: ignore[arg-type]
+    plan = make_plan(Net(), replace(tz.ZERO3, **fields), Mesh.of(2))  # type: ignore[arg-type]
     return {
         param.path: f"{param.gather_format}, {param.reduce_format}"
         for param in plan.params

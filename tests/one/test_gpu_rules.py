@@ -25,6 +25,7 @@ from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import save
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
 from thunder_zero.sharded.dtensors import part_of
 from thunder_zero.sharded.initial_values.data import Cuts, PlainModel, names_of
@@ -134,7 +135,7 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
     """Rows are cut where the values are: with cpu_offload only one full value at a time may be on the device, not all
     shards. ZeRO-1's full parameters are at rest there."""
     module = fresh(Mlp, 4, 1)
-    plan = make_plan(module, tz.Policy(stage, cpu_offload=True), 2, 0)
+    plan = make_plan(module, tz.Policy(stage, cpu_offload=True), Mesh.of(2))
     ranks: Any = mock.Mock(world=two_fake_ranks, shard_group=two_fake_ranks)
     cuts = Cuts(PlainModel(module, plan, ranks, META, names_of(module)), are_read=False)
     cut = {param.path: cuts.cut(module.get_parameter(param.path).detach(), param.path) for param in plan.params}

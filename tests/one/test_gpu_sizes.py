@@ -15,7 +15,7 @@ import thunder_zero as tz
 from examples.bench.model import Size, make_model
 from tests.harness.tiers import slow
 from thunder_zero.plan.sizes import Sizes
-from thunder_zero.schedule import make_plan
+from thunder_zero.schedule import Mesh, make_plan
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.forecast.figures import Holds
 
@@ -72,7 +72,7 @@ def test_with_nothing_kept_backward_holds_three_blocks(buckets: int, dtype: torc
         module, tokens = make_model(SMALL), torch.zeros(1, SMALL.tokens, dtype=torch.long)
     precision = tz.MixedPrecision(dtype, dtype)
     policy = replace(tz.ZERO3, reshard_after_forward=True, prefetch=1, mixed_precision=precision)
-    block = tz.schedule.make_plan(module, policy, 8, 0).largest_block_bytes
+    block = make_plan(module, policy, Mesh.of(8)).largest_block_bytes
     policy = replace(policy, bucket_bytes=block // buckets, in_flight_bytes=2 * block)
     traces = tz.trace(module, tokens, policy=policy, world_size=8)
     kinds = (Holds.GATHERED, Holds.FULL_GRADIENT)
@@ -102,7 +102,7 @@ def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
 
 def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
     with torch.device("meta"):
-        plan = make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), 8, 0)
+        plan = make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), Mesh.of(8))
     unit, head = plan.unit_bytes["blocks.0"], 2 * SIZE.width * SIZE.vocabulary
     numel = sum(math.prod(param.shape) for param in plan.params)
     assert plan.state_bytes == 4 * 4 * numel // 8  # parameters, gradients and AdamW's two states

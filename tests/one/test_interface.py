@@ -22,6 +22,7 @@ from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Policy
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule import Kind, Op, Timeline
 from thunder_zero.sharded.sharded_model import sharded_model
@@ -177,7 +178,7 @@ def travelling(policy: Policy) -> list[set[str]]:
 
 
 def sharded(policy: Policy) -> set[str]:
-    return {param.path for param in make_plan(Net(), policy, 4, 0).params if param.sharded}
+    return {param.path for param in make_plan(Net(), policy, Mesh.of(4)).params if param.sharded}
 
 
 def most_ahead(policy: Policy) -> int:

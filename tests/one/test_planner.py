@@ -23,7 +23,7 @@ from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
 from thunder_zero.tools.planner.plan_training import best_of
 from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
-from thunder_zero.tools.planner.training_plan import Mesh, PlanRow, code_of, reason_of
+from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -52,12 +52,19 @@ def programs() -> SubjectPrograms:
 
 
 # Four ranks do not divide six rows.
-CASES = [(0, "none", Mesh(1, 2)), (1, "cheap", Mesh(1, 4)), (2, "units", Mesh(1, 2)), (3, "cheap", Mesh(2, 4))]
+CASES = [
+    (0, "none", MeshShape(1, 2)),
+    (1, "cheap", MeshShape(1, 4)),
+    (2, "units", MeshShape(1, 2)),
+    (3, "cheap", MeshShape(2, 4)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute", "mesh"), CASES, ids=str)
-def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, recompute: str, mesh: Mesh) -> None:
+def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(
+    stage: int, recompute: str, mesh: MeshShape
+) -> None:
     policy = programs().policy(stage, recompute)
     on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
     traces = traced(model, SHAPE, policy, **on)
@@ -204,7 +211,7 @@ def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: A
     }
     nbytes = dict.fromkeys(("needed_bytes", "peak_bytes", "at_rest_bytes"), needed << 30)
     rest = {"by_kind": kinds, "seconds": 1.0, "tokens_per_second": tokens, **nbytes}
-    return PlanRow(stage=stage, mesh=Mesh(1, shards), **{**figures, **rest, **other})
+    return PlanRow(stage=stage, mesh=MeshShape(1, shards), **{**figures, **rest, **other})
 
 
 def reason(*rows: PlanRow, batch: int = 1) -> str:
@@ -259,7 +266,7 @@ def test_models_by_name_have_their_parameters() -> None:
 
 def test_the_code_of_a_model_by_name_makes_it() -> None:
     policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
-    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", length=16).build)
+    code = code_of(replace(row(3, 1), mesh=MeshShape(2, 8)), policy, subject_of("llama3-8b", length=16).build)
     names = pasted(code)
     assert names["policy"].stage == 3
     assert callable(names["init_device_mesh"])

@@ -60,10 +60,13 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/encoding.py",  IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("plan/encoding plan/precision")),
     Room("plan/policy.py",    TYPES,  NOT,     NOT,     rooms("plan/formats plan/precision")),
+    Room("plan/mesh.py",      NOT,    NOT,     NOT,     rooms("plan/policy")),
+    Room("plan/geometry.py",  NOT,    NOT,     NOT,     rooms("plan/layout plan/mesh")),
     Room("plan/sizes.py",     NOT,    NOT,     NOT,     rooms("plan/policy")),
     Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("plan/amounts plan/encoding plan/formats "
-                                                              "plan/layout plan/policy plan/precision plan/sizes")),
-    Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/layout plan/params")),
+                                                              "plan/geometry plan/layout plan/mesh plan/policy "
+                                                              "plan/precision plan/sizes")),
+    Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("plan")),
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
@@ -213,6 +216,27 @@ def test_a_room_imports_only_what_it_may() -> None:
     assert faults("plan/policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
     assert faults("traces/lift.py", "import torch, thunder\nfrom thunder_zero.traces.symbols import x") == []
     assert [fault for path, source in sources(PACKAGE, PACKAGE).items() for fault in faults(path, source)] == []
+
+
+SHARD_ARITHMETIC = "thunder_zero.plan.layout"
+COUNTING = {  # transports know shapes and their own group, no plan; a TrainingPlan has a world size of its own
+    *("comm/native.py", "comm/pairwise.py", "sharded/wire.py", "tools/planner/training_plan.py"),
+}
+
+
+def counts_ranks(source: str) -> list[str]:
+    """Where a source asks a plan for a number of ranks, or the arithmetic of rows, instead of a geometry."""
+    asked = {"world_size", "rank", "replicas"}
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in asked)
+    found = [ast.unparse(node) for node in nodes if ast.unparse(node.value).rpartition(".")[2] in ("plan", "_plan")]
+    return found + [name for name, _ in imports_of(source) if name.startswith(SHARD_ARITHMETIC)]
+
+
+def test_the_plan_alone_counts_ranks() -> None:
+    assert counts_ranks("a = self._plan.world_size + plan.mesh.shard.size") == ["self._plan.world_size"]
+    assert counts_ranks("from thunder_zero.plan import layout") == [SHARD_ARITHMETIC]
+    found = {path: counts_ranks(text) for path, text in sources(PACKAGE, PACKAGE).items()}
+    assert {path for path, names in found.items() if names and not path.startswith("plan/")} == COUNTING
 
 
 def test_a_room_reads_only_rooms_above_its_row_and_the_listing_has_their_order() -> None:

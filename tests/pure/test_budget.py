@@ -51,7 +51,7 @@ def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
     shapes: dict[str, dict[str, object]] = {
         f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
     }
-    search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)
+    search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)  # type: ignore[arg-type]
     every = [
         search.candidate(chosen(dict(zip(units, one, strict=True)), search.sized[0]))
         for one in product((PLAIN, KEPT), repeat=UNITS)

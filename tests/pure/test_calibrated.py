@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
@@ -100,7 +101,7 @@ def reduce_of(*, sharded: bool) -> Timeline:
         Op(Kind.WAIT, ("fut",), ("mv", "mw"), ("v", "w")),
         Op(Kind.COMPUTE, ("mv", "mw"), work=Work.NONE),
     )
-    return Timeline(ops, {"x": Value(4, "float32")}, Plan(Policy(3), 2, 0, params))
+    return Timeline(ops, {"x": Value(4, "float32")}, Plan(Policy(3), Mesh.of(2), params))
 
 
 def test_a_launch_and_a_wait_hold_compute_up() -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param, model, program, split, timelines
-from thunder_zero.plan.params import ALL, REPLICATE, Plan
+from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
@@ -30,7 +31,7 @@ from thunder_zero.tools.cost.costs import (
 from thunder_zero.tools.cost.estimate import simulate, step_time
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
 
-PLAN = Plan(Policy(3), 2, 0, ())
+PLAN = Plan(Policy(3), Mesh.of(2), ())
 SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
     "one",
     {"float32": 1.0},
@@ -99,7 +100,7 @@ def test_the_figures_of_a_step() -> None:
 def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fields: object) -> tuple[Op, Timeline]:
     param = make_param("w", shape, "", Policy(3), dtype=torch.bfloat16, **fields)
     op = Op(kind, ("g",), ("fut",), ("w",))
-    return op, Timeline((op,), {}, Plan(Policy(3), world, 0, (param,), copies))
+    return op, Timeline((op,), {}, Plan(Policy(3), Mesh.of(world, replicas=copies), (param,)))
 
 
 def test_the_ring_of_a_launch() -> None:
@@ -204,7 +205,7 @@ def test_a_launch_takes_the_traffic_of_its_casts() -> None:
     for kind, reads, numel in ((Kind.GATHER, "float32", 4), (Kind.REDUCE, "bfloat16", 8)):
         launch = Op(kind, ("given",), ("handle",), ("w",))
         for fields, dtype, traffic in ((half, reads, numel * 6), ({}, "float32", 0)):
-            plan = Plan(Policy(3), 2, 0, (make_param("w", (8,), "", Policy(3), **fields),))
+            plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
             (cost,) = costs_of(Timeline((launch,), {"given": Value(numel * 4, dtype)}, plan), SECOND)
             assert (cost.traffic_bytes, cost.launch_seconds) == (traffic, traffic), (kind, dtype)
 

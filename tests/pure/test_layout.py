@@ -5,10 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thunder_zero.plan import layout
+from thunder_zero.plan.geometry import Geometry, cut_rows
+from thunder_zero.plan.mesh import DATA, REPLICATE, SHARD, Axis, Mesh
 
 ROWS = st.integers(1, 100)
 WORLD = st.integers(1, 16)
@@ -59,3 +62,81 @@ def test_fewer_rows_than_ranks_leaves_the_last_ranks_with_padding_only() -> None
     assert layout.shard_shape((2, 3), 4) == (1, 3)
     assert [layout.gather_sends((2, 3), 4, rank) for rank in range(4)] == [9, 9, 0, 0]  # own 3 elements, to 3 others
     assert [layout.scatter_sends((2, 3), 4, rank) for rank in range(4)] == [3, 3, 6, 6]  # what others own
+
+
+# On meshes
+
+ONE, TWO, FOUR = Mesh.of(1), Mesh.of(2, 1), Mesh.of(4, 2)
+COPIES = Mesh.of(2, 1, replicas=3, copy=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "is_cut", "at_rest", "gathered", "rows", "stored", "padding", "numel", "copies", "divisor"),
+    [
+        ((5, 3), ONE, True, (5, 3), (5, 3), slice(0, 5), slice(0, 5), 0, 15, 1, 1),
+        ((5, 3), TWO, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 1, 2),
+        ((5, 3), FOUR, True, (2, 3), (8, 3), slice(4, 5), slice(4, 6), 1, 3, 1, 4),
+        ((5, 3), COPIES, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 3, 6),
+        ((2,), FOUR, True, (1,), (4,), slice(2, 2), slice(2, 3), 1, 0, 1, 4),
+        ((5, 3), TWO, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 2, 2),
+        ((5, 3), COPIES, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 6, 6),
+        ((), COPIES, False, (), (), slice(None), slice(None), 0, 1, 6, 6),
+    ],
+)
+def test_the_geometry_of_a_parameter(
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    is_cut: bool,
+    at_rest: tuple[int, ...],
+    gathered: tuple[int, ...],
+    rows: slice,
+    stored: slice,
+    padding: int,
+    numel: int,
+    copies: int,
+    divisor: int,
+) -> None:
+    found = Geometry(shape, mesh, is_cut)
+    assert (found.in_compute, found.at_rest, found.gathered) == (shape, at_rest, gathered)
+    assert (found.rows, found.stored_rows, found.padding, found.numel) == (rows, stored, padding, numel)
+    assert (found.copies, found.summed_over, found.divisor) == (copies, ("replicate", "shard"), divisor)
+    assert found.is_spread == (is_cut and mesh.shard.size > 1)
+
+
+@given(SHAPES, WORLD, st.integers(1, 4))
+def test_ranks_of_a_mesh_store_each_element_as_often_as_there_are_copies(
+    shape: tuple[int, ...], world_size: int, replicas: int
+) -> None:
+    meshes = [Mesh.of(world_size, rank, replicas, copy=copy) for copy in range(replicas) for rank in range(world_size)]
+    found = [cut_rows(shape, mesh) for mesh in meshes]
+    assert [mesh.place() for mesh in meshes] == list(range(world_size * replicas))
+    assert sum(each.numel for each in found) == prod(shape) * found[0].copies
+    assert [each.numel for each in found] == [found[0].numel_of(mesh.shard.place) for mesh in meshes]
+
+
+def test_an_axis_that_is_not_a_data_axis_neither_cuts_rows_nor_divides_gradients() -> None:
+    mesh = Mesh((Axis("tensor", 5, 4), *COPIES.axes))
+    found, alone = Geometry((5, 3), mesh, is_cut=True), Geometry((5, 3), COPIES, is_cut=True)
+    assert (found.at_rest, found.rows, found.divisor) == (alone.at_rest, alone.rows, alone.divisor)
+    assert (found.copies, mesh.size(), mesh.place()) == (15, 30, 4 * 6 + 5)
+
+
+def test_a_mesh_counts_ranks_along_some_of_its_axes() -> None:
+    assert [COPIES.size(axes) for axes in ([SHARD], [REPLICATE], DATA, [], ["tensor"], None)] == [2, 3, 6, 1, 1, 6]
+    assert [COPIES.place(axes) for axes in ([SHARD], [REPLICATE], DATA, [], ["tensor"], None)] == [1, 2, 5, 0, 0, 5]
+    assert (COPIES.shard, COPIES.replicate) == (Axis("shard", 2, 1), Axis("replicate", 3, 2))
+    assert Mesh(()).shard == Axis("shard", 1, 0)
+    assert str(COPIES) == "rank 1 of 2"
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        ((0,), "world_size is 0; give the number of ranks, at least 1"),
+        ((2, 2), "rank is 2; with world_size=2 it must be 0 to 1"),
+        ((2, 0, 0), "replicas is 0; give the number of copies of the sharded model, at least 1"),
+    ],
+)
+def test_a_mesh_refuses_what_is_out_of_range(world: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Mesh.of(*world)

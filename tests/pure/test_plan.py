@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import ROOT, Plan, make_plan, repeated_blocks
 from thunder_zero.plan.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.plan.precision import MixedPrecision
@@ -56,7 +57,7 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.
 
 @cache
 def of_gpt(tied: bool = True) -> Plan:
-    return make_plan(on_meta(lambda: gpt(tied)), ZERO3, 2, 0)
+    return make_plan(on_meta(lambda: gpt(tied)), ZERO3, Mesh.of(2))
 
 
 @pytest.mark.parametrize(
@@ -84,17 +85,17 @@ def test_each_parameter_belongs_to_one_unit_and_what_is_outside_to_the_root_unit
 
 def test_a_unit_rule_of_ones_own_and_the_innermost_unit_wins() -> None:
     policy = replace(ZERO3, unit_of=lambda module: ("transformer", "transformer.h.1"))
-    params = make_plan(on_meta(gpt), policy, 2, 0).by_name
+    params = make_plan(on_meta(gpt), policy, Mesh.of(2)).by_name
     assert params["transformer.h.1.norm.weight"].unit == "transformer.h.1"
     assert params["transformer.h.0.norm.weight"].unit == "transformer"
-    blocks = make_plan(on_meta(lambda: nn.ModuleList([Block() for _ in range(11)])), ZERO3, 2, 0)
+    blocks = make_plan(on_meta(lambda: nn.ModuleList([Block() for _ in range(11)])), ZERO3, Mesh.of(2))
     assert blocks.by_name["10.norm.weight"].unit == "10", "a unit is no prefix of a name"
 
 
 def test_the_last_override_that_fits_decides() -> None:
     half, single = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32)
     policy = replace(ZERO3, mixed_precision=MixedPrecision(overrides={"transformer.*": half, "*.norm": single}))
-    params = make_plan(on_meta(gpt), policy, 2, 0).by_name
+    params = make_plan(on_meta(gpt), policy, Mesh.of(2)).by_name
     assert params["transformer.h.1.norm.weight"].compute_dtype is torch.float32
     assert params["transformer.h.1.up.weight"].compute_dtype is torch.bfloat16
 
@@ -111,34 +112,34 @@ def test_a_tied_parameter_is_one_parameter_with_two_names() -> None:
     [(DDP, False, False, True), (ZERO1, True, True, True), (ZERO2, True, False, True), (ZERO3, True, False, False)],
 )
 def test_the_table_of_the_stages(policy: Policy, sharded: bool, resident: bool, kept: bool) -> None:
-    for param in make_plan(linear(), policy, 4, 0).params:
+    for param in make_plan(linear(), policy, Mesh.of(4)).params:
         assert (param.sharded, param.resident, param.kept_unsharded) == (sharded, resident, kept)
-    per_unit = make_plan(linear(), replace(policy, gather_per_unit=True), 2, 0).by_name["weight"]
+    per_unit = make_plan(linear(), replace(policy, gather_per_unit=True), Mesh.of(2)).by_name["weight"]
     assert per_unit.gather_per_unit == (policy is ZERO3), "only for what is freed"
-    assert not make_plan(linear(), policy, 2, 0).by_name["weight"].gather_per_unit
+    assert not make_plan(linear(), policy, Mesh.of(2)).by_name["weight"].gather_per_unit
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 0)])
 def test_zero_dimensional_and_empty_parameters_are_always_replicated(shape: tuple[int, ...]) -> None:
     for stage in range(4):
-        (param,) = make_plan(parameter(shape), Policy(stage=stage), 4, 0).params
+        (param,) = make_plan(parameter(shape), Policy(stage=stage), Mesh.of(4)).params
         assert (param.sharded, param.resident, param.kept_unsharded) == (False, False, True)
 
 
 def test_shapes_dtypes_and_bytes() -> None:
     module = parameter((5, 3), torch.bfloat16)
-    plan = make_plan(module, ZERO3, 4, rank=2)
+    plan = make_plan(module, ZERO3, Mesh.of(4, 2))
     (param,) = plan.params
     assert (param.shape, param.dtype, param.full_bytes) == ((5, 3), torch.bfloat16, 30)
     assert plan.shard_shape(param) == (2, 3)  # ceil(5 / 4) rows
     assert plan.gather_bytes(param) == 1 * 3 * 2 * 3  # rank 2 owns row 4, sends it to 3 others
     assert plan.reduce_bytes(param) == 4 * 3 * 2  # the 4 rows that others own
-    replicated = make_plan(module, DDP, 4, rank=2)
+    replicated = make_plan(module, DDP, Mesh.of(4, 2))
     assert replicated.shard_shape(replicated.params[0]) == (5, 3)
     assert replicated.gather_bytes(replicated.params[0]) == 0
     assert replicated.reduce_bytes(replicated.params[0]) == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
-    assert plan.params == make_plan(module, ZERO3, 4, rank=0).params, "the same for all ranks"
-    frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, 4, 0).params[0]
+    assert plan.params == make_plan(module, ZERO3, Mesh.of(4)).params, "the same for all ranks"
+    frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, Mesh.of(4)).params[0]
     assert (param.requires_grad, frozen.requires_grad) == (True, False)
 
 
@@ -156,7 +157,7 @@ def test_the_bytes_in_flight(width: int, blocks: int, policy: Policy, expected: 
         module = nn.Module()
         module.head = nn.Linear(width, 2 * width, bias=False)
         module.blocks = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(blocks))
-    plan = make_plan(module, policy, 2, 0)
+    plan = make_plan(module, policy, Mesh.of(2))
     assert plan.sizes.in_flight_bytes == expected
     assert plan.sizes.ahead_bytes == (expected if policy.in_flight_bytes else expected - 1)
 
@@ -175,7 +176,7 @@ def test_a_policy_shows_what_is_not_a_default_and_few_of_many_paths() -> None:
 
 def test_a_plan_shows_a_summary_on_one_line() -> None:
     module = nn.Sequential(*(Block() for _ in range(100)))
-    shown = repr(make_plan(module, Policy(stage=2, replicated=("*.norm",)), 4, 1, replicas=2))
+    shown = repr(make_plan(module, Policy(stage=2, replicated=("*.norm",)), Mesh.of(4, 1, replicas=2)))
     assert len(shown) < 200
     assert "\n" not in shown
     for words in ("ZeRO-2", "rank 1 of 4", "2 copies", "600 parameters", "400 of them sharded", "100 units"):

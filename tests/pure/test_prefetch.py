@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed, with_policy, with_rank
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
@@ -91,7 +92,7 @@ def test_the_busiest_rank_of_all_decides() -> None:
     """In gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally busy."""
     for world_size in (1, 2, 3, 5):
         timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
-        timeline = replace(timeline, plan=replace(timeline.plan, world_size=world_size))
+        timeline = replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(world_size)))
         ranks = [with_rank(timeline, rank) for rank in range(world_size)]
         for op in (op for op in timeline.ops if op.kind in LAUNCHES):
             busiest = max(seen.bytes_sent(op) for seen in ranks)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
-from thunder_zero.tools.planner.training_plan import Mesh, meshes
+from thunder_zero.tools.planner.training_plan import MeshShape, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:
@@ -42,8 +42,8 @@ def test_links_go_along_with_periods_and_stay_before_them() -> None:
 
 
 def test_meshes_go_from_a_node_to_all_ranks() -> None:
-    assert meshes(0, 1024, 8) == (Mesh(1, 1024),)
+    assert meshes(0, 1024, 8) == (MeshShape(1, 1024),)
     assert [str(mesh) for mesh in meshes(3, 1024, 8)] == ["128 x 8", "16 x 64", "2 x 512", "1024"]
-    assert meshes(2, 4, 8) == (Mesh(1, 4),)
+    assert meshes(2, 4, 8) == (MeshShape(1, 4),)
     with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8 devices"):
         meshes(3, 12, 8)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.harness.timelines import make_param, split
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
@@ -27,7 +28,7 @@ PARAMS = (
     make_param("h.0.w", (8, 8), "h.0", POLICY),  # 256 B
     make_param("h.0.b", (8,), "h.0", POLICY),  # 32 B
 )
-PLAN = Plan(POLICY, 4, 0, PARAMS)
+PLAN = Plan(POLICY, Mesh.of(4), PARAMS)
 FORWARD = (  # lines of code, and their operations
     ("# x: input", ""),
     ("f = zero_all_gather_coalesced((t_w, t_b), ('h.0.w', 'h.0.b'))", "gather f <- t_w t_b: h.0.w h.0.b"),

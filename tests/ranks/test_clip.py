@@ -62,7 +62,7 @@ def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[i
                 assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
                 assert error(found[0][0], norm) < 1e-5
                 largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
-                plan = tz.schedule.make_plan(model, tz.Policy(stage=stage), 3, 0)
+                plan = tz.schedule.make_plan(model, tz.Policy(stage=stage), tz.schedule.Mesh.of(3))
                 for name, param in model.named_parameters():
                     parts = [grads[name] for _, _, grads in found]
                     assert_clipped(parts, param, largest, sharded=plan.by_name[name].sharded)

@@ -27,7 +27,7 @@ from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 
 import thunder
 

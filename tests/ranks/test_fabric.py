@@ -27,7 +27,6 @@ from tests.harness.errors import says
 from tests.harness.models import Small, error, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.plan.layout import row_range
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.wire import Wire
 
@@ -165,11 +164,11 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Ri
         lines += train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
         check_lines(lines, right[0])
         check_weights(full_weights(model), right[1])
-        plan = tz.schedule.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
+        plan = tz.schedule.make_plan(Net(), tz.Policy(stage=stage), tz.schedule.Mesh.of(world_size, rank))
         for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
-            held = row_range(len(param), world_size, rank) if plan.by_name[name].sharded else None
+            held = len(param[plan.geometry(plan.by_name[name]).rows])
             assert shard.shape == param.shape, name
-            assert held is None or len(local(shard)) == held[1] - held[0], f"{name} of Fabric's wrapper is no shard"
+            assert len(local(shard)) == held, f"{name} of Fabric's wrapper is no shard"
         assert nn.Dropout in map(type, model.modules()), "its modules are the module's"
 
 

@@ -71,7 +71,7 @@ def two_copies(rank: int, world_size: int, stage: int) -> None:
 def check_bytes(rank: int, timeline: tz.schedule.Timeline, each: list[int], deferred: list[int]) -> None:
     """Each rank sends shards and its part of each gradient inside its copy, and its rows across copies."""
     plan = timeline.plan
-    assert (plan.world_size, plan.rank, plan.replicas) == (2, rank % 2, 2)
+    assert plan.mesh == tz.schedule.Mesh.of(2, rank % 2, replicas=2, copy=rank // 2)
     of_gradients, *others = [one - other for one, other in zip(each, deferred, strict=True)]
     assert others == [0, of_gradients, 0], "the first of two micro-batches reduces nothing"
     trained = [param for param in plan.params if param.requires_grad and param.path != "unused"]
@@ -127,7 +127,7 @@ def other_meshes(rank: int, world_size: int, folder: Path) -> None:
         at = ranks.flatten().tolist().index(rank)
         (weights,) = trains_as_one_process([(model, plain)], weigh, at, tolerance)
         plan, width = tz.traces_of(model).plan, ranks.shape[-1]
-        assert (plan.replicas, plan.world_size, plan.rank) == (4 // width, width, at % width), layout
+        assert (str(plan.mesh), plan.ranks) == (f"rank {at % width} of {width}", 4), layout
         for _ in range(40 if width == 1 else 0):  # two threads send, in an order that differs between ranks
             model(torch.ones(2, 7)).square().mean().backward()
     tz.save(folder, model)

@@ -17,6 +17,7 @@ from tests.harness.loops import skips_what_overflows
 from tests.harness.models import Small, count_sends, fresh, saved, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.schedule import Mesh, make_plan
 from thunder_zero.sharded.sharded_model import sharded_model
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -217,7 +218,7 @@ def overridden(**overrides: tz.MixedPrecision) -> tz.Policy:
 
 def test_a_tied_parameter_has_the_override_of_any_of_its_names() -> None:
     for overrides, dtype in (({"head": tz.MixedPrecision()}, FULL), ({"row": tz.MixedPrecision()}, HALF)):
-        plan = tz.schedule.make_plan(fresh(Small), overridden(**overrides), 2, 0)
+        plan = make_plan(fresh(Small), overridden(**overrides), Mesh.of(2))
         assert plan.by_name["embed.weight"].compute_dtype is dtype
 
 
@@ -229,11 +230,11 @@ def test_refused_overrides() -> None:
         (lambda: wrong(overrides={"a": FULL}), "the override of 'a' is torch.float32; give a thunder_zero.Mixed"),
         (lambda: wrong(overrides=["a"]), "overrides is ['a']; give a dict"),
         (
-            lambda: tz.schedule.make_plan(fresh(Layers), blocks, 2, 0),
+            lambda: make_plan(fresh(Layers), blocks, Mesh.of(2)),
             "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers",
         ),
         (
-            lambda: tz.schedule.make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), 2, 0),
+            lambda: make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), Mesh.of(2)),
             "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter",
         ),
         (

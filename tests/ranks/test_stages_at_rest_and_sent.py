@@ -19,6 +19,7 @@ from tests.harness.models import Mlp, count_sends, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.plan import layout
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.rows import real_rows
 from thunder_zero.schedule.timeline import Kind
@@ -49,7 +50,7 @@ def trains_a_little(rank: int, world_size: int, stage: int) -> None:
     before = storages()
     # As the stage is defined; ZeRO-3 would gather all of this small model once: tests/ranks/test_stages_in_memory.py.
     policy = tz.Policy(stage=stage, reshard_after_forward=True)
-    plan = make_plan(fresh(Few), policy, world_size, rank)
+    plan = make_plan(fresh(Few), policy, Mesh.of(world_size, rank))
     model = sharded(fresh(Few), policy)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version
     check_bytes_sent(model, optimizer, plan)
@@ -59,18 +60,18 @@ def trains_a_little(rank: int, world_size: int, stage: int) -> None:
 
 def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, before: dict[int, int]) -> None:
     """Shape, memory and place of each tensor that the optimizer steps; all bytes that this model has added."""
-    stage = plan.policy.stage
-    total = 4 * plan.world_size if stage else 0  # the mesh's ranks
+    stage, axis = plan.policy.stage, plan.mesh.shard
+    total = 4 * axis.size if stage else 0  # the mesh's ranks
     names = {param: name for name, param in model.named_parameters()}
     found = {names[param]: param for param in optimizer.param_groups[0]["params"]}
     state = {names[param]: state["exp_avg"] for param, state in optimizer.state.items()}
     for param in plan.params:
         rows, shard, average = model.state.rows[param.path], found[param.path], state[param.path]
         stored = prod(plan.shard_shape(param))
-        padded = prod(layout.padded_shape(param.shape, plan.world_size))
+        padded = prod(plan.geometry(param).gathered)
         held = {0: prod(param.shape), 1: padded, 2: stored, 3: stored}[stage]
         assert rows.untyped_storage().nbytes() == 4 * held, param.path
-        assert rows.storage_offset() == (plan.rank * stored if stage == 1 and param.sharded else 0), param.path
+        assert rows.storage_offset() == (axis.place * stored if stage == 1 and param.sharded else 0), param.path
         assert rows.shape == plan.shard_shape(param), param.path
         own = real_rows(rows, param, plan)  # padding has no state
         assert shard.shape == average.shape == param.shape, param.path
@@ -86,14 +87,14 @@ def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan
 
 def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Of every phase; of a training step by the timeline, and of all ranks by the formula."""
-    stage = plan.policy.stage
+    stage, axis = plan.policy.stage, plan.mesh.shard
     one_row = plan.by_name["one_row"]
     of_one = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
     gather = sum(map(plan.gather_bytes, plan.params))  # ZeRO-1 needs it after a step only
     again = sum(plan.gather_bytes(param) for param in plan.params if param.path in AGAIN and stage == 3)
     forward = 0 if stage == 1 else gather
     assert bool(gather) == (stage > 0)
-    assert plan.gather_bytes(one_row) == (28 * (plan.world_size - 1) if plan.rank == 0 and stage else 0), "no padding"
+    assert plan.gather_bytes(one_row) == (28 * (axis.size - 1) if axis.place == 0 and stage else 0), "no padding"
 
     def infer(mode: Any) -> Tensor:
         with mode():
@@ -140,7 +141,7 @@ def check_formula(plan: Plan, step: int) -> None:
     again = sum(param.full_bytes for param in plan.params if param.path in AGAIN and plan.policy.stage == 3)
     of_all = torch.tensor(step)
     dist.all_reduce(of_all)
-    assert of_all == (2 * model + again) * (plan.world_size - 1)
+    assert of_all == (2 * model + again) * (plan.mesh.shard.size - 1)
 
 
 def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
@@ -149,17 +150,17 @@ def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
     An all-reduce cuts its bucket as a whole; two ranks swap all that they have. The plan, which divides each tensor
     by itself, rounds up and counts alike for all ranks: it may be off by an element a rank.
     """
-    total = 0
+    total, axis = 0, plan.mesh.shard
     for paths in buckets:
         params = [plan.by_name[path] for path in paths]
         if params[0].sharded:
             total += sum(map(plan.reduce_bytes, params))
             continue
         numel = sum(param.full_bytes for param in params) // 4
-        start, stop = layout.row_range(numel, plan.world_size, plan.rank)
+        start, stop = layout.row_range(numel, axis.size, axis.place)
         own = stop - start
-        total += 4 * (numel if plan.world_size == 2 else numel - own + own * (plan.world_size - 1))
-    rounding = 0 if plan.world_size == 2 else 4 * plan.world_size * len(plan.params)
+        total += 4 * (numel if axis.size == 2 else numel - own + own * (axis.size - 1))
+    rounding = 0 if axis.size == 2 else 4 * axis.size * len(plan.params)
     assert abs(total - sum(map(plan.reduce_bytes, plan.params))) <= rounding
     return total
 

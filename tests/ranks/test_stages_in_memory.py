@@ -122,7 +122,7 @@ def train(rank: int, world_size: int, kind: type[nn.Module], prefetch: int) -> N
     assert kept
     assert textbook["kept unsharded"] == ()
     assert ours["again"] == textbook["again"] - kept, "gathered in backward"
-    plan = tz.schedule.make_plan(fresh(kind), policy, world_size, rank)
+    plan = tz.schedule.make_plan(fresh(kind), policy, tz.schedule.Mesh.of(world_size, rank))
     spared = sum(plan.gather_bytes(plan.by_name[path]) for path in textbook["again"] & kept)
     assert textbook["sent"] - ours["sent"] == STEPS * spared > 0, (textbook["sent"], ours["sent"], spared)
     if kind is Five:

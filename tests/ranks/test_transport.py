@@ -55,7 +55,7 @@ def plan_of(kind: str, shapes: Shapes, dtype: torch.dtype = torch.float32) -> tz
     """Of parameters that are sharded (stage 3) or whole (stage 0)."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
     policy = tz.Policy(stage=0 if kind == "all_reduce" else 3)
-    return tz.schedule.make_plan(module, policy, dist.get_world_size(), dist.get_rank())
+    return tz.schedule.make_plan(module, policy, tz.schedule.Mesh.of(dist.get_world_size(), dist.get_rank()))
 
 
 def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -27,7 +27,7 @@ from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.optim import stepper
 from thunder_zero.plan import layout
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 
 import thunder
 

@@ -121,7 +121,7 @@ def contents_of(model: ShardedModel) -> Contents:
     first = dict[str, str]()
     for name, path in planned.items():
         first.setdefault(path, name)
-    others, ranks = {name: found[name] for name in paths if name not in planned}, state.ranks
+    others, mesh = {name: found[name] for name in paths if name not in planned}, state.plan.mesh
     own = [name for name in found if name.rpartition(".")[2] == EXTRA_STATE]
     return Contents(
         params={name: state.shards[path] for path, name in first.items()},
@@ -130,10 +130,10 @@ def contents_of(model: ShardedModel) -> Contents:
         paths=paths,
         buffers={name: value for name, value in others.items() if not isinstance(value, nn.Parameter)},
         states={name: (found[name], _extra_state(plain.get_submodule(name.rpartition(".")[0]))) for name in own},
-        rank=ranks.world.rank(),
-        ranks=ranks.world.size(),
-        in_copy=(ranks.shard_group.rank(), ranks.shard_group.size()),
-        writes=ranks.replicate_group is None or ranks.replicate_group.rank() == 0,
+        rank=state.group.rank(),
+        ranks=state.group.size(),
+        in_copy=(mesh.shard.place, mesh.shard.size),
+        writes=mesh.replicate.place == 0,
     )
 
 

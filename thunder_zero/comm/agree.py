@@ -52,7 +52,7 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
         if field.name not in FUNCTIONS
     ]
     facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
-    mesh = f"{plan.replicas} x {plan.world_size}"
+    mesh = f"{plan.mesh.replicate.size} x {plan.mesh.shard.size}"
     facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         value = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"

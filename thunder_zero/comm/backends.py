@@ -31,7 +31,8 @@ from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
-from thunder_zero.plan.params import ALL, REPLICATE, SHARD, Plan
+from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD
+from thunder_zero.plan.params import Plan
 
 Make = Callable[[ProcessGroup, int], Transport]
 # (device type, backend) -> transport; PerTensor for all others
@@ -200,7 +201,7 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 
 def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
     """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
-    places = {SHARD: plan.rank, REPLICATE: 0, ALL: plan.rank}
-    groups = {over: ProcessGroup(HashStore(), place, plan.ranks_over(over)) for over, place in places.items()}
+    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL)}
+    groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
     by_axis = {over: SingleRank() if group.size() == 1 else UNSENT[backend](group) for over, group in groups.items()}
     return TaggedTransport(by_axis, model, groups[ALL], announces=False)

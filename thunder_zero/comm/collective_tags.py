@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
 from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
 from thunder_zero.compat.torch_gaps import all_groups, set_timeout
+from thunder_zero.plan.mesh import Mesh
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
@@ -55,9 +56,10 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @property
-    def replicas(self) -> int:
-        """The number of copies of the model."""
-        return 1 if self.replicate_group is None else self.replicate_group.size()
+    def planned(self) -> Mesh:
+        """The mesh of a plan: the sizes of these groups, and this rank's numbers in them."""
+        replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
+        return Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy)
 
 
 def ranks_of(group: object, mesh: object) -> Ranks:

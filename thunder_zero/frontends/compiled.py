@@ -67,7 +67,7 @@ class Traces:
         plan, stage = self.plan, STAGES[self.plan.policy.stage].name
         gradients = "reduced" if self.synced else "deferred"
         head = (
-            f"Traces: {stage}, rank {plan.rank} of {plan.world_size}, {len(plan.params)} parameters in "
+            f"Traces: {stage}, {plan.mesh}, {len(plan.params)} parameters in "
             f"{len(plan.units)} units, gradients are {gradients}"
         )
         phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
@@ -103,7 +103,7 @@ class Traces:
             "sent by this rank": size(sum(map(timeline.bytes_sent, timeline.ops))),
             "gathered at most": size(max(gathered, default=0)),
         }
-        title = f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}"
+        title = f"{STAGES[plan.policy.stage].name}, {plan.mesh}"
         return small(title, facts, curve(gathered, "bytes of gathered parameters, operation by operation"))
 
     @property

@@ -101,10 +101,9 @@ class ZeroTransform(ProgramTransform):
     def _shard(self, model: ThunderModule) -> None:
         where, plain = self._given, model._model
         ranks = ranks_of(where.process_group, where.mesh)
-        shard_group = ranks.shard_group
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
-            plan = make_plan(plain, self.policy, shard_group.size(), shard_group.rank(), ranks.replicas)
+            plan = make_plan(plain, self.policy, ranks.planned)
             device = device_for(plain, plan, ranks, where.device)
         plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
         if self.policy.cpu_offload and device.type == "cpu":

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.optim.owners import Member, Values
-from thunder_zero.plan import layout
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.mesh import Axis
+from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import rest_device
@@ -36,23 +36,23 @@ class ToOwners:
     def __init__(
         self, state: State, members: Sequence[Member], paths: Collection[str], at_hand: Collection[str]
     ) -> None:
-        self._state, plan = state, state.plan
+        self._state, plan, shard = state, state.plan, state.plan.mesh.shard
         self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
         outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
             param, values = member.param, local(member.shard).detach()
             grad = _gradient(member) if param.path in paths else None
-            if not _travels(param, plan):
-                if member.owner == plan.rank:
+            if not (geometry := plan.geometry(param)).is_spread:
+                if member.owner == shard.place:
                     self._values[param.path] = (param, values, grad)
                 continue
             sent = [of for of in (None if param.path in at_hand else values, grad) if of is not None]
-            if member.owner == plan.rank:
+            if member.owner == shard.place:
                 whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in sent]
                 for full, rows in zip(whole, sent, strict=True):
-                    _rows_of(full, plan, plan.rank).copy_(rows)
-                    for peer in _peers(plan):
-                        incoming[peer].append(_rows_of(full, plan, peer).view(-1))
+                    full[geometry.rows].copy_(rows)
+                    for peer in _peers(shard):
+                        incoming[peer].append(full[geometry.rows_of(peer)].view(-1))
                 first = state.resident.full(param).clone() if param.path in at_hand else whole[0]
                 self._values[param.path] = (param, first, None if grad is None else whole[-1])
             else:
@@ -75,16 +75,16 @@ class FromOwners:
     """A bucket's updated rows, on their way to all ranks; ``updated`` has what this one stepped, by path."""
 
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
-        plan = state.plan
+        plan, shard = state.plan, state.plan.mesh.shard
         self._rows: list[tuple[Member, Tensor]] = []
         outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
-            param = member.param
-            if member.owner == plan.rank:
+            param, geometry = member.param, plan.geometry(member.param)
+            if member.owner == shard.place:
                 full = updated[param.path].to(state.device).contiguous()
-                for peer in _peers(plan):
-                    outgoing[peer].append((_rows_of(full, plan, peer) if param.sharded else full).view(-1))
-                rows = _rows_of(full, plan, plan.rank) if param.sharded else full
+                for peer in _peers(shard):
+                    outgoing[peer].append((full[geometry.rows_of(peer)] if param.sharded else full).view(-1))
+                rows = full[geometry.rows] if param.sharded else full
             else:
                 rows = torch.empty(local(member.shard).shape, dtype=param.dtype, device=state.device)
                 incoming[member.owner].append(rows.view(-1))
@@ -105,20 +105,10 @@ def _gradient(member: Member) -> Tensor:
     return local(grad).detach()
 
 
-def _travels(param: Param, plan: Plan) -> bool:
-    """Whether an owner has rows of it only."""
-    return param.sharded and plan.world_size > 1
-
-
-def _peers(plan: Plan) -> list[int]:
-    return [rank for rank in range(plan.world_size) if rank != plan.rank]
-
-
-def _rows_of(full: Tensor, plan: Plan, rank: int) -> Tensor:
-    start, stop = layout.row_range(len(full), plan.world_size, rank)
-    return full[start:stop]
+def _peers(shard: Axis) -> list[int]:
+    return [rank for rank in range(shard.size) if rank != shard.place]
 
 
 def _launched(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
     """The messages on their way; nothing where one rank has everything."""
-    return state.transport.trade(outgoing, incoming) if state.plan.world_size > 1 else WaitsBy(tuple)
+    return state.transport.trade(outgoing, incoming) if state.plan.mesh.shard.size > 1 else WaitsBy(tuple)

@@ -102,7 +102,8 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """
     grads = {param: state.shards[param.path].grad for param in state.plan.params}
     there = {param: local(grad) for param, grad in grads.items() if grad is not None}
-    counted = [rows for param, rows in there.items() if rows.numel() and (param.sharded or state.plan.rank == 0)]
+    is_first = state.plan.mesh.shard.place == 0
+    counted = [rows for param, rows in there.items() if rows.numel() and (param.sharded or is_first)]
     dtype = torch.float32  # or more, and the same on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
@@ -144,4 +145,4 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.ranks / everywhere)
+    return total * (state.plan.mesh.batches / everywhere)

@@ -129,7 +129,7 @@ def _require_steppable(like: Optimizer) -> None:
 def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None:
     """Refuse what cannot be stepped in parts. Of most groups, most ranks own no parameter in most buckets."""
     plan = state.plan
-    if found.couples and plan.world_size > 1 and not trusted:
+    if found.couples and plan.mesh.shard.size > 1 and not trusted:
         raise RuntimeError(
             f"{kind} couples parameters (beside other probe parameters {found.couples}), and each rank steps only "
             f"some of them; use an optimizer that steps every parameter alone, or model.parameters() without tz.whole "
@@ -142,9 +142,9 @@ def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None
         )
     if found.moving_if_any:
         raise ValueError(moves_with_parameters_only(kind, min(found.moving_if_any)))
-    if found.draws and plan.replicas > 1 and not trusted:
+    if found.draws and (copies := plan.mesh.replicate.size) > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} draws random numbers ({found.draws}), and the {plan.replicas} copies of the model would draw "
+            f"{kind} draws random numbers ({found.draws}), and the {copies} copies of the model would draw "
             f"other ones and drift apart; use an optimizer that draws none, or a mesh of one copy"
         )
     if found.unknown and plan.ranks > 1 and not trusted:
@@ -174,5 +174,5 @@ def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) 
     ]
     return [
         [Member(*found[at], owner) for at, owner in zip(bucket.numbers, bucket.owners, strict=True)]
-        for bucket in assign(pieces, plan.world_size, plan.sizes.bucket_bytes, loads)
+        for bucket in assign(pieces, plan.mesh.shard.size, plan.sizes.bucket_bytes, loads)
     ] or [[]]

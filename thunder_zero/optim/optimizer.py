@@ -92,7 +92,7 @@ def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """A hook of :class:`Whole` before it loads a state dict: refuses a state of a parameter that another rank owns."""
     assert isinstance(optimizer, Whole)
-    rank, shards = optimizer.model.plan.rank, parameters_of(optimizer)
+    rank, shards = optimizer.model.plan.mesh.shard.place, parameters_of(optimizer)
     for number, values in state_dict["state"].items():
         if not isinstance(number, int):
             raise ValueError(
@@ -189,14 +189,15 @@ class Whole(Closed):
     def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Give owners to the parameters of the last groups."""
         plan, offset = self.model.plan, len(self.param_groups) - len(groups)
-        loads = [0] * plan.world_size
+        shard = plan.mesh.shard
+        loads = [0] * shard.size
         for member in self.members:
             loads[member.owner] += work_of_shape(member.param.shape)
         named = "param_names" in groups[0]
         for members in members_of(groups, offset, self.model, loads):
             self.members += members
             self._owners |= {id(member.shard): member.owner for member in members}
-            self._buckets.append(BucketStepper(self._make, self._options, members, plan.rank, named=named))
+            self._buckets.append(BucketStepper(self._make, self._options, members, shard.place, named=named))
         self._is_compared = False
         self._listed = tuple(map(id, parameters_of(self)))
         self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
@@ -277,7 +278,7 @@ class Whole(Closed):
         """The groups, then the first ranks' shares of the work, and the first parameters that each owns."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
-        for rank in range(ranks := self.model.plan.world_size)[:SHOWN]:
+        for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:
             mine = [of.param.path for of in self.members if of.owner == rank]
             share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
             paths = ", ".join(mine[:SHOWN]) + f" and {len(mine) - SHOWN} more" * (len(mine) > SHOWN)

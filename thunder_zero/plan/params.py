@@ -1,7 +1,7 @@
 """Plans each parameter: shape, shard, unit, lifetime. Frozen data.
 
-``make_plan(module, policy, world_size, rank)`` reads the module tree once; later code asks the plan, never the module,
-the stage or the process group. In stage 3 on four ranks::
+``make_plan(module, policy, mesh)`` reads the module tree once; later code asks the plan, never the module, the stage or
+the process group. In stage 3 on four ranks::
 
     h.0.weight, shape (10, 8)    ->    Param("h.0.weight", unit="h.0", sharded=True, resident=False,
                                              kept_unsharded=False, ...)    of whose rows each rank stores three
@@ -21,7 +21,9 @@ from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
 from thunder_zero.plan.formats import embeddings_of, format_of
-from thunder_zero.plan.policy import STAGES, Policy, is_count
+from thunder_zero.plan.geometry import Geometry
+from thunder_zero.plan.mesh import REPLICATE, SHARD, Mesh
+from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROOT = ""  # path of the root unit
-# Axes of the mesh over which a collective goes: ranks of one copy of the model; ranks with the same rows; all.
-SHARD, REPLICATE, ALL = "shard", "replicate", "all"
 STATES = 2  # tensors of a shard's shape that an optimizer keeps: those of Adam
 
 
@@ -103,34 +103,34 @@ class Plan:
 
     Attributes:
         policy: what the user asked for.
-        world_size: ranks among which one copy of the model is sharded.
-        rank: one of them.
+        mesh: the ranks that train the model.
         params: the parameters, in the order of ``module.named_parameters()``.
-        replicas: copies of the sharded model (hybrid sharding).
         memory_bytes: of the device, or of the smallest one of all ranks; None: host memory.
     """
 
     policy: Policy
-    world_size: int
-    rank: int
+    mesh: Mesh
     params: tuple[Param, ...]
-    replicas: int = 1
     memory_bytes: int | None = None
 
     def __repr__(self) -> str:
         """A summary; :attr:`params` has the parameters."""
-        copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
+        copies = f", {count} copies of the model" if (count := self.mesh.replicate.size) > 1 else ""
         full = size(sum(param.full_bytes for param in self.params))
         sharded = sum(param.sharded for param in self.params)
         return (
-            f"<Plan of {STAGES[self.policy.stage].name}, rank {self.rank} of {self.world_size}{copies}: "
+            f"<Plan of {STAGES[self.policy.stage].name}, {self.mesh}{copies}: "
             f"{len(self.params)} parameters ({full}), {sharded} of them sharded, in {len(self.units)} units>"
         )
 
     @property
     def ranks(self) -> int:
         """How many ranks train the model."""
-        return self.world_size * self.replicas
+        return self.mesh.size()
+
+    def geometry(self, param: Param) -> Geometry:
+        """Return the shapes and rows of a parameter, and what its gradient is summed over."""
+        return Geometry(param.shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -140,8 +140,7 @@ class Plan:
     @cached_property
     def padded(self) -> tuple[Param, ...]:
         """The parameters whose shards have padding on this rank."""
-        world = self.world_size, self.rank
-        return tuple(param for param in self.params if param.sharded and layout.padding_rows(param.shape[0], *world))
+        return tuple(param for param in self.params if self.geometry(param).padding)
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
@@ -197,9 +196,8 @@ class Plan:
         """
         total = 0
         for param in self.params:
-            rows = layout.shard_shape(param.shape, self.world_size)
             tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
-            total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
+            total += tensors * prod(self.shard_shape(param)) * param.dtype.itemsize
             total += param.full_bytes * param.resident
         return total
 
@@ -221,7 +219,7 @@ class Plan:
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
-        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
+        return self.geometry(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
@@ -229,13 +227,11 @@ class Plan:
 
     def ranks_over(self, over: str) -> int:
         """Return how many ranks a collective has over an axis."""
-        return {SHARD: self.world_size, REPLICATE: self.replicas, ALL: self.ranks}[over]
+        return self.mesh.over(over).size
 
     def reduced_over(self, param: Param) -> tuple[str, ...]:
         """Return the axes over which the parameter's gradient is averaged, one collective after the other."""
-        if self.replicas == 1:
-            return (SHARD,)
-        return (SHARD, REPLICATE) if param.sharded else (ALL,)
+        return self.geometry(param).reduced_over
 
     def encodes(self, *bucket: Param) -> bool:
         """Return whether something else than rows as they rest is gathered of a bucket: a cast, a copy, or bytes."""
@@ -245,7 +241,7 @@ class Plan:
 
     def decodes(self, *bucket: Param) -> bool:
         """Return whether bytes arrive when a bucket is gathered; one rank alone sends nothing."""
-        return self.world_size > 1 and any(param.gather_format is not None for param in bucket)
+        return self.mesh.shard.size > 1 and any(param.gather_format is not None for param in bucket)
 
     def encodes_gradient(self, over: str, *bucket: Param) -> bool:
         """Return whether something else than what backward made, or than the means so far, is reduced over an axis."""
@@ -281,25 +277,24 @@ class Plan:
         if not param.sharded:
             return 0
         if param.gather_format:
-            return (self.world_size - 1) * self.payload_bytes(param)
-        return layout.gather_sends(param.shape, self.world_size, rank) * param.compute_dtype.itemsize
+            return (self.mesh.shard.size - 1) * self.payload_bytes(param)
+        return layout.gather_sends(param.shape, self.mesh.shard.size, rank) * param.compute_dtype.itemsize
 
     def gather_bytes(self, param: Param) -> int:
         """Return the bytes that this rank sends to gather the parameter once."""
-        return self.gather_sends(param, self.rank)
+        return self.gather_sends(param, self.mesh.shard.place)
 
     def gather_receives(self, param: Param) -> int:
         """Return the bytes that this rank receives when the parameter is gathered once."""
         if param.gather_format or not param.sharded:
             return self.gather_bytes(param)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        return (prod(param.shape) - own) * param.compute_dtype.itemsize
+        return (prod(param.shape) - self.geometry(param).numel) * param.compute_dtype.itemsize
 
     def part_bytes(self, param: Param, over: str) -> int:
         """Return the bytes, in the format of reductions, of the part of a gradient that one rank of an axis adds up:
         its rows, or as many of these as each copy of the model has."""
         rows = prod(self.shard_shape(param))
-        return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.replicas))
+        return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.mesh.replicate.size))
 
     def reduce_sends(self, param: Param, over: str, rank: int) -> int:
         """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis. In a format those
@@ -308,16 +303,16 @@ class Plan:
         if encoding.block:
             return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
         if over == SHARD and param.sharded:
-            numel = layout.scatter_sends(param.shape, self.world_size, rank)
+            numel = layout.scatter_sends(param.shape, self.mesh.shard.size, rank)
         elif over == REPLICATE:
-            numel = layout.all_reduce_sends((layout.owned_numel(param.shape, self.world_size, rank),), self.replicas)
+            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.mesh.replicate.size)
         else:
-            numel = layout.all_reduce_sends(param.shape, self.ranks)
+            numel = layout.all_reduce_sends(param.shape, self.ranks_over(over))
         return numel * encoding.dtype.itemsize
 
     def reduce_bytes(self, param: Param) -> int:
         """Return the bytes that this rank sends to reduce the parameter's gradient once, over all axes."""
-        return sum(self.reduce_sends(param, over, self.rank) for over in self.reduced_over(param))
+        return sum(self.reduce_sends(param, over, self.mesh.shard.place) for over in self.reduced_over(param))
 
     def reduce_receives(self, param: Param) -> int:
         """Return the bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows
@@ -326,9 +321,8 @@ class Plan:
 
     def _receives(self, param: Param, over: str) -> int:
         if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:
-            return self.reduce_sends(param, over, self.rank)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        return own * (self.world_size - 1) * param.reduce_dtype.itemsize
+            return self.reduce_sends(param, over, self.mesh.shard.place)
+        return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -363,24 +357,21 @@ def _is_container(module: nn.Module) -> bool:
     return lists or type(module).__name__ == "Sequential"
 
 
-def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, replicas: int = 1) -> Plan:
+def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
     """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
     Args:
         module: the module to shard.
         policy: how to shard it.
-        world_size: ranks among which one copy of the model is sharded.
-        rank: one of them.
-        replicas: copies of the sharded model.
+        mesh: the ranks that train it, and which one plans.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
 
     Raises:
-        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
-            path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
+        ValueError: a module without parameters, a unit path that is not a submodule, an ignored path that the module
+            does not have, a pattern that fits nothing.
     """
-    _require_world(world_size, rank, replicas)
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
     units = (policy.unit_of or repeated_blocks)(module)
@@ -395,7 +386,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
         _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings)
         for param, paths in names.items()
     )
-    plan = Plan(policy, world_size, rank, params, replicas)
+    plan = Plan(policy, mesh, params)
     _require_units(plan, module)
     return plan
 
@@ -424,15 +415,6 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
             f"nothing to shard or to reduce"
         )
     return names
-
-
-def _require_world(world_size: int, rank: int, replicas: int) -> None:
-    if not (is_count(world_size) and world_size):
-        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
-    if not (is_count(rank) and rank < world_size):
-        raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
-    if not (is_count(replicas) and replicas):
-        raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
 
 
 def _require_units(plan: Plan, module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -12,27 +11,24 @@ def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter, padded with zeros; the parameter itself if it is replicated."""
     if not param.sharded:
         return full
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    shard = full.new_zeros(plan.shard_shape(param))
-    shard[: stop - start] = full[start:stop]
+    geometry = plan.geometry(param)
+    shard, rows = full.new_zeros(geometry.at_rest), full[geometry.rows]
+    shard[: len(rows)] = rows
     return shard
 
 
 def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows without their padding, as a view; all rows if the parameter is replicated."""
-    if not param.sharded:
-        return shard
-    return shard[: len(shard) - layout.padding_rows(param.shape[0], plan.world_size, plan.rank)]
+    return shard[: len(shard) - plan.geometry(param).padding] if param.sharded else shard
 
 
-def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:
-    """The rows of a padded buffer that ``rank`` stores, padding included, as a view."""
-    start, stop = layout.stored_range(param.shape[0], world_size, rank)
-    return buffer[start:stop]
+def rows_in(buffer: Tensor, param: Param, plan: Plan) -> Tensor:
+    """The rows of a padded buffer that this rank stores, padding included, as a view."""
+    return buffer[plan.geometry(param).stored_rows]
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """A copy of a full parameter with rows of zeros at its end, so that the number of ranks divides its rows."""
-    buffer = full.new_zeros(layout.padded_shape(param.shape, plan.world_size))
-    buffer[: param.shape[0]] = full
+    buffer = full.new_zeros(plan.geometry(param).gathered)
+    buffer[: len(full)] = full
     return buffer

@@ -15,6 +15,7 @@ Each pass is a pure function in a module of its own, and ``verify.py`` proves th
                                                        free    v
 """
 
+from thunder_zero.plan.mesh import Mesh as Mesh
 from thunder_zero.plan.params import Param as Param
 from thunder_zero.plan.params import Plan as Plan
 from thunder_zero.plan.params import make_plan as make_plan
@@ -25,4 +26,4 @@ from thunder_zero.schedule.timeline import ScheduleError as ScheduleError
 from thunder_zero.schedule.timeline import Timeline as Timeline
 from thunder_zero.schedule.verify import check as check
 
-__all__ = ["Kind", "Op", "Param", "Plan", "ScheduleError", "Timeline", "Times", "check", "make_plan"]
+__all__ = ["Kind", "Mesh", "Op", "Param", "Plan", "ScheduleError", "Timeline", "Times", "check", "make_plan"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_zero.plan.params import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 

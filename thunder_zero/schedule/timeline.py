@@ -28,10 +28,10 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding
-from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
+from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.params import Param, Plan
 
 
 class Kind(StrEnum):
@@ -256,7 +256,9 @@ class Timeline:
         if op.kind is Kind.GATHER:
             return sum(map(self.plan.gather_bytes, self.params_of(op)))
         if op.kind is Kind.REDUCE:
-            return sum(self.plan.reduce_sends(param, op.over, self.plan.rank) for param in self.params_of(op))
+            return sum(
+                self.plan.reduce_sends(param, op.over, self.plan.mesh.shard.place) for param in self.params_of(op)
+            )
         return 0
 
     def wire_bytes(self, op: Op) -> int:
@@ -269,12 +271,12 @@ class Timeline:
 
     def _busiest(self, op: Op, param: Param) -> int:
         plan = self.plan
+        rows, peers = plan.geometry(param).numel_of(0), plan.mesh.shard.size - 1
         if op.kind is Kind.GATHER:
             return plan.gather_sends(param, 0)
         if op.over != SHARD or not param.sharded or plan.reduce_encoding(param, op.over).block:
             return plan.reduce_sends(param, op.over, 0)
-        rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-        return (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # received: more than it sends
+        return peers * rows * param.reduce_dtype.itemsize  # received: more than it sends
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
         """How a launch sends a parameter, or its gradient."""

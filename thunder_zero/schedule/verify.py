@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault

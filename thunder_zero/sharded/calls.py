@@ -26,14 +26,15 @@ from torch import Tensor
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.compat import thunder as room
-from thunder_zero.plan.params import REPLICATE, SHARD, Param
+from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows, has_hooks
 from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import Share
 from thunder_zero.sharded.waits import launching
-from thunder_zero.sharded.wire import Sent
+from thunder_zero.sharded.wire import OnTheWire
 
 
 class Calls:
@@ -139,7 +140,7 @@ class Calls:
             self._params[paths] = tuple(self._plan.by_name[path] for path in paths)
         return self._params[paths]
 
-    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Sent]:
+    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[OnTheWire]:
         """Return what the reduction of gradients, or of means inside of a copy, sends."""
         params = self._of_bucket(paths)
         return self._wire.encode_grad(self._sums(grads, params, over), params, over)
@@ -151,7 +152,7 @@ class Calls:
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
 
-    def reduce(self, sent: Sequence[Sent], paths: Sequence[str], over: str = SHARD) -> Waitable:
+    def reduce(self, sent: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Waitable:
         """Start reducing gradients, with their deferred sums, or means inside of a copy, to their means over an
         axis."""
         params = self._of_bucket(paths)
@@ -166,7 +167,7 @@ class Calls:
             self._state.labels.gradients_are_made(paths)
         return self._state.labels.watched(handle, Kind.REDUCE, paths, over)
 
-    def decode_grad(self, arrived: Sequence[Sent], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
+    def decode_grad(self, arrived: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the means that a reduction has brought in another form."""
         return self._wire.decode_grad(arrived, self._of_bucket(paths), over)
 

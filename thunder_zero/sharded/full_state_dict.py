@@ -90,7 +90,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
             continue
         if not isinstance(optimizer, StepsWhole):
             states[index] = _parts(owner[1].path, states[index], param, alike)
-        elif optimizer.owner_of(param) != owner[0].plan.rank:
+        elif optimizer.owner_of(param) != owner[0].plan.mesh.shard.place:
             del states[index]
     return {**state_dict, "state": states}
 

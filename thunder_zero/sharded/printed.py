@@ -21,12 +21,12 @@ from thunder_zero.sharded.state import State
 
 def printed(kind: str, module: nn.Module, state: State) -> str:
     """A sharded model of this kind as text: the plain module, and this rank's share of it."""
-    plan = state.plan
+    plan, copies = state.plan, state.plan.mesh.replicate.size
     full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
     storages = [tensor.untyped_storage() for tensor in (*state.rows.values(), *full, *ignored)]
     at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # some are views of others
-    ranks = _count(plan.ranks, "rank") + f" ({plan.replicas} copies of the model)" * (plan.replicas > 1)
+    ranks = _count(plan.ranks, "rank") + f" ({copies} copies of the model)" * (copies > 1)
     return (
         f"{kind} of {type(module).__name__}: stage {plan.policy.stage}, {ranks}, {_count(len(plan.units), 'unit')}, "
         f"{size(at_rest)} of parameters at rest on this rank\n{_tree(module, plan, '')!r}"

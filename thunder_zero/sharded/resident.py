@@ -44,7 +44,7 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Ran
         if param.resident:
             buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
             is_copied = is_staged(param, plan, device)
-            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
+            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan)
         rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
     return RankMemory(rows, buffers, shared)

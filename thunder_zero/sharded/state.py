@@ -86,7 +86,7 @@ class Share:
             self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
             self._layouts[param.path] = len(rows) if param in plan.padded else None, spec
         versions = Versions(self.shards)
-        is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
+        is_copied = plan.mesh.shard.size > 1 or len(memory.shared) < len(memory.buffers)
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)

@@ -33,7 +33,8 @@ from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
 from thunder_zero.plan.encoding import Float8, Int8
-from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
+from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
 
 
@@ -73,7 +74,7 @@ def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class GradientParts:
     """A gradient on its way over an axis of W ranks, in float32 once it was added up.
 
     Attributes:
@@ -85,7 +86,7 @@ class Parts:
     others: Tensor
 
 
-Sent = Tensor | Parts
+OnTheWire = Tensor | GradientParts
 
 
 class Wire:
@@ -147,8 +148,7 @@ class Wire:
                 for shard, param in zip(shards, params, strict=True)
             ]
         else:
-            place = self._plan.world_size, self._plan.rank
-            sent = [rows_in(buffer, param, *place) for buffer, param in zip(into, params, strict=True)]
+            sent = [rows_in(buffer, param, self._plan) for buffer, param in zip(into, params, strict=True)]
             for rows, shard, param in zip(sent, shards, params, strict=True):
                 if is_staged(param, self._plan, self._device):
                     rows.copy_(self._on_device(shard, param))
@@ -158,7 +158,7 @@ class Wire:
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
         """Gather full parameters, into ``into`` if that is given; or the bytes that all ranks have written."""
         if self._decodes(params[0]):
-            world = self._plan.world_size
+            world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
         return self.transport.all_gather(sent, [param.shape for param in params], into)
 
@@ -169,7 +169,7 @@ class Wire:
         """Return full parameters, in ``into`` if that is given."""
         if not self._decodes(params[0]):
             return tuple(arrived)
-        world, fulls = self._plan.world_size, []
+        world, fulls = self._plan.mesh.shard.size, []
         for at, (payload, param) in enumerate(zip(arrived, params, strict=True)):
             shape = layout.padded_shape(param.shape, world)
             full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
@@ -191,13 +191,13 @@ class Wire:
         return self._writes_bytes and self._plan.trades(param, over)
 
     @outside_autograd
-    def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[Sent, ...]:
+    def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
         """Return what is reduced: gradients, or means inside of a copy, as they are, or in parts."""
         if not self._trades(params[0], over):
             return tuple(grads)
         return tuple(self._cut(grad, param, over) for grad, param in zip(grads, params, strict=True))
 
-    def _cut(self, grad: Tensor, param: Param, over: str) -> Parts:
+    def _cut(self, grad: Tensor, param: Param, over: str) -> GradientParts:
         """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
         form, (ranks, own) = reduce_format_of(param), self.transport.place(over)
         if over == SHARD:
@@ -205,11 +205,11 @@ class Wire:
         else:
             parts = _in_equal_parts(grad, ranks)
         self._reduced[param.path] += 1
-        key = f"{param.path} {self._reduced[param.path]} {self._plan.rank} {own}"
+        key = f"{param.path} {self._reduced[param.path]} {self._plan.mesh.shard.place} {own}"
         others = grad.new_empty((ranks - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
         for payload, rank in zip(others.unbind(), _others(ranks, own), strict=True):
             write(form, parts[rank], payload, key, piece=self._piece)
-        return Parts(parts[own], others)
+        return GradientParts(parts[own], others)
 
     def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
         """Average gradients over the ranks of an axis. The handle has means, or what :meth:`decode_grad` makes them of:
@@ -231,7 +231,7 @@ class Wire:
 
         return WaitsBy(wait)
 
-    def _trade(self, sent: Sequence[Parts], over: str) -> Waitable:
+    def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
         """Send each part to the rank that it is for."""
         trade = _Trade(sent, *self.transport.place(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
@@ -242,7 +242,7 @@ class Wire:
 
         return WaitsBy(wait)
 
-    def _average_bytes(self, sent: Sequence[Parts], params: Sequence[Param], over: str) -> Waitable:
+    def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
         """Send each part to the rank that adds it up, and the sum, rounded once more, to nearest, to all."""
         place = self.transport.place(over)
         trade = _Trade(sent, *place)
@@ -255,7 +255,7 @@ class Wire:
 
         return self.transport.in_two(lambda transport: transport.trade(trade.outgoing, trade.incoming), spread, over)
 
-    def _mean(self, parts: Parts, param: Param, ranks: int, own: int) -> Tensor:
+    def _mean(self, parts: GradientParts, param: Param, ranks: int, own: int) -> Tensor:
         """Add the parts of all ranks up, in their order, and divide."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
         for rank in range(ranks):
@@ -280,7 +280,7 @@ class Wire:
             for mean, param in zip(means, params, strict=True)
         )
 
-    def _scattered(self, parts: Parts, param: Param) -> Tensor:
+    def _scattered(self, parts: GradientParts, param: Param) -> Tensor:
         """Return the mean of this rank's rows."""
         return self._mean(parts, param, *self.transport.place(SHARD)).view(self._plan.shard_shape(param))
 
@@ -309,14 +309,14 @@ class Wire:
 class _Trade:
     """What ranks trade: of each gradient the part of each other rank, in bytes."""
 
-    def __init__(self, sent: Sequence[Parts], ranks: int, own: int) -> None:
+    def __init__(self, sent: Sequence[GradientParts], ranks: int, own: int) -> None:
         arriving = [torch.empty_like(each.others) for each in sent]
         peers = list(enumerate(_others(ranks, own)))
         self.outgoing = {rank: [each.others[at] for each in sent] for at, rank in peers}
         self.incoming = {rank: [slots[at] for slots in arriving] for at, rank in peers}
-        self._parts = tuple(Parts(each.own, slots) for each, slots in zip(sent, arriving, strict=True))
+        self._parts = tuple(GradientParts(each.own, slots) for each, slots in zip(sent, arriving, strict=True))
 
-    def arrived(self) -> tuple[Parts, ...]:
+    def arrived(self) -> tuple[GradientParts, ...]:
         """Return what has arrived, once it has; what was sent is let go of."""
         self.outgoing.clear()
         return self._parts

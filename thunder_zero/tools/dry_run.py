@@ -25,6 +25,7 @@ from thunder_zero.frontends.dynamo.dry import export
 from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import PARTS
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
@@ -100,8 +101,8 @@ def trace(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
-    world = (world_size, rank, replicas)
-    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, world, synced, device, fuse, executors, dynamic))
+    mesh = Mesh.of(world_size, rank, replicas)
+    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, mesh, synced, device, fuse, executors, dynamic))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Asked:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     policy: Policy | int
-    world: tuple[int, int, int]
+    mesh: Mesh
     synced: bool
     device: Device | str | None
     fuse: Fuser | None = None
@@ -126,7 +127,7 @@ class Asked:
 
     def plan(self, policy: Policy | int) -> Plan:
         """The plan under another policy."""
-        plan = make_plan(self.module, check_arguments(policy).policy, *self.world)
+        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
     def inputs(self, plan: Plan, shaped: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
@@ -142,14 +143,14 @@ def programs_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     policy: Policy | int,
-    world: tuple[int, int, int],
+    mesh: Mesh,
     synced: bool = True,
     fuse: Fuser | None = None,
     device: Device | str | None = None,
 ) -> ProgramSource:
     """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
-    ``world`` is the number of ranks, the rank, and replicas."""
-    return ProgramSource(Asked(module, args, kwargs, policy, world, synced, device, fuse))
+    ``mesh`` is that of the rank."""
+    return ProgramSource(Asked(module, args, kwargs, policy, mesh, synced, device, fuse))
 
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Folds the lines that encode and decode into the launches and waits between them, and proves that they belong there.
+"""Folds lines that encode and decode into launches and waits, and proves that they belong there.
 
 ::
 

@@ -29,7 +29,8 @@ from copy import copy
 from math import prod
 from typing import Any
 
-from thunder_zero.plan.params import SHARD, Param
+from thunder_zero.plan.mesh import SHARD
+from thunder_zero.plan.params import Param
 from thunder_zero.traces.coded import paths_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of
 

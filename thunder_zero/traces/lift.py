@@ -22,7 +22,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from thunder_zero.plan.params import SHARD
+from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.coded import folded, paths_of

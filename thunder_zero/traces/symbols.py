@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compat.never_fuses import NeverFuses
-from thunder_zero.plan.params import REPLICATE, SHARD, Param, Plan
+from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind, Op
 
@@ -238,7 +239,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
     def axis(self, over: str) -> tuple[str, ...]:
         """Return the last argument of a launch, which names its axis; none where the mesh has one axis."""
-        return (over,) if self.plan.replicas > 1 else ()
+        return (over,) if self.plan.mesh.replicate.size > 1 else ()
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:
@@ -269,12 +270,13 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         shapes = [self.plan.shard_shape(self.plan.by_name[path]) for path in paths]
         return tuple(TensorProxy(like=shard, shape=shape) for shard, shape in zip(shards, shapes, strict=True))
 
-    def _gather_meta(self, shard: TensorProxy, path: str, over: str = SHARD) -> FutureTensorProxy:
+    def _gather_meta(self, shard: TensorProxy, path: str, *axis: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
         dtype = dtypes.to_dtype(param.compute_dtype)
         return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
 
-    def _reduce_meta(self, grad: TensorProxy, path: str, over: str = SHARD) -> FutureTensorProxy:
+    def _reduce_meta(self, grad: TensorProxy, path: str, *axis: str) -> FutureTensorProxy:
+        over = axis[0] if axis else SHARD  # a default would be written into each line
         param = self.plan.by_name[path]
         shape, device, dtype = self.plan.shard_shape(param), grad.device, param.reduce_dtype
         if over == self.plan.reduced_over(param)[-1]:

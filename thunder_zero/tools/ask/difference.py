@@ -117,8 +117,8 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
 def _title(first: Plan, second: Plan) -> str:
     worlds, stages = [], []
     for plan in (first, second):
-        copies = f", {plan.replicas} copies" if plan.replicas > 1 else ""
-        worlds.append(f"rank {plan.rank} of {plan.world_size}{copies}")
+        copies = f", {count} copies" if (count := plan.mesh.replicate.size) > 1 else ""
+        worlds.append(f"{plan.mesh}{copies}")
         stages.append(STAGES[plan.policy.stage].name)
     changed = ", ".join(_changed(first.policy, second.policy))
     return f"{_change(*stages)}, {_change(*worlds)}{f'; also {changed}' if changed else ''}"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
-from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -77,10 +77,11 @@ def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str,
 def _explained(program: _Program, param: Param) -> Explanation:
     traces, plan = program.traces, program.traces.plan
     gathers, gradient = _gathers(program, param), _gradient(program, param)
+    owned = plan.geometry(param).rows
     return Explanation(
         param=param,
         plan=plan,
-        rows=layout.row_range(param.shape[0], plan.world_size, plan.rank) if param.sharded else None,
+        rows=(owned.start, owned.stop) if param.sharded else None,
         resting_bytes=prod(plan.shard_shape(param)) * param.dtype.itemsize,
         lifetime=_lifetime(param, traces.timeline, len(gathers)),
         gathers=gathers,
@@ -277,7 +278,7 @@ def _why_replicated(param: Param, plan: Plan) -> str:
     policy = plan.policy
     if not STAGES[policy.stage].sharded:
         return "DDP shards nothing"
-    if not layout.is_sharded(param.shape):
+    if not cut_rows(param.shape, plan.mesh).is_cut:
         return "it has no rows to cut"
     nbytes = prod(param.shape) * param.dtype.itemsize
     if nbytes < policy.replicate_below_bytes:

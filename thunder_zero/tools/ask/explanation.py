@@ -194,7 +194,7 @@ def _at_rest(explanation: Explanation) -> str:
         return f"all of it on this rank, {size(explanation.resting_bytes)}{where}"
     first, stop = explanation.rows
     count = param.shape[0]
-    padded = explanation.plan.shard_shape(param)[0] - (stop - first)
+    padded = explanation.plan.geometry(param).padding
     padding = f", with {padded} row{'s' * (padded > 1)} of padding" if padded else ""
     whole = size(param.full_bytes // param.compute_dtype.itemsize * param.dtype.itemsize)
     if first == stop:
@@ -221,7 +221,7 @@ def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
     memory = memory if one.free is not None else ""
     yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
     changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
-    form = explanation.param.gather_format if explanation.plan.world_size > 1 else None
+    form = explanation.param.gather_format if explanation.plan.mesh.shard.size > 1 else None
     yield from _part("  bytes", f"{_travels(one, form, rounds='to nearest')}{changed}")
     yield from _time(one, explanation)
 
@@ -244,7 +244,7 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _part("", one.why_wait)
     form = explanation.param.reduce_format if explanation.plan.ranks > 1 else None
     yield from _part("  bytes", _travels(one, form, rounds="at random"))
-    if form is not None and explanation.plan.replicas > 1:
+    if form is not None and explanation.plan.mesh.replicate.size > 1:
         yield from _part("", f"exactly inside of a copy; between copies as {form}, and the means once more, to nearest")
     yield from _time(one, explanation)
 

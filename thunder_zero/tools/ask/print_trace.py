@@ -193,9 +193,9 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
     shown = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
-        "rank": plan.rank,
-        "world_size": plan.world_size,
-        "replicas": plan.replicas,
+        "rank": plan.mesh.shard.place,
+        "world_size": plan.mesh.shard.size,
+        "replicas": plan.mesh.replicate.size,
         "units": list(plan.units),
         "lines": [_json_of_row(name, row) for name, rows in shown.items() for row in rows],
     }

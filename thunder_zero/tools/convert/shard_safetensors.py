@@ -17,8 +17,9 @@ from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
 from thunder_zero.checkpoint.whole_files import SUFFIX, TensorToWrite, dtype_to_write
-from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import float_dtype
+from thunder_zero.plan.geometry import cut_rows
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.printing.progress import show_progress
 
@@ -112,12 +113,9 @@ def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) 
 
 def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
     """The rows of a tensor that a rank writes, if it writes any."""
-    start, stop = 0, tensor.shape[0] if tensor.shape else 1
-    if layout.is_sharded(tensor.shape):
-        start, stop = layout.row_range(tensor.shape[0], ranks, rank)
-        if start == stop:
-            return
-    elif rank:
+    geometry = cut_rows(tensor.shape, Mesh.of(ranks, rank))
+    start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
+    if (start == stop) if geometry.is_cut else rank:
         return
     sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
     offsets = torch.Size([start, *[0] * (len(sizes) - 1)] if sizes else [])

@@ -25,7 +25,7 @@ from math import prod
 import networkx as nx
 
 from thunder_zero.plan.amounts import itemsize, name_of
-from thunder_zero.plan.params import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 from thunder_zero.tools.devices.device import Device
 
@@ -69,7 +69,7 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, 1
     steps, moves = 2 * (ranks - 1), Sends.ALL_REDUCE
     if op.over == REPLICATE:
-        stride = timeline.plan.world_size
+        stride = timeline.plan.mesh.shard.size
     elif timeline.params_of(op)[0].sharded:
         steps, moves = ranks - 1, Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
     return Ring(lane, ranks, stride, nbytes, steps, moves, len(op.params))
@@ -102,7 +102,7 @@ def _cast_bytes(op: Op, timeline: Timeline) -> int:
         has = value.dtype if value is not None else ""
         rows = prod(plan.shard_shape(param))
         if sends.block and plan.ranks_over(op.over) > 1:
-            there = plan.world_size * rows
+            there = plan.mesh.shard.size * rows
             written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
             if op.over == REPLICATE:  # the mean of a part is written, and read by all
                 written, read = rows, 2 * rows
@@ -245,7 +245,7 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
-        one_wire = timeline.plan.world_size > device.devices_per_node
+        one_wire = timeline.plan.mesh.shard.size > device.devices_per_node
         cost, cast = _cost_of_launch(ring(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)

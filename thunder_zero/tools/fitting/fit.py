@@ -20,6 +20,7 @@ from thunder_zero.comm.group import ranks_of_default_group
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import Fuser
 from thunder_zero.plan.amounts import bytes_of
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
@@ -99,7 +100,7 @@ def fit(
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
-    world = (_ranks(world_size), 0, replicas)
+    mesh = Mesh.of(_ranks(world_size), replicas=replicas)
     console = Console(file=file, width=WIDTH)
 
     def decided(go_on: Callable[[], None]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("captures the module")
-            captured = programs_of(module, args, kwargs, asked, world, fuse=fuse)
+            captured = programs_of(module, args, kwargs, asked, mesh, fuse=fuse)
             compiled, best = _chosen(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

@@ -34,7 +34,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
         replay = begun(traces, "gloo", optimizer, watch, accumulating=False)
         replay.step_outside(loss, (of_loss, of_optimizer))
         digested = [replay.share.rows[param.path] for param in plan.params if param.resident]
-        if digested and plan.world_size > 1:
+        if digested and plan.mesh.shard.size > 1:
             with of_digests:
                 digests_of(digested)
     timeline = traces.timeline

@@ -97,7 +97,7 @@ class Rehearsal(Share):
             wire = UnsentWire(unsent_transport(plan, backend, "the model"), plan, META, on_cpu=backend == "gloo")
         whole = {
             param.path: torch.empty(
-                param.shape if param.resident or not param.sharded else plan.shard_shape(param),
+                plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),
                 dtype=param.dtype,
                 device=META,
             )

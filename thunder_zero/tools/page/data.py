@@ -29,7 +29,7 @@ def data_of(program: PageProgram) -> Data:
         "name": program.name,
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
-        "world_size": plan.world_size,
+        "world_size": plan.mesh.shard.size,
         "device": program.estimate.device.name,
         "note": " ".join(filter(None, [program.note, program.no_memory])),
         "figures": figures_of(program),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from thunder_zero.plan.amounts import float_dtype
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import Policy
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.named import device_of
@@ -33,12 +34,13 @@ def report_of(
     on, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
+    mesh = Mesh.of(world_size, rank, replicas)
     precision = PRECISION if model in KNOWN else MixedPrecision()
     if dtype is not None:
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
     first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        captured = programs_of(module, subject.args, subject.kwargs, first, (world_size, rank, replicas), device=on)
+        captured = programs_of(module, subject.args, subject.kwargs, first, mesh, device=on)
         traces, second = captured.under(first), [captured.under(other) for other in others]
     cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(

@@ -25,7 +25,15 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.models import Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
-from thunder_zero.tools.planner.training_plan import AS_FAST, Mesh, PlanRow, TrainingPlan, code_of, meshes, reason_of
+from thunder_zero.tools.planner.training_plan import (
+    AS_FAST,
+    MeshShape,
+    PlanRow,
+    TrainingPlan,
+    code_of,
+    meshes,
+    reason_of,
+)
 from thunder_zero.tools.printing.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -147,7 +155,7 @@ class _Comparison:
         shards, so that each starts with what the one before computes again."""
         found: list[PlanRow] = []
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
-            plan = make_plan(self.subject.module, self._programs.policy(stage, "none"), mesh.shards, 0, mesh.replicas)
+            plan = make_plan(self.subject.module, self._programs.policy(stage, "none"), mesh.at_rank_0())
             resident = sum(param.full_bytes for param in plan.params if param.resident)
             if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # which a rank holds at rest in any case
                 levels = levels[-1:]
@@ -163,7 +171,7 @@ class _Comparison:
             self.steps.advance()
         return found[::-1]
 
-    def _row(self, policy: Policy, mesh: Mesh, one: Evaluated, needed: int, traffic: int) -> PlanRow:
+    def _row(self, policy: Policy, mesh: MeshShape, one: Evaluated, needed: int, traffic: int) -> PlanRow:
         held, estimate, speed = one.held, one.estimate, self.device.memory_bytes_per_second
         loss, optimizer = self._programs.loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer

@@ -10,6 +10,7 @@ import torch
 
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.cost.estimate import Estimate
@@ -19,7 +20,7 @@ from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
-from thunder_zero.tools.planner.training_plan import Mesh
+from thunder_zero.tools.planner.training_plan import MeshShape
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
@@ -51,7 +52,7 @@ class SubjectPrograms:
     def block_bytes(self) -> int:
         """Of the largest block, which no policy of the table changes."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
-        return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
+        return make_plan(self.subject.module, policy, Mesh.of(self.shards)).largest_block_bytes
 
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
@@ -60,7 +61,7 @@ class SubjectPrograms:
         policy = replace(policy, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def evaluate(self, policy: Policy, mesh: Mesh) -> Evaluated:
+    def evaluate(self, policy: Policy, mesh: MeshShape) -> Evaluated:
         """The memory and the time of a step of the whole model. Traces few of its alike blocks, more if those do not
         repeat, and all of them if none of them do."""
         blocks = self.subject.blocks
@@ -74,7 +75,7 @@ class SubjectPrograms:
             return found
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, policy: Policy, mesh: Mesh, traced: int) -> Evaluated:
+    def _evaluated(self, policy: Policy, mesh: MeshShape, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(policy, mesh, traced)
@@ -95,7 +96,7 @@ class SubjectPrograms:
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
-    def _compiled(self, policy: Policy, mesh: Mesh, traced: int) -> Traces:
+    def _compiled(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (policy, traced) not in self.compiled:
             with self.subject.with_blocks(traced), uncollected():
@@ -103,8 +104,7 @@ class SubjectPrograms:
                 self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
                 self.compiled[policy, traced] = captured.under(policy)
         traces = self.compiled[policy, traced]
-        plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
-        return _on_mesh(traces, plan)
+        return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
 
     def _captured(self, traced: int) -> ProgramSource:
         """The module with few blocks, captured once for all policies and meshes."""
@@ -112,8 +112,8 @@ class SubjectPrograms:
             self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
             one = self.subject
-            world = self.shards, 0, 1
-            self.captured[traced] = programs_of(one.module, one.args, one.kwargs, policy, world, device=self.device)
+            mesh = Mesh.of(self.shards)
+            self.captured[traced] = programs_of(one.module, one.args, one.kwargs, policy, mesh, device=self.device)
         return self.captured[traced]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.formats import FORMATS, Formats
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.cost.published import LEAST, MOST, RUNS
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
@@ -31,7 +32,7 @@ COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class MeshShape:
     """``shards`` ranks hold one copy of the model, of which there are ``replicas``."""
 
     replicas: int
@@ -42,11 +43,15 @@ class Mesh:
         """Of all copies."""
         return self.replicas * self.shards
 
+    def at_rank_0(self) -> Mesh:
+        """Return the mesh of a plan, as its first rank sees it."""
+        return Mesh.of(self.shards, replicas=self.replicas)
+
     def __str__(self) -> str:
         return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
 
-def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ...]:
+def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[MeshShape, ...]:
     """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one."""
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
@@ -55,14 +60,14 @@ def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ..
             f"{world_size} ranks do not fill nodes of {devices_per_node} devices; give a multiple of "
             f"{devices_per_node}, or another number of devices per node"
         )
-    whole = (Mesh(1, world_size),)
+    whole = (MeshShape(1, world_size),)
     if not STAGES[stage].sharded or world_size <= devices_per_node:
         return whole
     found = []
     shards = devices_per_node
     while shards < world_size:
         if world_size % shards == 0:
-            found.append(Mesh(world_size // shards, shards))
+            found.append(MeshShape(world_size // shards, shards))
         shards *= APART
     return (*found, *whole)
 
@@ -93,7 +98,7 @@ class PlanRow:
     """
 
     stage: int
-    mesh: Mesh
+    mesh: MeshShape
     recompute: str
     fits: bool
     needed_bytes: int

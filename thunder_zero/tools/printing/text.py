@@ -62,8 +62,8 @@ def text_of_table(table: Table, width: int) -> str:
 
 def place_of(plan: Plan) -> str:
     """``ZeRO-3, rank 0 of 8, one of 2 copies``."""
-    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
-    return f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}{copies}"
+    copies = f", one of {count} copies" if (count := plan.mesh.replicate.size) > 1 else ""
+    return f"{STAGES[plan.policy.stage].name}, {plan.mesh}{copies}"
 
 
 def short(code: str) -> str:

@@ -69,7 +69,7 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
 def page(followed: Followed, before: int, device: Device | None) -> str:
     """Return the text of a model; ``before`` are the resident bytes of the process before the script."""
     plan, taken, (synced, deferred) = followed.state.plan, followed.taken, followed.traces or ((), ())
-    name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}"
+    name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
     if not taken or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     more = round(median(step.forwards for step in taken)) - 1

@@ -1,0 +1,110 @@
+"""A parameter on a mesh: shapes, rows, what its gradient is summed over. Frozen data.
+
+What an axis means for a parameter is said here alone; the integers below it are those of ``layout.py``. Rank 2 of
+``Mesh.of(4, rank=2)``, one parameter cut over ``shard`` and one that is not::
+
+    Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one of padding
+    Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3), as on every rank
+
+A geometry has a mesh of its own: parameters of a model may have different axes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from thunder_zero.plan import layout
+from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One parameter on a mesh.
+
+    Attributes:
+        shape: global.
+        mesh: the axes that its ranks are on.
+        is_cut: at rest each rank along the axis ``shard`` has some rows, padded; otherwise each has all of it.
+    """
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    is_cut: bool
+
+    @property
+    def in_compute(self) -> tuple[int, ...]:
+        """The shape that compute reads: data axes are gathered, and there are no other ones."""
+        return self.shape
+
+    @property
+    def at_rest(self) -> tuple[int, ...]:
+        """The shape that each rank stores, padding included."""
+        return layout.shard_shape(self.shape, self.mesh.shard.size) if self.is_cut else self.shape
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """The shape of what all ranks store, concatenated: :attr:`in_compute` with rows of padding at its end."""
+        return layout.padded_shape(self.shape, self.mesh.shard.size) if self.is_cut else self.shape
+
+    @property
+    def rows(self) -> slice:
+        """The real rows that this rank owns; all, if the parameter is not cut."""
+        return self.rows_of(self.mesh.shard.place)
+
+    def rows_of(self, place: int) -> slice:
+        """Return the real rows that the rank at a place of the axis ``shard`` owns."""
+        return slice(*layout.row_range(self.shape[0], self.mesh.shard.size, place)) if self.is_cut else slice(None)
+
+    @property
+    def stored_rows(self) -> slice:
+        """The rows of :attr:`gathered` that this rank stores."""
+        shard = self.mesh.shard
+        return slice(*layout.stored_range(self.shape[0], shard.size, shard.place)) if self.is_cut else slice(None)
+
+    @property
+    def padding(self) -> int:
+        """How many rows of zeros this rank stores at the end of its own."""
+        shard = self.mesh.shard
+        return layout.padding_rows(self.shape[0], shard.size, shard.place) if self.is_cut else 0
+
+    @property
+    def numel(self) -> int:
+        """The real elements that this rank owns."""
+        return self.numel_of(self.mesh.shard.place)
+
+    def numel_of(self, place: int) -> int:
+        """Return the real elements that the rank at a place of the axis ``shard`` owns, the first one the most."""
+        return layout.owned_numel(self.shape, self.mesh.shard.size, place) if self.is_cut else prod(self.shape)
+
+    @property
+    def is_spread(self) -> bool:
+        """True if other ranks own rows: a gather sends something."""
+        return self.is_cut and self.mesh.shard.size > 1
+
+    @property
+    def copies(self) -> int:
+        """How many ranks store each element."""
+        return self.mesh.size() // self.mesh.shard.size if self.is_cut else self.mesh.size()
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """The axes over which its gradient is summed: along them batches differ."""
+        return DATA
+
+    @property
+    def reduced_over(self) -> tuple[str, ...]:
+        """The axes of the collectives that average its gradient, one after the other: first the one that cuts it."""
+        if self.mesh.replicate.size == 1:
+            return (SHARD,)
+        return (SHARD, REPLICATE) if self.is_cut else (ALL,)
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of its gradients is divided by, so that it is the mean over all batches."""
+        return self.mesh.batches
+
+
+def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:
+    """Return the geometry of a tensor that is cut, if it has rows to cut."""
+    return Geometry(tuple(shape), mesh, layout.is_sharded(tuple(shape)))

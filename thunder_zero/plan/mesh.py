@@ -1,0 +1,112 @@
+"""The mesh of ranks that train a model: named axes, each with this rank's place on it. Frozen data.
+
+::
+
+    Mesh.of(world_size=2, replicas=3)    shard  0  1
+                             replicate 0        0  1
+                                       1        2  3     Mesh.place() of each rank
+                                       2        4  5
+
+Rows are cut over ``shard`` and gathered along it; along ``replicate`` each row has a copy. Both are data axes: along
+them each rank computes with a batch of its own. Another kind of parallelism is one more axis, not in ``DATA``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from thunder_zero.plan.policy import is_count
+
+SHARD, REPLICATE = "shard", "replicate"
+ALL = "all"  # both, in one collective
+DATA = (REPLICATE, SHARD)  # axes along which batches differ, so that gradients are summed; the slowest first
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of a mesh.
+
+    Attributes:
+        name: :data:`SHARD` or :data:`REPLICATE`.
+        size: how many places it has.
+        place: this rank's.
+    """
+
+    name: str
+    size: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks that train a model, as one of them sees them.
+
+    Attributes:
+        axes: the dimensions, the slowest first.
+    """
+
+    axes: tuple[Axis, ...]
+
+    @staticmethod
+    def of(world_size: int, rank: int = 0, replicas: int = 1, *, copy: int = 0) -> Mesh:
+        """Return the mesh of the two data axes.
+
+        Args:
+            world_size: ranks among which one copy of the model is sharded.
+            rank: one of them.
+            replicas: copies of the sharded model.
+            copy: the copy to which the rank belongs.
+
+        Raises:
+            ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
+        """
+        if not (is_count(world_size) and world_size):
+            raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+        if not (is_count(rank) and rank < world_size):
+            raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
+        if not (is_count(replicas) and replicas):
+            raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
+        return Mesh((Axis(REPLICATE, replicas, copy), Axis(SHARD, world_size, rank)))
+
+    def __str__(self) -> str:
+        """``rank 1 of 2``: this rank among those that share its copy of the model."""
+        return f"rank {self.shard.place} of {self.shard.size}"
+
+    def _axis(self, name: str) -> Axis:
+        return next((axis for axis in self.axes if axis.name == name), Axis(name, 1, 0))
+
+    @cached_property
+    def shard(self) -> Axis:
+        """The ranks that share a copy of the model: each owns some rows."""
+        return self._axis(SHARD)
+
+    @cached_property
+    def replicate(self) -> Axis:
+        """The copies of the model: each has all rows."""
+        return self._axis(REPLICATE)
+
+    def over(self, name: str) -> Axis:
+        """Return the axis over which a collective goes, :data:`ALL` among them."""
+        return Axis(ALL, self.batches, self.place(DATA)) if name == ALL else self._axis(name)
+
+    @cached_property
+    def batches(self) -> int:
+        """How many ranks compute with batches of their own: the mean gradient is the sum divided by this."""
+        return self.size(DATA)
+
+    def size(self, axes: Iterable[str] | None = None) -> int:
+        """Return how many ranks the axes join (default: all axes)."""
+        return prod(axis.size for axis in self._on(axes))
+
+    def place(self, axes: Iterable[str] | None = None) -> int:
+        """Return this rank's number among those that the axes join (default: all axes)."""
+        number = 0
+        for axis in self._on(axes):
+            number = number * axis.size + axis.place
+        return number
+
+    def _on(self, axes: Iterable[str] | None) -> Iterable[Axis]:
+        return self.axes if axes is None else map(self._axis, axes)
