@@ -2,11 +2,15 @@
 
     python examples/bench/formats.py --out runs/formats                 # five seeds; prints the table at the end
     python examples/bench/formats.py --out runs/formats --tables        # the tables of what is there
+    python examples/bench/formats.py --speed                            # how long bytes take to write and read
 
 Trains the demo's GPT (``train_gpt.py``, 500 steps) and ``digits_checkpoint.py`` (12 epochs) on two ranks, stage 3, for
 each seed and each choice of formats, and evaluates the exact weights, in the plain module. The tables have the GPT's
 loss on validation data, whose difference from the exact run of the same seed is relative, and the accuracy on the test
 digits, whose difference is in points: means over seeds, and two standard errors. What is there is not run again.
+
+``--speed`` times ``comm/blocks.py`` on one core, beside what any such function must do: read the elements once, and
+write as many bytes. The contestants alternate, round by round.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ import torch.multiprocessing as mp
 from ranks import Ranks
 
 import thunder_zero as tz  # before thunder
+from thunder_zero.comm.blocks import read, write
 
 SEEDS = 5
+SPEED_ELEMENTS, SPEED_ROUNDS = 23_000_000, 21
 VARIANTS: dict[str, Sequence[str]] = {
     "exact": (),
     "int8 gathers": ("--gather-format", "int8"),
@@ -121,14 +127,45 @@ def table(lines: Sequence[dict[str, object]], task: str) -> str:
     return "\n".join(rows)
 
 
+def speed() -> str:
+    """Return the milliseconds that 23 million float32 elements take, as Markdown: the median and the least."""
+    torch.set_num_threads(1)
+    x = torch.randn(SPEED_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    out, form = torch.empty_like(x), tz.Int8()
+    payload = torch.empty(form.nbytes(len(x)), dtype=torch.uint8)
+    elements = payload[: len(x)].view(torch.int8)
+    contestants: dict[str, Callable[[], object]] = {
+        "write, to nearest": lambda: write(form, x, payload),
+        "write, at random": lambda: write(form, x, payload, "key"),
+        "read": lambda: read(form, payload, out),
+        "read and add": lambda: read(form, payload, out, add=True),
+        "`sum()`: reads float32": x.sum,
+        "`copy_`: float32 to int8": lambda: elements.copy_(x),
+        "`copy_`: int8 to float32": lambda: out.copy_(elements),
+        "`copy_`: float32 to float32": lambda: out.copy_(x),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(SPEED_ROUNDS):
+        for name, call in contestants.items():
+            start = perf_counter()
+            call()
+            taken[name].append(1000 * (perf_counter() - start))
+    rows = [f"| {name} | {statistics.median(each):.1f} | {min(each):.1f} |" for name, each in taken.items()]
+    return "\n".join([f"| {len(x):,} elements, one core | median, ms | least, ms |", "|---|---|---|", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of what was run")
+    parser.add_argument("--out", type=Path, default=Path("runs/formats"), help="folder of what was run (runs/formats)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds ({SEEDS})")
     parser.add_argument("--steps", type=int, default=500, help="of the GPT (500)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what is trained")
     parser.add_argument("--tables", action="store_true", help="train nothing")
+    parser.add_argument("--speed", action="store_true", help="train nothing; time how bytes are written and read")
     options = parser.parse_args()
+    if options.speed:
+        print(speed())
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.tables:
         with tempfile.TemporaryDirectory() as folder:
