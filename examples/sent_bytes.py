@@ -1,11 +1,21 @@
-"""Counts the parameters and gradients that this rank sends: each message where it is handed to torch."""
+"""Counts what this rank sends: each message where it is handed to torch, each line of a trace, and bytes on sockets.
+
+::
+
+    with counted_lines() as lines: ...      compile and train in the block
+    SentLine("zero_all_gather", ("w",), messages=1, nbytes=1024, on_sockets=1168)
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 from unittest import mock
 
 import torch
@@ -13,6 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_zero.comm import pairwise
+from thunder_zero.comm.handle import WaitsBy
+from thunder_zero.traces import symbols
+
+# Of Linux's struct tcp_info: bytes written that no packet has yet, bytes in packets, those of packets sent again.
+TCP_INFO = struct.Struct("@144xI52xQQ")
 
 
 @contextmanager
@@ -37,3 +52,86 @@ def counted_sends() -> Iterator[Counter[torch.dtype]]:
         for of, name in ((pairwise, "send"), (dist, "isend")):
             stack.enter_context(mock.patch.object(of, name, counting(getattr(of, name))))
         yield sent
+
+
+@dataclass(frozen=True, slots=True)
+class SentLine:
+    """What a line of a trace has sent.
+
+    Attributes:
+        line: the name of its symbol.
+        params: paths of the parameters that travelled.
+        messages: how many messages of parameters or gradients were handed to gloo.
+        nbytes: their bytes.
+        on_sockets: bytes that this process wrote to TCP sockets meanwhile: the messages, gloo's headers, and the tag of
+            the phase where the line is the phase's first launch.
+    """
+
+    line: str
+    params: tuple[str, ...]
+    messages: int
+    nbytes: int
+    on_sockets: int
+
+
+@runtime_checkable
+class _Launched(Protocol):
+    def wait(self) -> tuple[Tensor, ...]: ...
+
+
+@contextmanager
+def counted_lines() -> Iterator[list[SentLine]]:
+    """Collect what each line sends of the traces that are compiled and run inside of the block, in the order in which
+    lines run. Each launch is waited for at once, so that nothing else is in flight. Lines that are no launch count only
+    if they send something. Between CPUs (gloo), on Linux."""
+    lines: list[SentLine] = []
+    sent: list[int] = []
+    send, functions_of = pairwise.send, symbols.functions_of
+
+    def counted_send(message: Tensor, *args: Any) -> Any:
+        sent.append(message.nbytes)
+        return send(message, *args)
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            sent.clear()
+            before = bytes_on_sockets()
+            result = function(*args, **kwargs)
+            launched = isinstance(result, _Launched)
+            if launched:
+                arrived = result.wait()
+                result = WaitsBy(lambda: arrived)
+            if launched or sent:
+                params = args[1] if isinstance(args[1], tuple) else (args[1],)
+                lines.append(SentLine(name, params, len(sent), sum(sent), bytes_on_sockets() - before))
+            return result
+
+        return counted
+
+    def counting_functions(*args: Any) -> dict[str, Callable[..., Any]]:
+        return {name: counting(name, function) for name, function in functions_of(*args).items()}
+
+    with (
+        mock.patch.object(pairwise, "send", counted_send),
+        mock.patch.object(symbols, "functions_of", counting_functions),
+    ):
+        yield lines
+
+
+def bytes_on_sockets() -> int:
+    """Return how many bytes this process has written to the TCP sockets that it has now, those of packets that are sent
+    again counted once."""
+    total = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    unsent, sent, again = TCP_INFO.unpack(
+                        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+                    )
+                    total += unsent + sent - again
+        except OSError:  # closed meanwhile
+            continue
+    return total

@@ -2,11 +2,16 @@
 
     python examples/bench/formats.py --out runs/formats                 # five seeds; prints the table at the end
     python examples/bench/formats.py --out runs/formats --tables        # the tables of what is there
+    python examples/bench/formats.py --speed                            # how long bytes take to write and read
 
 Trains the demo's GPT (``train_gpt.py``, 500 steps) and ``digits_checkpoint.py`` (12 epochs) on two ranks, stage 3, for
-each seed and each choice of formats, and evaluates the exact weights, in the plain module. The tables have the GPT's
+each seed and each choice of formats, and evaluates the exact weights, in the plain module. Two contestants exist here
+alone: gradients rounded to nearest, without and with error feedback. The tables have the GPT's
 loss on validation data, whose difference from the exact run of the same seed is relative, and the accuracy on the test
 digits, whose difference is in points: means over seeds, and two standard errors. What is there is not run again.
+
+``--speed`` times ``comm/blocks.py`` on one core, beside what any such function must do: read the elements once, and
+write as many bytes. The contestants alternate, round by round.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the examples, which import each other by their bare names
@@ -27,14 +34,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import Ranks
+from torch import Tensor
 
 import thunder_zero as tz  # before thunder
+from thunder_zero.comm.blocks import PIECE, read, write
+from thunder_zero.sharded import wire
 
 SEEDS = 5
+SPEED_ELEMENTS, SPEED_ROUNDS = 23_000_000, 21
+NEAREST, FEEDBACK = "int8 reductions, to nearest", "int8 reductions, to nearest with feedback"
 VARIANTS: dict[str, Sequence[str]] = {
     "exact": (),
     "int8 gathers": ("--gather-format", "int8"),
     "int8 reductions": ("--reduce-format", "int8"),
+    NEAREST: ("--reduce-format", "int8"),
+    FEEDBACK: ("--reduce-format", "int8"),
     "int8 both": ("--gather-format", "int8", "--reduce-format", "int8"),
     "float8 gathers": ("--gather-format", "float8"),
 }
@@ -71,6 +85,28 @@ def digits(ranks: Ranks, options: Sequence[str], steps: int) -> float:
 TASKS: dict[str, Callable[[Ranks, Sequence[str], int], float]] = {"gpt": gpt, "digits": digits}
 
 
+@contextmanager
+def gradients_to_nearest(*, feedback: bool) -> Iterator[None]:
+    """Round gradients to nearest inside of the block. With ``feedback`` a rank adds what rounding took from what it
+    sent to what it sends next of the same parameter. Between two ranks, a parameter has one payload."""
+    lost: dict[str, Tensor] = {}
+
+    def written(form: tz.Int8, x: Tensor, payload: Tensor, key: str = "", piece: int = PIECE) -> None:
+        path = key.partition(" ")[0]  # only gradients have a key, which begins with the parameter's path
+        if path and feedback:
+            x = x + lost[path] if path in lost else x
+        write(form, x, payload, piece=piece)
+        if path and feedback:
+            arrived = torch.empty_like(x)
+            read(form, payload, arrived)
+            lost[path] = x - arrived
+
+    with mock.patch.object(wire, "write", written):
+        yield
+    if feedback and not lost:
+        raise RuntimeError("no gradient was written: thunder_zero.sharded.wire calls write under another name")
+
+
 def run(rank: int, options: argparse.Namespace, store: str) -> None:
     """One rank of all runs; rank 0 writes a line of JSON for each."""
     torch.set_num_threads(1)
@@ -80,11 +116,14 @@ def run(rank: int, options: argparse.Namespace, store: str) -> None:
     there = {(each["task"], each["seed"], each["variant"]) for each in lines_of(file)}
     for seed in range(options.seeds):
         for task in options.tasks:
-            for variant, asked in VARIANTS.items():
+            for variant in options.variants:
                 if (task, seed, variant) in there:
                     continue
                 start = perf_counter()
-                loss = TASKS[task](ranks, ("--seed", str(seed), "--out", str(options.out), *asked), options.steps)
+                asked = ("--seed", str(seed), "--out", str(options.out), *VARIANTS[variant])
+                to_nearest = variant in (NEAREST, FEEDBACK)
+                with gradients_to_nearest(feedback=variant == FEEDBACK) if to_nearest else nullcontext():
+                    loss = TASKS[task](ranks, asked, options.steps)
                 if rank == 0:
                     seconds = perf_counter() - start
                     print(f"{task}, seed {seed}, {variant}: {loss:.5f} ({seconds:.0f} s)", flush=True)
@@ -121,14 +160,46 @@ def table(lines: Sequence[dict[str, object]], task: str) -> str:
     return "\n".join(rows)
 
 
+def speed() -> str:
+    """Return the milliseconds that 23 million float32 elements take, as Markdown: the median and the least."""
+    torch.set_num_threads(1)
+    x = torch.randn(SPEED_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    out, form = torch.empty_like(x), tz.Int8()
+    payload = torch.empty(form.nbytes(len(x)), dtype=torch.uint8)
+    elements = payload[: len(x)].view(torch.int8)
+    contestants: dict[str, Callable[[], object]] = {
+        "write, to nearest": lambda: write(form, x, payload),
+        "write, at random": lambda: write(form, x, payload, "key"),
+        "read": lambda: read(form, payload, out),
+        "read and add": lambda: read(form, payload, out, add=True),
+        "`sum()`: reads float32": x.sum,
+        "`copy_`: float32 to int8": lambda: elements.copy_(x),
+        "`copy_`: int8 to float32": lambda: out.copy_(elements),
+        "`copy_`: float32 to float32": lambda: out.copy_(x),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(SPEED_ROUNDS):
+        for name, call in contestants.items():
+            start = perf_counter()
+            call()
+            taken[name].append(1000 * (perf_counter() - start))
+    rows = [f"| {name} | {statistics.median(each):.1f} | {min(each):.1f} |" for name, each in taken.items()]
+    return "\n".join([f"| {len(x):,} elements, one core | median, ms | least, ms |", "|---|---|---|", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of what was run")
+    parser.add_argument("--out", type=Path, default=Path("runs/formats"), help="folder of what was run (runs/formats)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"seeds ({SEEDS})")
     parser.add_argument("--steps", type=int, default=500, help="of the GPT (500)")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what is trained")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="what is compared")
     parser.add_argument("--tables", action="store_true", help="train nothing")
+    parser.add_argument("--speed", action="store_true", help="train nothing; time how bytes are written and read")
     options = parser.parse_args()
+    if options.speed:
+        print(speed())
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.tables:
         with tempfile.TemporaryDirectory() as folder:

@@ -88,6 +88,13 @@ def test_reductions_are_right_in_the_mean_and_the_same_again() -> None:
     assert not torch.equal(travelled(Int8(), x, "w 1 0"), travelled(Int8(), x, "w 2 0"))
 
 
+def test_the_largest_of_a_block_does_not_wrap_around() -> None:
+    """127 and the largest numbers of the sequence are less than 128, also where 127 is rounded up."""
+    x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(0)).add_(0.5).repeat_interleave(Int8().block)
+    error = (travelled(Int8(), x, "a").double() - x.double()).abs()
+    assert bool((error <= scales(x, Int8()) * 1.001).all())
+
+
 def test_bytes_and_names() -> None:
     assert [str(each) for each in (Encoding(torch.bfloat16), Int8(64), Float8())] == [
         "bfloat16",

@@ -1,4 +1,5 @@
-"""Every rank sends the least that is possible, and no less: counted on the interfaces of network namespaces."""
+"""Every rank sends the least that is possible, and no less: counted on the interfaces of network namespaces. Each line
+of the traces sends what the plan says: counted in messages, and on the sockets of each rank."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from examples.bench.lines import COPIED, IN_FULL, POLICIES, lines_of
+from examples.bench.model import Size
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
 from tests.harness.models import fresh
-from tests.harness.tiers import deep
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import deep, slow
 from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, WHOLE, Net
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +28,13 @@ LEAST, MOST = 0.999, 1.01
 
 Reply = dict[str, dict[str, Any]]
 
-# The fast tier counts bytes where they are sent: test_stages_at_rest_and_sent.py.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 40)]
+# On sockets beside messages: for each message three headers of gloo's, and for each phase a tag to each rank.
+HEADERS, TAG = 144, 144 + 256
+
+pytestmark = pytest.mark.timeout(SECONDS + 40)
 
 
-@pytest.fixture(scope="module", params=[3, *deep(2, 4)])
+@pytest.fixture(scope="module", params=[*slow(3), *deep(2, 4)])
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
     """What each rank of a world counted, one process and one namespace a rank."""
     assert all(rows % request.param for rows in ROWS)
@@ -93,3 +99,31 @@ def test_whole_parameters_cost_a_part_of_a_gather_for_each_way(replies: list[Rep
     more = [reply[name]["whole"] - reply[name]["foreseen"] for reply in replies]
     part = (len(replies) - 1) / len(replies) * model_bytes()  # W u / W, what all ranks send together
     assert 0.97 <= sum(more) / part / WHOLE[name] <= 1.03, [count / part for count in more]
+
+
+def each_line_sends_what_the_plan_says(rank: int, world_size: int, name: str, copies: int) -> None:
+    """The messages of a launch have the plan's bytes; sockets have headers and tags beside them."""
+    policy = POLICIES[name]
+    timeline, lines = lines_of(fresh(Net), policy, copies, Size(vocabulary=ROWS[-1], tokens=8))
+    assert [line.params for line in lines] == [op.params for op in timeline.launches.values()]
+    for op, line in zip(timeline.launches.values(), lines, strict=True):
+        foreseen, param = timeline.bytes_sent(op), timeline.params_of(op)[0]
+        # More than two ranks cut the bucket of an all-reduce as a whole; the plan cuts each tensor by itself.
+        is_rounded = not param.sharded and world_size > 2
+        rounding = len(op.params) * world_size * param.reduce_dtype.itemsize if is_rounded else 0
+        assert abs(line.nbytes - foreseen) <= rounding, (line, foreseen)
+        beside = line.on_sockets - line.nbytes
+        assert line.messages <= beside <= line.messages * HEADERS + (world_size - 1) * TAG, line
+
+
+@pytest.mark.parametrize(
+    ("world_size", "copies", "name"),
+    [
+        (2, 1, IN_FULL),
+        *slow(*((2, 1, name) for name in POLICIES if name != IN_FULL)),
+        *slow((3, 1, "stage 0"), (3, 1, "stage 2, int8"), (3, 1, "stage 3")),
+        *slow(*((4, 2, name) for name in COPIED), (4, 4, "stage 2, int8")),
+    ],
+)
+def test_each_line_sends_what_the_plan_says(ranks_pool: RanksPool, world_size: int, copies: int, name: str) -> None:
+    ranks_pool.run(world_size, each_line_sends_what_the_plan_says, name, copies)

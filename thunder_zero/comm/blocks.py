@@ -11,8 +11,8 @@ This goes through pieces, which on a CPU stay in its cache; on a GPU most tensor
 or NaN has the scale NaN, so all of it arrives as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
-quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, shifted by a hash of the parameter, the
-sender, and how often it was reduced: cheap, the same in each run, and uniform over the hashes.
+quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, which begins where a hash of the parameter,
+the sender, and how often it was reduced says: free, the same in each run, and uniform over the hashes.
 """
 
 from __future__ import annotations
@@ -26,40 +26,43 @@ from torch import Tensor
 
 from thunder_zero.plan.encoding import SCALE_BYTES, Encoding, Float8, Int8
 
-PIECE = 1 << 16  # elements at a time on a CPU: three float32 buffers of it stay in the cache
+PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, and operators cost little a piece
 PIECE_ON_GPU = 1 << 22  # 16 MiB each: as many launches as such a tensor needs anyway
 LEAST = torch.finfo(torch.float32).tiny  # of a scale: its inverse is finite
 GOLDEN = 0.6180339887498949  # step of the Weyl sequence, the golden ratio's fractional part
+STARTS = 1 << 16  # where the sequence can begin
+BELOW_1 = 1 - 2**-13  # the largest number of the sequence: 127 and a few ulps, added to it, are less than 128
 
 
 def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", piece: int = PIECE) -> None:
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
     nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
+    buffer = x.new_empty(min(x.numel(), max(piece, encoding.block)), dtype=torch.float32)
     noise = None
     if key:
-        noise = (weyl(max(piece, encoding.block), x.device)[: x.numel()] + crc32(key.encode()) / 2**32).frac_()
+        begin = crc32(key.encode()) % STARTS
+        noise = weyl(max(piece, encoding.block), x.device)[begin : begin + len(buffer)]
     for start, stop, at, blocks in _pieces(x.numel(), encoding.block, piece):
-        values = x[start:stop].view(blocks, -1).float()
-        scaled = values.abs()
-        scale = torch.amax(scaled, 1).div_(encoding.largest).clamp_(min=LEAST)
-        scale.masked_fill_(scale.isinf(), torch.nan)
-        torch.mul(values, scale.reciprocal().unsqueeze(1), out=scaled)
+        values, scaled = x[start:stop].view(blocks, -1).float(), buffer[: stop - start].view(blocks, -1)
+        scale = torch.amax(torch.abs(values, out=scaled), 1, out=scales[at : at + blocks])
+        torch.mul(values, scale.div_(encoding.largest).clamp_(min=LEAST).reciprocal().unsqueeze(1), out=scaled)
         if noise is not None:
-            scaled.add_(noise[: stop - start].view(blocks, -1)).floor_().clamp_(max=encoding.largest)
+            scaled.add_(noise[: stop - start].view(blocks, -1)).floor_()
         elif encoding.dtype is torch.int8:
             scaled.round_()
-        scales[at : at + blocks] = scale
         elements[start:stop].view(blocks, -1).copy_(scaled)
+    scales.masked_fill_(scales.isinf(), torch.nan)
     payload[payload.numel() - _padding(x.numel()) :].zero_()
 
 
 def read(encoding: Int8 | Float8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int = PIECE) -> None:
     """Read a payload into ``out`` (n,), floating-point, or ``add`` it to what is there, which is float32."""
     scales, elements = _parts(encoding, payload, out.numel())
+    buffer = out.new_empty(min(out.numel(), max(piece, encoding.block)), dtype=torch.float32)
     for start, stop, at, blocks in _pieces(out.numel(), encoding.block, piece):
         part, scale = out[start:stop].view(blocks, -1), scales[at : at + blocks].unsqueeze(1)
-        values = elements[start:stop].view(blocks, -1).to(torch.float32)
+        values = buffer[: stop - start].view(blocks, -1).copy_(elements[start:stop].view(blocks, -1))
         if add:
             part.addcmul_(values, scale)
         elif out.dtype is torch.float32:
@@ -92,5 +95,6 @@ def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int,
 
 @cache
 def weyl(piece: int, device: torch.device) -> Tensor:
-    """Return the sequence of a piece; it stays in the process."""
-    return torch.arange(piece, dtype=torch.float64, device=device).mul_(GOLDEN).frac_().float()
+    """Return the sequence of a piece, whatever its start; it stays in the process."""
+    numbers = torch.arange(piece + STARTS, dtype=torch.float64, device=device)
+    return numbers.mul_(GOLDEN).frac_().float().clamp_(max=BELOW_1)
