@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.encoding import Encoding, Float8, Int8
-from thunder_zero.plan.formats import embeddings_of, format_of
+from thunder_zero.plan.encoding import NF4, Encoding, Float8, Int8
+from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.policy import STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
@@ -41,7 +41,8 @@ class Param:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
         shape: full, unpadded shape.
-        dtype: of the shard, its ``.grad`` and the optimizer's state.
+        dtype: of the module's parameter; of the shard, its ``.grad`` and the optimizer's state, unless it rests in a
+            ``frozen_format``.
         compute_dtype: of the gathered parameter, which compute reads.
         reduce_dtype: of its gradient on the wire.
         requires_grad: it is trained.
@@ -52,6 +53,7 @@ class Param:
             new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
         gather_per_unit: each unit that uses it in forward gathers it anew.
         gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
+        frozen_format: how its rows rest, and travel; None: in the dtypes above.
     """
 
     path: str
@@ -68,11 +70,28 @@ class Param:
     gather_per_unit: bool = False
     gather_format: Int8 | Float8 | None = None
     reduce_format: Int8 | None = None
+    frozen_format: NF4 | None = None
 
     @property
     def gather_encoding(self) -> Encoding:
         """How its rows travel when it is gathered."""
-        return self.gather_format or Encoding(self.compute_dtype)
+        return self.frozen_format or self.gather_format or Encoding(self.compute_dtype)
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        """Full, unpadded shape of what rests: the parameter's, or its rows as bytes."""
+        form = self.frozen_format
+        return self.shape if form is None else (self.shape[0], form.nbytes(prod(self.shape[1:])))
+
+    @property
+    def rest_dtype(self) -> torch.dtype:
+        """Dtype of what rests."""
+        return self.dtype if self.frozen_format is None else self.frozen_format.dtype
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of what rests on all ranks together, without padding."""
+        return prod(self.rest_shape) * self.rest_dtype.itemsize
 
     @property
     def reduce_encoding(self) -> Encoding:
@@ -200,9 +219,8 @@ class Plan:
         """
         total = 0
         for param in self.params:
-            rows = layout.shard_shape(param.shape, self.world_size)
             tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
-            total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
+            total += tensors * prod(self.shard_shape(param)) * param.rest_dtype.itemsize
             total += param.full_bytes * param.resident
         return total
 
@@ -223,8 +241,8 @@ class Plan:
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
-        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
+        """Shape of what rests: this rank's rows with padding, or the full shape."""
+        return layout.shard_shape(param.rest_shape, self.world_size) if param.sharded else param.shape
 
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
@@ -234,15 +252,15 @@ class Plan:
         """Bytes that this rank sends to gather the parameter once."""
         if param.gather_format:
             return self.formatted_bytes(param, param.gather_format)
-        sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
-        return sends * param.compute_dtype.itemsize
+        sends = layout.gather_sends(param.rest_shape, self.world_size, self.rank) if param.sharded else 0
+        return sends * param.gather_encoding.dtype.itemsize
 
     def gather_receives(self, param: Param) -> int:
         """Bytes that this rank receives when the parameter is gathered once."""
         if param.gather_format or not param.sharded:
             return self.gather_bytes(param)
-        own = layout.owned_numel(param.shape, self.world_size, self.rank)
-        return (prod(param.shape) - own) * param.compute_dtype.itemsize
+        own = layout.owned_numel(param.rest_shape, self.world_size, self.rank)
+        return (prod(param.rest_shape) - own) * param.gather_encoding.dtype.itemsize
 
     def reduce_receives(self, param: Param) -> int:
         """Bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows of every
@@ -344,6 +362,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
     )
     plan = Plan(policy, world_size, rank, params, replicas)
     _require_units(plan, module)
+    _require_frozen(plan)
     return plan
 
 
@@ -357,7 +376,7 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     _require_fitting("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
-    for field in ("gather_format", "reduce_format"):
+    for field in FORMATS:
         asked = getattr(policy, field)
         _require_fitting(field, asked if isinstance(asked, Mapping) else (), paths, module)
     names = {
@@ -392,6 +411,22 @@ def _require_units(plan: Plan, module: nn.Module) -> None:
                 )
 
 
+def _require_frozen(plan: Plan) -> None:
+    """Refuse a frozen format that no parameter takes: who wants it would train the whole model otherwise."""
+    asked = plan.policy.frozen_format
+    for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
+        named = [param for param in plan.params if fits(pattern, param.names)]
+        if form is not None and named and not any(param.frozen_format for param in named):
+            first = max(named, key=lambda param: prod(param.shape))
+            found = f"{first.path!r} is {tuple(first.shape)} {first.dtype}, "
+            found += "which trains" if first.requires_grad else "frozen" if first.sharded else "not sharded"
+            raise ValueError(
+                f"frozen_format asks for {form!r} of {pattern!r}, and no parameter there can rest so ({found}): it is "
+                f"for frozen, sharded floating-point parameters of two dimensions or more that get smaller by it; "
+                f"freeze them before the model is sharded (requires_grad_(False)), or leave frozen_format out"
+            )
+
+
 def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
     for path in ignored:
         if path not in there or path == ROOT:
@@ -424,6 +459,7 @@ def _plan_param(
         format_of(name, getattr(policy, name), names, param, embeddings) if sharded else None
         for name in ("gather_format", "reduce_format")
     )
+    frozen_format = frozen_format_of(policy.frozen_format, names, param, embeddings) if sharded else None
     return Param(
         path=names[0],
         aliases=names[1:],
@@ -437,8 +473,9 @@ def _plan_param(
         resident=sharded and stage.resident,
         kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
-        gather_format=gather_format,
+        gather_format=None if frozen_format else gather_format,
         reduce_format=reduce_format,
+        frozen_format=frozen_format,
     )
 
 

@@ -13,7 +13,7 @@ def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
     if not param.sharded:
         return full
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    shard = full.new_zeros(plan.shard_shape(param))
+    shard = full.new_zeros(layout.shard_shape(param.shape, plan.world_size))
     shard[: stop - start] = full[start:stop]
     return shard
 

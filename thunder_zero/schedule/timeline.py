@@ -261,8 +261,8 @@ class Timeline:
         plan = self.plan
         if op.kind is Kind.GATHER:
             sent = param.gather_format is not None and plan.formatted_bytes(param, param.gather_format)
-            rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
-            return sent or (plan.world_size - 1) * rows * param.compute_dtype.itemsize, 0
+            rows = layout.owned_numel(param.rest_shape, plan.world_size, rank=0)
+            return sent or (plan.world_size - 1) * rows * param.gather_encoding.dtype.itemsize, 0
         rows = layout.owned_numel(param.shape, plan.world_size, rank=0)
         inside, between = plan.reduce_sends(param, 0)
         received = (plan.world_size - 1) * rows * param.reduce_dtype.itemsize  # more than it sends

@@ -9,6 +9,8 @@
     gather   shards  ->  written as bytes  ->  transport  ->  read: full parameters, of which the own rows are read, too
     reduce   full gradients  ->  each other rank's rows written as bytes  ->  traded  ->  read and added up in float32;
              with several copies of the model: exactly inside of a copy, then likewise between copies
+    a frozen parameter that rests as bytes (comm/nf4.py)
+    gather   the bytes at rest  ->  transport  ->  decoded in the dtype of compute
 
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
@@ -27,9 +29,10 @@ from torch import Tensor
 from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.nf4 import decode
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
-from thunder_zero.plan.encoding import Encoding, Float8, Int8
+from thunder_zero.plan.encoding import NF4, Encoding, Float8, Int8
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import rows_in
 
@@ -122,6 +125,8 @@ class Wire:
     ) -> Waitable:
         """Gather sharded parameters, in the dtype and on the device of compute; this rank's rows of ``into``, buffers
         with padding, are written, too."""
+        if (rests := params[0].frozen_format) is not None:
+            return self._gather_frozen(shards, params, rests)
         form = params[0].gather_format
         if form is not None and self._writes_bytes and self._plan.world_size > 1:
             return self._gather_bytes(shards, params, into, form)
@@ -152,6 +157,20 @@ class Wire:
                     read(form, part, rows.view(-1), piece=self._piece)
                 fulls.append(full[: param.shape[0]])
             return tuple(fulls)
+
+        return WaitsBy(wait)
+
+    @outside_autograd
+    def _gather_frozen(self, shards: Sequence[Tensor], params: Sequence[Param], form: NF4) -> Waitable:
+        """Gather the bytes that rest on each rank, one rank alone included; decode them when they are waited for."""
+        staged = [self._on_device(shard, param) for shard, param in zip(shards, params, strict=True)]
+        self.copies.note()
+        handle = self.transport.all_gather(staged, [param.rest_shape for param in params])
+
+        @outside_autograd
+        def wait() -> tuple[Tensor, ...]:
+            arrived = zip(handle.wait(), params, strict=True)
+            return tuple(decode(form, payload, param.shape, param.compute_dtype) for payload, param in arrived)
 
         return WaitsBy(wait)
 

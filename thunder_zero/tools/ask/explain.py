@@ -81,7 +81,7 @@ def _explained(program: _Program, param: Param) -> Explanation:
         param=param,
         plan=plan,
         rows=layout.row_range(param.shape[0], plan.world_size, plan.rank) if param.sharded else None,
-        resting_bytes=prod(plan.shard_shape(param)) * param.dtype.itemsize,
+        resting_bytes=prod(plan.shard_shape(param)) * param.rest_dtype.itemsize,
         lifetime=_lifetime(param, traces.timeline, len(gathers)),
         gathers=gathers,
         gradient=gradient,
