@@ -143,7 +143,7 @@ def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
         if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
             param = frozen_param(tensor)
-            bits = f", which rest as {param.frozen_format}" if param else ""
+            bits = f", which rests as {param.frozen_format}" if param else ""
             raise ValueError(
                 f"the checkpoint has another {what}: {key} has shape {tuple(found.size)} and dtype "
                 f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
