@@ -44,7 +44,7 @@ def adapted(width: int, layers: int) -> nn.Module:
 def measured(options: argparse.Namespace, stage: int, form: tz.NF4 | None) -> tuple[list[str], float]:
     """A row of the table, and the loss of the last step; the first step compiles."""
     module = adapted(options.width, options.layers)
-    model: Any = tz.compile(module, stage=stage, frozen_format=form)
+    model: Any = tz.compile(module, stage=stage, frozen_format=form and {"*.layers.*": form})
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(dist.get_rank()))
     seconds = []

@@ -41,7 +41,7 @@ def encode(form: NF4, rows: Tensor) -> Tensor:
     found = torch.zeros(len(flat), form.nbytes(width), dtype=torch.uint8, device=flat.device)
     levels = torch.tensor(LEVELS, device=flat.device)
     borders = (levels[1:] + levels[:-1]) / 2
-    for start, stop in _pieces(flat):
+    for start, stop in _pieces(flat, None):
         values = torch.zeros(stop - start, blocks * form.block, device=flat.device)
         values[:, :width] = flat[start:stop]
         values = values.view(stop - start, blocks, form.block)
@@ -55,14 +55,15 @@ def encode(form: NF4, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decode(form: NF4, payload: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the rows (rows, ...) that bytes stand for, given the shape of all rows of the parameter."""
+def decode(form: NF4, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, *, piece: int | None = None) -> Tensor:
+    """Return the rows (rows, ...) that bytes stand for, given the shape of all rows of the parameter. ``piece``:
+    elements at a time (default: by the device)."""
     out = payload.new_empty((len(payload), *shape[1:]), dtype=dtype)
     width = prod(shape[1:])
     flat = out.view(len(out), width)
     end = width // form.block * form.block
-    pairs = _pairs(payload.device)
-    for start, stop in _pieces(flat):
+    pairs = pairs_on(payload.device)
+    for start, stop in _pieces(flat, piece):
         codes = _codes(form, payload[start:stop], width)
         scales = payload[start:stop].view(torch.float32)[:, : form.blocks(width)]
         # One look-up a byte, which finds two levels.
@@ -79,15 +80,16 @@ def _codes(form: NF4, payload: Tensor, width: int) -> Tensor:
     return payload[:, begin : begin + -(-width // 2)]
 
 
-def _pieces(flat: Tensor) -> Iterator[tuple[int, int]]:
+def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
     """Yield where pieces of rows begin and end: on a CPU they stay in its cache."""
-    step = max((PIECE if flat.device.type == "cpu" else PIECE_ON_GPU) // max(flat.shape[1], 1), 1)
+    piece = piece or (PIECE if flat.device.type == "cpu" else PIECE_ON_GPU)
+    step = max(piece // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))
 
 
 @cache
-def _pairs(device: torch.device) -> Tensor:
+def pairs_on(device: torch.device) -> Tensor:
     """Return the two levels that each byte stands for, (256,), each pair in the memory of an int64; it stays in the
     process."""
     levels = torch.tensor(LEVELS)

@@ -1,4 +1,4 @@
-"""Frozen parameters that rest as bytes (``Policy.frozen_format``): what rests, and what state dicts have.
+"""Frozen parameters that rest as bytes: what rests, and what full state dicts have of it.
 
 ::
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.nf4 import decode
+from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
 from thunder_zero.plan.encoding import NF4, Encoding, Float8, Int8
@@ -170,7 +170,8 @@ class Wire:
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
             arrived = zip(handle.wait(), params, strict=True)
-            return tuple(decode(form, payload, param.shape, param.compute_dtype) for payload, param in arrived)
+            piece = self._piece
+            return tuple(decode(form, of, param.shape, param.compute_dtype, piece=piece) for of, param in arrived)
 
         return WaitsBy(wait)
 
@@ -313,6 +314,7 @@ class UnsentWire(Wire):
         self._piece = PIECE if on_cpu else PIECE_ON_GPU
         for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
             weyl(max(self._piece, block), device)
+        pairs_on(device)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
