@@ -36,6 +36,7 @@ from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.dtensors import load_parts
+from thunder_zero.sharded.frozen import decoded_values, encoded_values
 from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
     shard_optimizer_state_dict,
@@ -128,7 +129,8 @@ class Sharding:
 
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
     """The full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return decoded_values(model, full)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -416,7 +418,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's full model into the shards."""
         module = self.lightning_module
-        load_parts(module, checkpoint["state_dict"], module.state_dict(), strict)
+        load_parts(module, encoded_values(module, checkpoint["state_dict"]), module.state_dict(), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's full state dict on rank 0, and an empty one on other ranks; a collective."""

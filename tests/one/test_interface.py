@@ -204,6 +204,13 @@ def bytes_of_weights(policy: Policy) -> list[int]:
     return [traces(policy).plan.gather_bytes(param), traces(policy).plan.reduce_bytes(param)]
 
 
+def bytes_of_frozen_weight(policy: Policy) -> int:
+    """What rank 0, which owns two of seven rows, sends to gather a frozen weight: a row has 4 bytes for its scale and 4
+    for its seven elements in 4 bits."""
+    plan = make_plan(Net().requires_grad_(False), policy, Mesh.of(4))
+    return plan.gather_bytes(plan.by_name["layers.1.weight"])
+
+
 def computed_again(policy: Policy) -> list[int]:
     """How many exp and how many linear layers backward computes."""
     trace = traces(policy, wide).backward
@@ -298,6 +305,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "check_gradients": (TEXTBOOK, checked, [(False, set()), (True, PATHS)]),
     "gather_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [60, 140])]),
     "reduce_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [168, 60])]),
+    "frozen_format": (TEXTBOOK, bytes_of_frozen_weight, [(None, 3 * 14 * 4), (tz.NF4(), 3 * 2 * 8)]),
     "passes": (TEXTBOOK, reductions_at_once, [((), 4), ((ended_at_once,), 1)]),
 }
 

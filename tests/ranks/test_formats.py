@@ -190,8 +190,9 @@ def copies_average(rank: int, world_size: int) -> None:
     )
     found = gradients(model)
     assert_within_steps(found, exact_gradients(seen, world_size), steps=1.5)
-    across = [timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
-    assert set(across) == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
+    across = [op for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
+    sends = {timeline.plan.reduce_sends(param, "replicate", 0) for op in across for param in timeline.params_of(op)}
+    assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
     assert all(torch.equal(each, found["layers.0.weight"]) for each in on_all_ranks(found["layers.0.weight"]))
     dist.barrier()
 

@@ -43,6 +43,12 @@ def wide() -> nn.Module:
     return Chain(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 16))
 
 
+def adapted() -> nn.Module:
+    """Frozen layers, and one that trains at each end."""
+    frozen = net().requires_grad_(False)
+    return Chain(nn.Linear(WIDTH, WIDTH), frozen, nn.Linear(WIDTH, WIDTH))
+
+
 def loss_of(y: Tensor) -> Tensor:
     return y.square().mean()
 
@@ -87,9 +93,10 @@ def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
         (net, (ROWS, WIDTH), tz.ZERO3, False),
         (net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
         (net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
+        (adapted, (ROWS, WIDTH), replace(tz.ZERO3, frozen_format=tz.NF4()), False),
         *deep((net, (ROWS, WIDTH), tz.DDP, False), (net, (ROWS, WIDTH), tz.ZERO2, False)),
     ],
-    ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "zero2-int8", "ddp-norms", "zero2"],
+    ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "zero2-int8", "zero3-nf4", "ddp-norms", "zero2"],
 )
 def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool

@@ -43,6 +43,7 @@ from thunder_zero.comm.agree import all_or_none, require_same_arguments
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.frozen import decoded, frozen_param, looks
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -112,7 +113,7 @@ def _gather_and_write(state: State, found: Mapping[str, Any], weights: Weights, 
     """Write what rank 0 planned; a collective."""
     files = [members for of_file in weights.values() for members in split_into_files(*of_file)]
     reads = broadcast_object_from_rank_0([one.key for members in files for one in members], state.group)
-    values = (_full(state, found[name].detach()) for name in reads)  # one at a time: it holds none
+    values = (_full(state, found[name]) for name in reads)  # one at a time: it holds none
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
@@ -157,7 +158,8 @@ def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     left_out = []
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
-            found[name] = shapes.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device="meta"))
+            shape, of = looks(value)
+            found[name] = shapes.setdefault(id(value), torch.empty(shape, dtype=of, device="meta"))
         elif isinstance(value, Tensor):
             found[name] = value
         else:
@@ -181,7 +183,10 @@ def _to_write(
 def _full(state: State, value: Tensor) -> Tensor:
     """A value on rank 0's CPU; nothing on other ranks. A collective."""
     full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
-    return full.cpu() if state.group.rank() == 0 else full.new_empty(0)
+    if state.group.rank():
+        return full.new_empty(0)
+    param = frozen_param(value)
+    return full.cpu() if param is None else decoded(full, param, param.dtype).cpu()
 
 
 @torch.no_grad()
@@ -242,10 +247,10 @@ def _own_files(
 
 def _skeleton(module: nn.Module) -> Any:
     """A copy of a module whose parameters have no values: saving looks at them, and writes to configs."""
-    parameters = {
-        id(param): parameter_like(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
-        for param in module.parameters()
-    }
+    parameters = {}
+    for param in module.parameters():
+        shape, dtype = looks(param)
+        parameters[id(param)] = parameter_like(param, torch.empty(shape, dtype=dtype, device="meta"))
     return deepcopy(module, {**parameters, **{id(buffer): buffer for buffer in module.buffers()}})
 
 

@@ -39,6 +39,7 @@ from thunder_zero.checkpoint.dcp_write import key_of
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.checkpoint.optimizer_states import read_state_dicts
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.frozen import frozen_param
 from thunder_zero.sharded.optimizers import load_exactly
 
 # Where tools put them: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
@@ -141,9 +142,12 @@ def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(found, TensorStorageMetadata):
             raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
         if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
+            param = frozen_param(tensor)
+            bits = f", which rests as {param.frozen_format}" if param else ""
             raise ValueError(
                 f"the checkpoint has another {what}: {key} has shape {tuple(found.size)} and dtype "
-                f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here; {BUILD}"
+                f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
+                f"{BUILD}"
             )
     return here
 

@@ -78,6 +78,7 @@ class Arguments(TypedDict, total=False):
     check_gradients: bool
     gather_format: Formats
     reduce_format: Formats
+    frozen_format: Formats
     passes: tuple[Callable[[Any], Any], ...]
     transport: Callable[[Any, int], Any] | None
 

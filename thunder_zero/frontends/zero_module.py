@@ -40,6 +40,7 @@ from thunder_zero.sharded.accelerate import (
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
+from thunder_zero.sharded.frozen import encoded_values
 from thunder_zero.sharded.full_state_dict import full_state_dict
 from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
 from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
@@ -151,7 +152,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             ValueError: a full tensor has another shape; nothing has changed.
         """
         self._state.require_own_values("load a state dict")
-        return load_parts(self._model, state_dict, self.state_dict(), strict)
+        return load_parts(self._model, encoded_values(self._model, state_dict), self.state_dict(), strict)
 
     @property
     def training(self) -> bool:

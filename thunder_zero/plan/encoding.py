@@ -5,6 +5,7 @@
     Encoding(torch.bfloat16)     2 bytes an element
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
     Float8(block=128)            the same; the byte is a float8_e4m3fn
+    NF4(block=64)                half a byte an element, 4 bytes a block; of each row of a frozen parameter, at rest too
 
 What a collective of a parameter sends is counted here alone: memory, forecasts, proofs and reports read it.
 """
@@ -113,3 +114,43 @@ class Float8(_Bytes):
     def error(self, rounds: str) -> str:
         """Return how far an element may be off, in words."""
         return "6.25% of itself, or 2 ** -10 of its block's scale where that is more"
+
+
+@dataclass(frozen=True, repr=False)
+class NF4(_Bytes):
+    """4 bits an element: one of the 16 levels of NormalFloat (Dettmers et al., QLoRA, 2023), times its block's scale,
+    the largest magnitude of the block.
+
+    Frozen parameters alone rest so, row by row. An element is off by 15.2% of the largest of its block at most; of
+    normally distributed ones each level stands for as many.
+
+    Attributes:
+        block: elements that share a scale, an even number; each row begins with a new block.
+
+    Raises:
+        ValueError: ``block`` is no even number of elements.
+    """
+
+    dtype: torch.dtype = field(default=torch.uint8, init=False)
+    block: int = 64
+    largest = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block % 2:
+            raise ValueError(f"block is {self.block}; give an even number of elements, as two share a byte")
+
+    def __str__(self) -> str:
+        return f"nf4/{self.block}"
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a row of so many elements, with its scales.
+
+        >>> NF4(64).nbytes(1000)
+        564
+        """
+        return SCALE_BYTES * self.blocks(numel) + -(-numel // (2 * SCALE_BYTES)) * SCALE_BYTES
+
+    def error(self, rounds: str) -> str:
+        """Return how far an element may be off, in words."""
+        return "15.2% of the largest in its block"

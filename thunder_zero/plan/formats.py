@@ -4,25 +4,31 @@
 
     gather_format=Int8()                         all but embeddings and parameters of one dimension
     gather_format={"*": Int8(), "head": None}    what the last pattern that matches says
+    frozen_format=NF4()                          likewise, of the frozen parameters that get smaller so
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_zero.plan.encoding import Float8, Int8
+from thunder_zero.plan.encoding import NF4, Float8, Int8
 from thunder_zero.plan.precision import around
 
 if TYPE_CHECKING:
     from torch import nn
 
-Format = Int8 | Float8
+Format = Int8 | Float8 | NF4
 Formats = Format | Mapping[str, Format | None] | None
-FORMATS: Mapping[str, tuple[type[Format], ...]] = {"gather_format": (Int8, Float8), "reduce_format": (Int8,)}
+FORMATS: Mapping[str, tuple[type[Format], ...]] = {
+    "gather_format": (Int8, Float8),
+    "reduce_format": (Int8,),
+    "frozen_format": (NF4,),
+}
 EMBEDDINGS = ("Embedding", "EmbeddingBag")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,6 +54,11 @@ def require_formats(policy: Any) -> None:
                 f"{name} is {asked!r}, and stage 0 gathers nothing and would round each gradient twice; take stage 1, "
                 f"2 or 3"
             )
+    if policy.frozen_format and policy.stage == 1:
+        raise ValueError(
+            f"frozen_format is {policy.frozen_format!r}, and stage 1 keeps all parameters in full on every rank; take "
+            f"stage 2 or 3"
+        )
 
 
 def embeddings_of(module: nn.Module) -> frozenset[str]:
@@ -78,6 +89,26 @@ def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parame
             f"{{..., {names[0]!r}: None}}"
         )
     return form
+
+
+def frozen_format_of(
+    asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
+) -> NF4 | None:
+    """Return the format in which a sharded parameter rests; None if it trains, or does not get smaller by it.
+
+    Raises:
+        ValueError: patterns differ for a tied parameter's names.
+    """
+    if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
+        return None
+    form: NF4 | None = format_of("frozen_format", asked, names, param, embeddings)
+    numel = prod(param.shape[1:])
+    return form if form is not None and form.nbytes(numel) < numel * param.dtype.itemsize else None
+
+
+def fits(pattern: str, names: Sequence[str]) -> bool:
+    """Return whether a pattern names a parameter, or a submodule that holds it."""
+    return any(fnmatchcase(part, pattern) for name in names for part in around(name))
 
 
 def _last_match(asked: Mapping[str, Format | None], path: str) -> Format | None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.encoding import Encoding, Float8, Int8
-from thunder_zero.plan.formats import embeddings_of, format_of
+from thunder_zero.plan.encoding import NF4, Encoding, Float8, Int8
+from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import REPLICATE, SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
@@ -43,7 +43,8 @@ class Param:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
         shape: full, unpadded shape.
-        dtype: of the shard, its ``.grad`` and the optimizer's state.
+        dtype: of the module's parameter; of the shard, its ``.grad`` and the optimizer's state, unless it rests in a
+            ``frozen_format``.
         compute_dtype: of the gathered parameter, which compute reads.
         reduce_dtype: of its gradient on the wire.
         requires_grad: it is trained.
@@ -54,6 +55,7 @@ class Param:
             new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
         gather_per_unit: each unit that uses it in forward gathers it anew.
         gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
+        frozen_format: how its rows rest, and travel; None: in the dtypes above.
     """
 
     path: str
@@ -70,11 +72,28 @@ class Param:
     gather_per_unit: bool = False
     gather_format: Int8 | Float8 | None = None
     reduce_format: Int8 | None = None
+    frozen_format: NF4 | None = None
 
     @property
     def gather_encoding(self) -> Encoding:
         """How its rows travel when it is gathered."""
-        return self.gather_format or Encoding(self.compute_dtype)
+        return self.frozen_format or self.gather_format or Encoding(self.compute_dtype)
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        """Full, unpadded shape of what rests: the parameter's, or its rows as bytes."""
+        form = self.frozen_format
+        return self.shape if form is None else (self.shape[0], form.nbytes(prod(self.shape[1:])))
+
+    @property
+    def rest_dtype(self) -> torch.dtype:
+        """Dtype of what rests."""
+        return self.dtype if self.frozen_format is None else self.frozen_format.dtype
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of what rests on all ranks together, without padding."""
+        return prod(self.rest_shape) * self.rest_dtype.itemsize
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,6 +150,10 @@ class Plan:
     def geometry(self, param: Param) -> Geometry:
         """Return the shapes and rows of a parameter, and what its gradient is summed over."""
         return Geometry(param.shape, self.mesh, param.sharded)
+
+    def resting(self, param: Param) -> Geometry:
+        """Return the shapes and rows of what rests of a parameter: its own rows, or each as bytes."""
+        return Geometry(param.rest_shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -197,7 +220,7 @@ class Plan:
         total = 0
         for param in self.params:
             tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
-            total += tensors * prod(self.shard_shape(param)) * param.dtype.itemsize
+            total += tensors * prod(self.shard_shape(param)) * param.rest_dtype.itemsize
             total += param.full_bytes * param.resident
         return total
 
@@ -218,8 +241,8 @@ class Plan:
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
-        return self.geometry(param).at_rest
+        """Shape of what rests: this rank's rows with padding, or the full shape."""
+        return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
@@ -235,13 +258,18 @@ class Plan:
 
     def encodes(self, *bucket: Param) -> bool:
         """Return whether something else than rows as they rest is gathered of a bucket: a cast, a copy, or bytes."""
-        return any(
-            param.sharded and (param.is_cast or self.rests_on_host(param) or self.decodes(param)) for param in bucket
-        )
+        return any(self.rests_on_host(param) or self.writes(param) or self._casts(param) for param in bucket)
+
+    def _casts(self, param: Param) -> bool:
+        return param.sharded and param.is_cast and not param.frozen_format
+
+    def writes(self, param: Param) -> bool:
+        """Return whether its rows are written as bytes when it is gathered; one rank alone sends nothing."""
+        return param.gather_format is not None and self.mesh.shard.size > 1
 
     def decodes(self, *bucket: Param) -> bool:
-        """Return whether bytes arrive when a bucket is gathered; one rank alone sends nothing."""
-        return self.mesh.shard.size > 1 and any(param.gather_format is not None for param in bucket)
+        """Return whether bytes arrive when a bucket is gathered."""
+        return any(param.frozen_format or self.writes(param) for param in bucket)
 
     def encodes_gradient(self, over: str, *bucket: Param) -> bool:
         """Return whether something else than what backward made, or than the means so far, is reduced over an axis."""
@@ -278,7 +306,8 @@ class Plan:
             return 0
         if param.gather_format:
             return (self.mesh.shard.size - 1) * self.payload_bytes(param)
-        return layout.gather_sends(param.shape, self.mesh.shard.size, rank) * param.compute_dtype.itemsize
+        numel = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
+        return numel * param.gather_encoding.dtype.itemsize
 
     def gather_bytes(self, param: Param) -> int:
         """Return the bytes that this rank sends to gather the parameter once."""
@@ -288,7 +317,7 @@ class Plan:
         """Return the bytes that this rank receives when the parameter is gathered once."""
         if param.gather_format or not param.sharded:
             return self.gather_bytes(param)
-        return (prod(param.shape) - self.geometry(param).numel) * param.compute_dtype.itemsize
+        return (prod(param.rest_shape) - self.resting(param).numel) * param.gather_encoding.dtype.itemsize
 
     def part_bytes(self, param: Param, over: str) -> int:
         """Return the bytes, in the format of reductions, of the part of a gradient that one rank of an axis adds up:
@@ -388,6 +417,7 @@ def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
     )
     plan = Plan(policy, mesh, params)
     _require_units(plan, module)
+    _require_frozen(plan)
     return plan
 
 
@@ -401,7 +431,7 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     _require_fitting("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
-    for field in ("gather_format", "reduce_format"):
+    for field in FORMATS:
         asked = getattr(policy, field)
         _require_fitting(field, asked if isinstance(asked, Mapping) else (), paths, module)
     names = {
@@ -425,6 +455,22 @@ def _require_units(plan: Plan, module: nn.Module) -> None:
                     f"{field} names {path!r}, which is no unit of {type(module).__name__}; its units are "
                     f"{', '.join(repr(unit) for unit in plan.units if unit != ROOT) or 'none'}"
                 )
+
+
+def _require_frozen(plan: Plan) -> None:
+    """Refuse a frozen format that no parameter takes: who wants it would train the whole model otherwise."""
+    asked = plan.policy.frozen_format
+    for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
+        named = [param for param in plan.params if fits(pattern, param.names)]
+        if form is not None and named and not any(param.frozen_format for param in named):
+            first = max(named, key=lambda param: prod(param.shape))
+            found = f"{first.path!r} is {tuple(first.shape)} {first.dtype}, "
+            found += "which trains" if first.requires_grad else "frozen" if first.sharded else "not sharded"
+            raise ValueError(
+                f"frozen_format asks for {form!r} of {pattern!r}, and no parameter there can rest so ({found}): it is "
+                f"for frozen, sharded floating-point parameters of two dimensions or more that get smaller by it; "
+                f"freeze them before the model is sharded (requires_grad_(False)), or leave frozen_format out"
+            )
 
 
 def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
@@ -459,6 +505,7 @@ def _plan_param(
         format_of(name, getattr(policy, name), names, param, embeddings) if sharded else None
         for name in ("gather_format", "reduce_format")
     )
+    frozen_format = frozen_format_of(policy.frozen_format, names, param, embeddings) if sharded else None
     return Param(
         path=names[0],
         aliases=names[1:],
@@ -472,8 +519,9 @@ def _plan_param(
         resident=sharded and stage.resident,
         kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
-        gather_format=gather_format,
+        gather_format=None if frozen_format else gather_format,
         reduce_format=reduce_format,
+        frozen_format=frozen_format,
     )
 
 

@@ -172,6 +172,10 @@ class Policy:
             matches decides (default None: all travel as they are).
         reduce_format: ZeRO-1 to 3: likewise for gradients, ``Int8()``: a rank writes what it sends to an owner once,
             rounded up or down at random so that the mean is right, and the owner adds up in float32 (default None).
+        frozen_format: ZeRO-2 and 3: frozen parameters rest, and are gathered, as ``NF4()``: 4 bits an element with a
+            scale for each block, about a quarter of bfloat16. It is for floating-point parameters of two dimensions or
+            more that get smaller by it; embeddings stay as they are, unless a dict of patterns names them, as in
+            ``gather_format`` (default None: frozen parameters rest as they are).
         passes: functions from timeline to timeline, called in this order after the passes of
             :mod:`thunder_zero.schedule.passes` but the last, which frees; each is proved as those are (default none).
         transport: makes the :class:`thunder_zero.comm.transport.Transport` on which the model's collectives run, from a
@@ -203,6 +207,7 @@ class Policy:
     check_gradients: bool = False
     gather_format: Formats = field(default=None, hash=False)
     reduce_format: Formats = field(default=None, hash=False)
+    frozen_format: Formats = field(default=None, hash=False)
     passes: tuple[Callable[[Any], Any], ...] = ()
     transport: Callable[[Any, int], Any] | None = None
 

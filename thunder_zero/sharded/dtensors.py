@@ -42,7 +42,7 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
         # Parameters that look alike share it: torch compares specs in each call of an operator, the same one at once.
         return DTensorSpec(mesh, placements[sharded], contiguous(shape, dtype))
 
-    return {param.path: spec(param.shape, param.dtype, param.sharded) for param in plan.params}
+    return {param.path: spec(param.rest_shape, param.rest_dtype, param.sharded) for param in plan.params}
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:

@@ -4,7 +4,7 @@ In: a sharded model. Out: the module that was sharded, with full parameters; wit
 values::
 
     rows of all ranks  -- gather_now, one parameter at a time -->  parameters of the plain module      before the block
-    rows of each rank  <-- own_rows --  values of rank 0, sent to all                                  with writeback
+    rows of each rank  <-- rows_at_rest --  values of rank 0, sent to all                              with writeback
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.compat.casts import without_casts
 from thunder_zero.plan.params import Param
-from thunder_zero.plan.rows import own_rows
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.placeholders import ParameterSlots
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.sharded.state import State
@@ -123,7 +123,7 @@ def _write_back(state: State, found: dict[str, Tensor]) -> None:
     for param in state.plan.params:
         rows, value = state.rows[param.path], found.get(param.path)
         if value is None:
-            value = torch.empty(param.shape, dtype=rows.dtype, device=rows.device)
+            value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
         broadcast(value, 0, state.group, state.device)
-        rows.copy_(own_rows(value, param, state.plan))
+        rows.copy_(rows_at_rest(value, param, state.plan))
         state.mark_stale([param.path])

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
 from thunder_zero.sharded.dtensors import local, part_of
+from thunder_zero.sharded.frozen import decoded_values
 from thunder_zero.sharded.optimizers import StepsWhole, alike_states, parameters_of
 from thunder_zero.sharded.sharded_model import owner_of, owners_of, replaced, sharded_model, tagged
 from thunder_zero.sharded.state import State
@@ -47,7 +48,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     sharded = sharded_model(model)
     parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
-    found = _in_full(parts, sharded.state)
+    found = decoded_values(sharded.plain, _in_full(parts, sharded.state))
     own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
 

@@ -70,4 +70,5 @@ def _shapes(name: str, given: nn.Parameter, plan: Plan) -> str:
     """A parameter's shape, and what programs read of it."""
     if (param := plan.by_name.get(name)) is None:
         return f"{list(given.shape)} ignored"
-    return f"{list(param.shape)} " + (f"rows {list(plan.shard_shape(param))}" if param.sharded else "replicated")
+    form = f" as {param.frozen_format}" if param.frozen_format else ""
+    return f"{list(param.shape)} " + (f"rows {list(plan.shard_shape(param))}{form}" if param.sharded else "replicated")

@@ -218,10 +218,12 @@ class State(Share):
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
         """The full, unpadded parameter, from the shards as they are now, or from ``shard``, this rank's rows of another
         tensor of its shape and of any dtype; a collective."""
+        form = param.frozen_format if shard is None else None
         shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
-        exact = replace(param, compute_dtype=shard.dtype, gather_format=None)
+        dtype = param.dtype if form else shard.dtype
+        exact = replace(param, compute_dtype=dtype, gather_format=None, frozen_format=form)
         what = what_is_done() or f"a gather of {self.name}"
         self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
         full = self.wire.gather_now([shard], [exact])[0].clone()

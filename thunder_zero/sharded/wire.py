@@ -12,7 +12,8 @@
 Each is a line of a trace, if the plan has it do anything. Shards are cast and copied before the gather, so that only
 shards are, and a copy lives only while its bytes travel; gradients after the reduction. On CUDA, shards in host memory
 are pinned, and casts run on the device, since a copy that also casts makes the host wait; the copies run in the stream
-of compute. ``HostCopies`` knows when they have ended. comm/blocks.py writes and reads the bytes.
+of compute. ``HostCopies`` knows when they have ended. comm/blocks.py writes and reads the bytes of formats; those of a
+frozen base (comm/nf4.py) are what rests, and are sent as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan import layout
 from thunder_zero.plan.encoding import Float8, Int8
@@ -120,12 +122,12 @@ class Wire:
 
     # Gathers. A bucket has one format, if it has any.
 
-    def _decodes(self, param: Param) -> bool:
-        return self._writes_bytes and self._plan.decodes(param)
+    def _writes(self, param: Param) -> bool:
+        return self._writes_bytes and self._plan.writes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
-        if not self._decodes(param):
+        if not self._writes(param):
             return rows
         form, found = gather_format_of(param), torch.empty(rows.shape, device=rows.device)
         read(form, self._written(form, rows.detach().reshape(-1)), found.view(-1), piece=self._piece)
@@ -137,15 +139,14 @@ class Wire:
     ) -> tuple[Tensor, ...]:
         """Return what is gathered of this rank's rows: bytes; or the rows, cast and copied, in their places in ``into``
         if that is given, buffers of all rows with padding."""
-        if self._decodes(params[0]):
+        if self._writes(params[0]):
             sent = [
                 self._written(gather_format_of(param), self._on_device(shard, param).reshape(-1))
                 for shard, param in zip(shards, params, strict=True)
             ]
         elif into is None:
             sent = [
-                self._on_device(shard, param).to(param.compute_dtype)
-                for shard, param in zip(shards, params, strict=True)
+                self._on_device(shard, param).to(sent_dtype(param)) for shard, param in zip(shards, params, strict=True)
             ]
         else:
             sent = [rows_in(buffer, param, self._plan) for buffer, param in zip(into, params, strict=True)]
@@ -157,17 +158,20 @@ class Wire:
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
         """Gather full parameters, into ``into`` if that is given; or the bytes that all ranks have written."""
-        if self._decodes(params[0]):
+        if self._writes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
-        return self.transport.all_gather(sent, [param.shape for param in params], into)
+        return self.transport.all_gather(sent, [param.rest_shape for param in params], into)
 
     @outside_autograd
     def decode(
         self, arrived: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
         """Return full parameters, in ``into`` if that is given."""
-        if not self._decodes(params[0]):
+        if params[0].frozen_format:
+            pairs = zip(arrived, params, strict=True)
+            return tuple(self._decoded(payload, param) for payload, param in pairs)
+        if not self._writes(params[0]):
             return tuple(arrived)
         world, fulls = self._plan.mesh.shard.size, []
         for at, (payload, param) in enumerate(zip(arrived, params, strict=True)):
@@ -177,6 +181,10 @@ class Wire:
                 read(gather_format_of(param), part, rows.view(-1), piece=self._piece)
             fulls.append(full[: param.shape[0]])
         return tuple(fulls)
+
+    def _decoded(self, payload: Tensor, param: Param) -> Tensor:
+        assert param.frozen_format is not None, "others rest as they are"
+        return decode(param.frozen_format, payload, param.shape, param.compute_dtype, piece=self._piece)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
         """Return full parameters."""
@@ -322,6 +330,11 @@ class _Trade:
         return self._parts
 
 
+def sent_dtype(param: Param) -> torch.dtype:
+    """Return the dtype of what is gathered of a parameter that travels in no format."""
+    return param.rest_dtype if param.frozen_format else param.compute_dtype
+
+
 def _others(ranks: int, own: int) -> list[int]:
     return [rank for rank in range(ranks) if rank != own]
 
@@ -370,6 +383,7 @@ class UnsentWire(Wire):
         self._piece = PIECE if on_cpu else PIECE_ON_GPU
         for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
             weyl(max(self._piece, block), device)
+        pairs_on(device)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()

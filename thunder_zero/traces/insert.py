@@ -95,7 +95,7 @@ def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
             param = plan.by_name[bsym.args[1]]
             bsym.output = copy(bsym.output)  # the computation has the same proxy, of the rows' shape
-            _put_at_rest(bsym.output, param, param.shape, executor)
+            _put_at_rest(bsym.output, param, param.rest_shape, executor)
             unpacked[bsym.output.name] = bsym.output, param
     prologue.bound_symbols = [
         bsym
@@ -131,7 +131,7 @@ def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
     """Give an input a shape, and the dtype and device of the parameter at rest; in place, since its trace shares it."""
-    dtype = to_dtype(param.dtype)
+    dtype = to_dtype(param.rest_dtype)
     proxy._shape, proxy._dtype = shape, dtype
     proxy._numel = prod(proxy._shape)  # Thunder stores it apart
     proxy._device = executor.device_at_rest(param) or proxy.device

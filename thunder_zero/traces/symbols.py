@@ -324,7 +324,9 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         plan, over, others = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
         gathers = launch.kind is Kind.GATHER
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
-        if gathers and plan.decodes(param):
+        if gathers and param.frozen_format:
+            shape, dtype = param.rest_shape if arrived else tensor.shape, param.rest_dtype
+        elif gathers and plan.writes(param):
             shape, dtype = ((1 + others * arrived) * plan.payload_bytes(param),), torch.uint8
         elif not gathers and plan.trades(param, over):
             parts = others + (arrived and over == REPLICATE)

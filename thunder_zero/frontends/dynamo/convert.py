@@ -198,7 +198,7 @@ class _Conversion:
             proxy.name,
             shape=plan.shard_shape(param),
             device=self.executor.device_at_rest(param) or proxy.device,
-            dtype=to_dtype(param.dtype),
+            dtype=to_dtype(param.rest_dtype),
             requires_grad=param.requires_grad,
         )
         self.paths[rows.name], self.rows[node] = path, rows

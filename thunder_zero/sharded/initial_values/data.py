@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import own_rows
+from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
 CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
@@ -142,7 +142,7 @@ class Cuts:
         if param.resident:
             return full.to(device)
         # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
-        return own_rows(full, param, plan).to(rest_device(param, plan, device))
+        return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
         """Raise on every rank if ranks cut different values; a collective, unless one rank sent them."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.frozen import decoded
 from thunder_zero.sharded.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
@@ -108,7 +109,8 @@ class Drawn:
         if value is None:
             return None
         if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
-            value = self._transport.all_gather([value.to(self._model.device)], [param.shape]).wait()[0]
+            value = self._transport.all_gather([value.to(self._model.device)], [param.rest_shape]).wait()[0]
+            value = value if param.frozen_format is None else decoded(value, param, param.dtype)
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:

@@ -82,7 +82,7 @@ def _explained(program: _Program, param: Param) -> Explanation:
         param=param,
         plan=plan,
         rows=(owned.start, owned.stop) if param.sharded else None,
-        resting_bytes=prod(plan.shard_shape(param)) * param.dtype.itemsize,
+        resting_bytes=prod(plan.shard_shape(param)) * param.rest_dtype.itemsize,
         lifetime=_lifetime(param, traces.timeline, len(gathers)),
         gathers=gathers,
         gradient=gradient,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
-from thunder_zero.plan.encoding import Float8, Int8
+from thunder_zero.plan.formats import Format
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.tools.printing.text import clip, place_of
 from thunder_zero.tools.printing.words import WIDTH, summed_up
@@ -196,9 +196,10 @@ def _at_rest(explanation: Explanation) -> str:
     count = param.shape[0]
     padded = explanation.plan.geometry(param).padding
     padding = f", with {padded} row{'s' * (padded > 1)} of padding" if padded else ""
-    whole = size(param.full_bytes // param.compute_dtype.itemsize * param.dtype.itemsize)
+    whole = size(param.rest_bytes)
     if first == stop:
         return f"no rows of {count:,} on this rank; {size(explanation.resting_bytes)} of padding{where}"
+    padding += f", as {param.frozen_format}" if param.frozen_format else ""
     rows = f"row {first:,}" if stop - first == 1 else f"rows {first:,} to {stop - 1:,}"
     return f"{rows} of {count:,} on this rank, {size(explanation.resting_bytes)} of {whole}{padding}{where}"
 
@@ -221,7 +222,8 @@ def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
     memory = memory if one.free is not None else ""
     yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
     changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
-    form = explanation.param.gather_format if explanation.plan.mesh.shard.size > 1 else None
+    param = explanation.param
+    form = param.frozen_format or (param.gather_format if explanation.plan.writes(param) else None)
     yield from _part("  bytes", f"{_travels(one, form, rounds='to nearest')}{changed}")
     yield from _time(one, explanation)
 
@@ -249,7 +251,7 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _time(one, explanation)
 
 
-def _travels(one: Gathered | Reduced, form: Int8 | Float8 | None, rounds: str) -> str:
+def _travels(one: Gathered | Reduced, form: Format | None, rounds: str) -> str:
     text = f"this rank sends {one.sent_bytes:,} B and receives {one.received_bytes:,} B of it"
     return text if form is None else f"{text}, as {form}: rounded {rounds}, off by at most {form.error(rounds)}"
 

@@ -101,7 +101,9 @@ def _cast_bytes(op: Op, timeline: Timeline) -> int:
         sends, value = timeline.travels_as(op, param), timeline.values.get(name)
         has = value.dtype if value is not None else ""
         rows = prod(plan.shard_shape(param))
-        if sends.block and plan.ranks_over(op.over) > 1:
+        if param.frozen_format and op.kind is Kind.GATHER:
+            total += param.rest_bytes + param.full_bytes  # decoded, on one rank alone, too
+        elif sends.block and plan.ranks_over(op.over) > 1:
             there = plan.mesh.shard.size * rows
             written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
             if op.over == REPLICATE:  # the mean of a part is written, and read by all

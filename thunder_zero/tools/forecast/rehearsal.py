@@ -98,7 +98,7 @@ class Rehearsal(Share):
         whole = {
             param.path: torch.empty(
                 plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),
-                dtype=param.dtype,
+                dtype=param.rest_dtype,
                 device=META,
             )
             for param in plan.params

@@ -52,6 +52,7 @@ def plan_training(
     precision: MixedPrecision = PRECISION,
     gather_format: Formats = None,
     reduce_format: Formats = None,
+    frozen_format: Formats = None,
     stages: Sequence[int] = tuple(range(len(STAGES))),
     **kwargs: Any,
 ) -> TrainingPlan:
@@ -76,6 +77,7 @@ def plan_training(
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
             optimizer's state keep their own.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, of stages 1 to 3 (default: None).
+        frozen_format: likewise, of stages 2 and 3.
         stages: to compare (default: 0 to 3).
 
     Raises:
@@ -89,7 +91,8 @@ def plan_training(
     subject = subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
     with show_steps("tz.tools.plan_training", rows) as steps:
-        asked = Policy(1, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
+        asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
+        asked = replace(asked, frozen_format=frozen_format)
         return _Comparison(subject, world_size, described, memory, asked, steps).plan(stages)
 
 
@@ -225,6 +228,8 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
     if asked.gather_format or asked.reduce_format:
         forms = f"gathers {asked.gather_format or 'as they are'}, gradients {asked.reduce_format or 'as they are'}"
         reduce = f"{reduce} (from stage 1 on: {forms}, whose bytes are written and read at both ends)"
+    if asked.frozen_format:
+        reduce = f"{reduce}; from stage 2 on frozen parameters rest as {asked.frozen_format}"
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
     if subject.loss:
         loss = "the loss is eager torch's"

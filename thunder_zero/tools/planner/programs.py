@@ -57,8 +57,9 @@ class SubjectPrograms:
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
         one reduction is under way while the next block's gradients are made."""
-        policy = replace(self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision), stage=stage)
-        policy = replace(policy, recompute=recompute)
+        asked = self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision)
+        asked = replace(asked, frozen_format=None) if stage == 1 else asked
+        policy = replace(asked, stage=stage, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def evaluate(self, policy: Policy, mesh: MeshShape) -> Evaluated:

@@ -1,0 +1,334 @@
+"""A frozen base in 4 bits, on ranks: losses of one process, bytes at rest and on the wire, loads and saves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import thunder_zero as tz
+from tests.harness.as_one_process import on_all_ranks
+from tests.harness.errors import says
+from tests.harness.models import count_sends, fresh, full
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.comm.nf4 import decode, encode
+from thunder_zero.schedule import Kind
+from thunder_zero.sharded.dtensors import local
+
+import thunder
+
+PAGE = Path(__file__).parents[2] / "docs/formats.md"
+WIDTH = 70  # a whole block and a part of one
+FORM = tz.NF4()
+
+
+class Lora(nn.Module):
+    """A frozen layer, and two narrow ones that train."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, rows).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+class Net(nn.Module):
+    """Rows that 2 and 3 do not divide, fewer rows than ranks, an odd number of elements, a frozen convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Lora(WIDTH + 1, WIDTH), Lora(WIDTH, WIDTH + 1)])
+        self.conv = nn.Conv1d(1, 2, 7, padding=3).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: Tensor = self.head(self.conv(x.unsqueeze(1)).mean(1))
+        return y
+
+
+FROZEN = {"layers.0.base.weight", "layers.1.base.weight", "conv.weight", "head.weight"}
+
+
+def quantized(module: nn.Module) -> nn.Module:
+    """The module, whose frozen base has the values that arrive."""
+    for param in module.parameters():
+        if not param.requires_grad and param.dim() > 1:
+            param.data = decode(FORM, encode(FORM, param), param.shape, param.dtype)
+    return module
+
+
+def batch(step: int, ranks: int) -> Tensor:
+    return torch.randn(2 * ranks, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def losses(model: Any, rank: int, ranks: int, rows: int, steps: int = 5) -> list[float]:
+    """Of the rows of a rank of these ranks."""
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    found = []
+    for step in range(steps):
+        loss = model(batch(step, rows).chunk(ranks)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def means(of_rank: list[float]) -> Tensor:
+    return torch.tensor(on_all_ranks(of_rank)).mean(0)
+
+
+def bytes_of(model: Any) -> dict[str, Tensor]:
+    """What this rank has of the frozen base."""
+    return {name: local(param.detach()).clone() for name, param in model.named_parameters() if name in FROZEN}
+
+
+def make_model(module: nn.Module, frontend: str = "dynamo", **options: Any) -> Any:
+    options = {"stage": 3, "frozen_format": FORM, **options}
+    if frontend == "thunder":
+        return thunder.jit(module, transforms=[tz.ZeroTransform(**options)])
+    return tz.compile(module, **options)
+
+
+def trains_as_one_process(rank: int, world_size: int, stage: int, frontend: str) -> None:
+    """Losses, and all weights at the end, of one process whose base has the values that arrive."""
+    plain = quantized(fresh(Net))
+    expected = losses(plain, 0, 1, world_size)
+    model = make_model(fresh(Net), frontend, stage=stage, reshard_after_forward=True if stage == 3 else None)
+    with count_sends() as sent:
+        found = means(losses(model, rank, world_size, world_size))
+    assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-7)
+    timeline = tz.traces_of(model).timeline
+    assert sum(sent) == 5 * sum(map(timeline.bytes_sent, timeline.ops))
+    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER and FROZEN.intersection(op.params)]
+    assert all(FROZEN.issuperset(op.params) for op in gathers), "bytes share no bucket with others"
+    at_rest = bytes_of(model)
+    rows = len(at_rest["layers.0.base.weight"])
+    assert sum(on_all_ranks(rows)) == WIDTH + 1
+    assert at_rest["layers.0.base.weight"].nbytes == rows * FORM.nbytes(WIDTH) == rows * (8 + 36)
+    assert model.state.rows["layers.0.base.weight"].nbytes == -(-(WIDTH + 1) // world_size) * 44
+    state_is_decoded(model, plain)
+    assert "as nf4/64" in str(model)
+
+
+def state_is_decoded(model: Any, plain: nn.Module) -> None:
+    """Full values are decoded ones, and change no byte when they are loaded; others are encoded."""
+    before, values = bytes_of(model), tz.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        check = {"rtol": 0, "atol": 0} if name in FROZEN else {"rtol": 1e-4, "atol": 1e-5}
+        assert_close(values[name], value, **check)
+    model.load_state_dict(values)
+    with tz.full_parameters(model, writeback=True) as module:
+        assert torch.equal(module.get_parameter("head.weight"), values["head.weight"])
+    model.load_state_dict(model.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
+    other = {**values, "head.weight": torch.linspace(-1, 1, WIDTH).view(1, WIDTH)}
+    model.load_state_dict(other)
+    arrived = decode(FORM, encode(FORM, other["head.weight"]), (1, WIDTH), torch.float32)
+    assert torch.equal(tz.full_state_dict(model)["head.weight"], arrived)
+    with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
+        module.get_parameter("head.weight").copy_(values["head.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
+    assert set(tz.EMA(model, decay=0.5).averages).isdisjoint(FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "frontend"),
+    [(2, 3, "dynamo"), *slow((3, 2, "dynamo"), (3, 3, "thunder"), (1, 3, "dynamo"))],
+)
+def test_losses_are_those_of_one_process(ranks_pool: RanksPool, world_size: int, stage: int, frontend: str) -> None:
+    ranks_pool.run(world_size, trains_as_one_process, stage, frontend)
+
+
+def saves(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    model = make_model(fresh(Net))
+    losses(model, rank, world_size, world_size, steps=1)
+    tz.save(folder / "checkpoint", model)
+    tz.save_pretrained(model, folder / "whole")
+    return tz.full_state_dict(model)
+
+
+def loads(rank: int, world_size: int, folder: Path, saved: dict[str, Tensor]) -> None:
+    """A checkpoint has the bytes; a model of other values takes them, and an exact one refuses. ``save_pretrained``
+    writes decoded values, which ``weights=`` encodes into the same bytes."""
+    torch.manual_seed(1)
+    other = make_model(Net())
+    tz.load(folder / "checkpoint", other)
+    here = tz.full_state_dict(other)
+    assert all(torch.equal(value, here[name]) for name, value in saved.items())
+    with torch.device("meta"):
+        module = Net()
+    assert all(
+        torch.equal(value, bytes_of(other)[name])
+        for name, value in bytes_of(make_model(module, weights=folder / "whole")).items()
+    )
+    exact = tz.compile(fresh(Net), stage=3)
+    says(lambda: tz.load(folder / "checkpoint", exact), "has shape (71, 44) and dtype torch.uint8 in it")
+    tz.save(folder / "exact", exact)
+    says(lambda: tz.load(folder / "exact", other), "(71, 44) and dtype torch.uint8 here, which rests as nf4/64")
+
+
+def test_checkpoints_have_the_bytes_and_folders_the_values(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    saved = ranks_pool.run(2, saves, tmp_path)[0]
+    ranks_pool.run(3, loads, tmp_path, saved)
+
+
+def other_ways(rank: int, world_size: int) -> None:
+    """Half precision; copies of the model; values that are drawn on the meta device; accumulation that keeps them."""
+    half = make_model(fresh(Net), mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))
+    plain = quantized(fresh(Net)).bfloat16()
+    x = batch(0, world_size)
+    assert_close(half(x).float(), plain(x.bfloat16()).float(), rtol=2e-2, atol=2e-2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    copies = make_model(fresh(Net), mesh=mesh)
+    expected = losses(quantized(fresh(Net)), 0, 1, world_size)
+    assert_close(means(losses(copies, rank, world_size, world_size)), torch.tensor(expected), rtol=1e-5, atol=1e-7)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Conv1d):
+            module.weight.mul_(0).add_(0.5)
+
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        drawn = Net()
+    values = tz.full_state_dict(make_model(drawn, init=torch.no_grad()(init)))
+    torch.manual_seed(3)
+    right = Net()
+    right.conv.weight.data.fill_(0.5)
+    for name, value in quantized(right).state_dict().items():
+        assert_close(values[name], value, rtol=0, atol=0)
+    keeps = make_model(fresh(Net), stage=2, reshard_after_backward=False)
+    with keeps.no_sync():
+        keeps(x).square().mean().backward()
+    with count_sends() as sent:
+        keeps(x).square().mean().backward()
+    plan = tz.traces_of(keeps).plan
+    assert sum(sent) == sum(plan.reduce_bytes(param) for param in plan.params if param.requires_grad)
+
+
+def full_checkpoints_of_lightning(rank: int, world_size: int) -> None:
+    """Rank 0's has decoded values, and they load into the same bytes."""
+    from thunder_zero.lightning import ZeroTrainerStrategy, full_model_state_dict
+
+    model = make_model(fresh(Net))
+    before, plain = bytes_of(model), quantized(fresh(Net))
+    values = full_model_state_dict(model.plain)
+    assert [name for name, value in values.items() if not torch.equal(value, plain.state_dict()[name])] == []
+    assert bool(values) is (rank == 0)
+    strategy = SimpleNamespace(lightning_module=model.plain)
+    ZeroTrainerStrategy.load_model_state_dict(strategy, {"state_dict": plain.state_dict()})  # type: ignore[arg-type]
+    assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
+
+
+@pytest.mark.slow
+def test_full_checkpoints_of_lightning(ranks_pool: RanksPool) -> None:
+    pytest.importorskip("lightning")
+    ranks_pool.run(2, full_checkpoints_of_lightning)
+
+
+@pytest.mark.slow
+def test_precision_copies_drawn_values_and_accumulation(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, other_ways)
+
+
+# Hugging Face
+
+
+def llama() -> Any:
+    """A Llama in bfloat16, whose rows have several blocks."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).bfloat16()
+
+
+def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
+    """The example of docs/formats.md: its losses, its bytes, its adapters. Returns the logits of the trained model."""
+    import peft
+
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randint(1, 40, (4, 8), generator=generator) for _ in range(5)]
+    section = PAGE.read_text().partition("\n## A frozen base in 4 bits\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    names: dict[str, Any] = {"base": llama(), "folder": folder, "losses": []}
+    names["batches"] = [tokens.chunk(world_size)[rank] for tokens in whole]
+    exec(compile(code, PAGE.name, "exec"), names)
+    model = names["model"]
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=8, target_modules="all-linear")
+    plain = peft.get_peft_model(llama(), adapters)
+    for name, param in plain.named_parameters():
+        if "base_layer" in name:
+            param.data = decode(FORM, encode(FORM, param), param.shape, param.dtype)
+    optimizer, expected = torch.optim.AdamW(plain.parameters(), lr=1e-3), []
+    for tokens in whole:
+        loss = plain(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    # In bfloat16 the means of two ranks' gradients are rounded otherwise than those of one process.
+    assert_close(means(names["losses"]), torch.tensor(expected), rtol=3e-3, atol=0)
+    less_is_held_and_sent(model, world_size)
+    values = tz.full_state_dict(model)
+    assert values["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"].dtype is torch.bfloat16
+    with tz.full_parameters(model) as module, torch.no_grad():
+        return module(whole[0]).logits
+
+
+def less_is_held_and_sent(model: Any, world_size: int) -> None:
+    """Of a frozen layer 9 of 32 bytes, at rest and in each gather; its rows have 128 elements or 192."""
+    params = [param for param in tz.traces_of(model).plan.params if param.frozen_format]
+    assert len(params) == 2 * 7
+    held = sum(model.state.rows[param.path].nbytes for param in params)
+    full_bytes = sum(param.full_bytes for param in params)
+    assert held * world_size / full_bytes == 72 / 256 == 108 / 384
+    ops = tz.traces_of(model).timeline.ops
+    gathered = [path for op in ops if op.kind is Kind.GATHER for path in op.params]
+    assert {param.path for param in params} <= set(gathered)
+    plan = tz.traces_of(model).plan
+    assert sum(map(plan.gather_bytes, params)) == held * (world_size - 1)
+    assert all(full(model.get_parameter(param.path)).dtype is torch.uint8 for param in params)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """What the page's code writes peft loads, on top of the values that the base was trained with."""
+    peft = pytest.importorskip("peft")
+    logits = ranks_pool.run(2, as_the_page_trains, tmp_path, timeout=200)[0]
+    base = llama()
+    for module in base.modules():
+        if isinstance(module, nn.Linear) and module is not base.lm_head:
+            module.weight.data = decode(FORM, encode(FORM, module.weight), module.weight.shape, torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 40, (4, 8), generator=generator)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    with torch.no_grad():
+        found = peft.PeftModel.from_pretrained(base, tmp_path)(tokens).logits
+    assert_close(found.float(), logits.float(), rtol=2e-2, atol=2e-2)
+    assert F.cosine_similarity(found.float().flatten(), logits.float().flatten(), dim=0) > 0.999

@@ -1,0 +1,76 @@
+"""Frozen parameters that rest as bytes: what rests, and what full state dicts have of it.
+
+::
+
+    q_proj.weight (64, 64), bfloat16    a rank of two has    DTensor (64, 36), uint8, local (32, 36)
+                                        state dicts in full  (64, 64), bfloat16: decoded, and encoded when they load
+
+Encoding what was decoded gives the same bytes, so that a full state dict changes nothing on its way out and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thunder_zero.comm.nf4 import decode, encode
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import own_rows
+from thunder_zero.sharded.dtensors import dtensor_like, local
+from thunder_zero.sharded.sharded_model import owner_of
+
+
+def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's rows of a full parameter as they rest: padded, and as bytes, if the plan says so."""
+    rows = own_rows(full, param, plan)
+    return rows if param.frozen_format is None else encode(param.frozen_format, rows)
+
+
+def decoded(payload: Tensor, param: Param, dtype: torch.dtype) -> Tensor:
+    """What rows stand for that rest as bytes, in this dtype."""
+    assert param.frozen_format is not None, "others rest as they are"
+    return decode(param.frozen_format, payload, param.shape, dtype)
+
+
+def frozen_param(tensor: object) -> Param | None:
+    """The plan of a parameter that rests as bytes, given what rests; None for anything else."""
+    owner = owner_of(tensor) if isinstance(tensor, Tensor) else None
+    return owner[1] if owner is not None and owner[1].frozen_format is not None else None
+
+
+def looks(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Shape and dtype of a tensor of a model, in full: of a parameter that rests as bytes those of the plain module."""
+    param = frozen_param(tensor)
+    return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
+
+
+def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a full state dict of a module, whose parameters rest, as a plain module has them."""
+    found = dict(values)
+    for name, _, param in _frozen_of(module):
+        if name in found:
+            found[name] = decoded(found[name], param, param.dtype)
+    return found
+
+
+def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a state dict that a module loads, whose parameters rest: of full ones this rank's rows, encoded."""
+    found = dict(values)
+    for name, shard, param in _frozen_of(module):
+        value, form = found.get(name), param.frozen_format
+        if form and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
+            start = shard.__create_chunk_list__()[0].offsets[0]
+            rows = value[start : start + len(local(shard))].to(local(shard).device, param.dtype)
+            found[name] = dtensor_like(encode(form, rows), shard, shard.shape)
+    return found
+
+
+def _frozen_of(module: nn.Module) -> Iterator[tuple[str, Any, Param]]:
+    """Yield the names in a module's state dict, the shards and the plans of the parameters that rest as bytes."""
+    for name, value in module.state_dict(keep_vars=True).items():
+        if (param := frozen_param(value)) is not None:
+            yield name, value, param
