@@ -166,9 +166,9 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Ri
         check_weights(full_weights(model), right[1])
         plan = tz.schedule.make_plan(Net(), tz.Policy(stage=stage), tz.schedule.Mesh.of(world_size, rank))
         for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
-            held = len(param[plan.geometry(plan.by_name[name]).rows])
+            held = plan.geometry(plan.by_name[name]).numel
             assert shard.shape == param.shape, name
-            assert len(local(shard)) == held, f"{name} of Fabric's wrapper is no shard"
+            assert local(shard).numel() == held, f"{name} of Fabric's wrapper is no shard"
         assert nn.Dropout in map(type, model.modules()), "its modules are the module's"
 
 
