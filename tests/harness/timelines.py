@@ -149,6 +149,8 @@ class Builder:
             name = param.path if over == axes[-1] else f"{over}_{param.path}"
             handle, mean = f"red_{name}", f"mean_{name}"
             self.weigh(param, handle, read, mean)
+            if over != axes[0]:  # between two reductions a mean has the dtype in which both travel
+                self.values[read] = replace(self.values[read], dtype=str(param.reduce_dtype))
             self.add(Kind.REDUCE, (read,), handle, path=param.path, over=over)
             self.add(Kind.WAIT, (handle,), mean, path=param.path)
             read = mean

@@ -17,6 +17,7 @@ from thunder_zero.comm.blocks import PIECE, read, write
 from thunder_zero.plan.encoding import Encoding, Float8, Int8
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
+from thunder_zero.schedule import Kind
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST = torch.finfo(torch.float32).tiny
@@ -160,3 +161,11 @@ def test_a_bucket_has_one_format_and_its_bytes_are_the_plans() -> None:
     text = str(tz.explain(traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4), "0.weight"))
     assert "as int8/128: rounded to nearest, off" in text
     assert "as int8/128: rounded at random, off" in text
+
+
+def test_a_bucket_has_one_format_on_each_axis() -> None:
+    """Inside of a copy weights and biases are reduced alike, and between copies not."""
+    policy = replace(tz.ZERO3, reduce_format=Int8())
+    timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, replicas=2).timeline
+    reduced = [(op.params, op.over) for op in timeline.ops if op.kind is Kind.REDUCE]
+    assert sorted(reduced) == [((f"0.{name}",), over) for name in ("bias", "weight") for over in ("replicate", "shard")]

@@ -71,14 +71,16 @@ def _gather_buckets(timeline: Timeline) -> list[list[int]]:
 
 
 def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
-    buckets = _Open(timeline.plan.sizes.bucket_bytes)
+    plan = timeline.plan
+    buckets = _Open(plan.sizes.bucket_bytes)
     reduced: dict[str, int] = {}  # handle or reduced gradient -> position of its launch
     for at, op in enumerate(timeline.ops):
         if timeline.continues(op):
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif op.kind is Kind.REDUCE:
             (param,) = timeline.params_of(op)
-            buckets.add(at, param.grad_bytes, param.unit, (_dtypes(timeline, op), param.sharded))
+            later = tuple(plan.reduce_encoding(param, over) for over in plan.reduced_over(param)[1:])
+            buckets.add(at, param.grad_bytes, param.unit, (_dtypes(timeline, op), later, param.sharded))
             reduced[op.writes[0]] = at
         elif timeline.ends(op, Kind.REDUCE):
             reduced[op.writes[0]] = reduced[op.reads[0]]
