@@ -20,11 +20,9 @@ from tests.harness.errors import says
 from tests.harness.models import count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from tests.ranks.test_hugging_face import as_torchrun_does, train_adapters_by
 from thunder_zero.comm.nf4 import decode, encode
 from thunder_zero.schedule import Kind
 from thunder_zero.sharded.dtensors import local
-from thunder_zero.sharded.sharded_model import states
 
 import thunder
 
@@ -334,23 +332,3 @@ def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> No
         found = peft.PeftModel.from_pretrained(base, tmp_path)(tokens).logits
     assert_close(found.float(), logits.float(), rtol=2e-2, atol=2e-2)
     assert F.cosine_similarity(found.float().flatten(), logits.float().flatten(), dim=0) > 0.999
-
-
-def trained_by_trainer(rank: int, world_size: int, folder: Path) -> None:
-    """Adapters on a frozen base, saved after each step and resumed after the first: both end in the same weights."""
-    from transformers import Trainer
-
-    from thunder_zero.hugging_face import sharded
-
-    as_torchrun_does(rank, world_size)
-    train_adapters_by(sharded(Trainer, stage=3, frozen_format=FORM), folder)
-    bits = [path for state in states() for path, shard in state.shards.items() if shard.dtype is torch.uint8]
-    assert len(set(bits)) == 7, "all linear layers of one block"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_trainer_resumes_adapters_on_a_frozen_base(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    for name in ("transformers", "peft", "accelerate"):
-        pytest.importorskip(name)
-    ranks_pool.run(2, trained_by_trainer, tmp_path, timeout=200)

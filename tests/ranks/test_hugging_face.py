@@ -717,6 +717,8 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, .
     trainer.args.push_to_hub = False
     three = type(trainer)
     train_adapters_by(three, folder)
+    in_4_bits = found["sharded"](library("transformers").Trainer, stage=3, frozen_format=tz.NF4())
+    train_adapters_by(in_4_bits, folder / "4-bits")
     train_words_by(three, folder)
     groups = trainer.optimizer.param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 2), (0.0, 2)]
