@@ -39,8 +39,8 @@ POLICIES = {
     "stage 3, bfloat16, int8": replace(tz.ZERO3, mixed_precision=HALF, reshard_after_forward=True, **FORMATS),
     "stage 3, float8 gathers": replace(tz.ZERO3, gather_format=tz.Float8()),
 }
-IN_FULL = "stage 3, bfloat16, int8"  # printed line by line
-COPIED = ("stage 3", "stage 3, bfloat16", IN_FULL)  # also on two copies of the model
+IN_FULL = "stage 3, bfloat16"  # printed line by line
+COPIED = ("stage 3", IN_FULL, "stage 3, bfloat16, int8")  # also on two copies of the model
 
 
 def lines_of(
@@ -65,14 +65,16 @@ def run(rank: int, copies: int, store: str) -> None:
     """One rank of all runs with so many copies of the model; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2 * copies)
+    full = ""
     for name in POLICIES if copies == 1 else COPIED:
         timeline, lines = lines_of(make_model(SIZE), POLICIES[name], copies, SIZE)
         if rank == 0:
             foreseen = [timeline.bytes_sent(op) for op in timeline.launches.values()]
             print(row(name if copies == 1 else f"{name}, {copies} copies", lines, foreseen), flush=True)
             if name == IN_FULL and copies > 1:
-                print(in_full(lines, foreseen), flush=True)
+                full = in_full(lines, foreseen)
         dist.barrier()
+    print(full, end="", flush=True)
     dist.destroy_process_group()
 
 
@@ -91,7 +93,7 @@ def in_full(lines: list[SentLine], foreseen: list[int]) -> str:
         first, *others = line.params
         of = f"{first}, {len(others)} more" if others else first
         rows.append(f"| `{line.line}` | {of} | {plan:,} | {line.nbytes:,} | {line.on_sockets:,} |")
-    return "\n".join(rows)
+    return "\n".join(rows) + "\n"
 
 
 def main() -> None:

@@ -28,7 +28,8 @@ from examples.bench.report import ALONE, Memory, Result, Row
 from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measured
 from examples.bench.workspaces import MOST, alike, largest
 from examples.tensor_memory import Added
-from tests.harness.examples import ROOT, output_of, start
+from tests.harness.examples import ROOT, example_module, output_of, start
+from thunder_zero.comm.blocks import read
 
 DATA = ROOT / "docs/bench.json"
 TINY = Size(blocks=2, width=8, heads=2, vocabulary=32, sequences=1, tokens=4)
@@ -253,6 +254,31 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module("transport").main(["--world-sizes", "1"])
     assert "give world sizes and rounds of 2 or more" in capsys.readouterr().err
+
+
+def test_the_bench_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands: how long bytes take; and feedback, with which what arrives adds up to what was sent."""
+    formats = example_module("bench.formats")
+    monkeypatch.setattr(formats, "SPEED_ELEMENTS", 1000)
+    rows = re.findall(r"^\| ([a-z, ]+) \| [\d.]+ \| [\d.]+ \|$", formats.speed(), re.MULTILINE)
+    assert rows == ["write, to nearest", "write, at random", "read", "read and add"]
+
+    x, count = torch.linspace(-1, 1, 1000), 20
+    payload = torch.empty(tz.Int8().nbytes(1000), dtype=torch.uint8)
+
+    def off(feedback: bool) -> float:
+        total = torch.zeros(1000)
+        with formats.gradients_to_nearest(feedback=feedback):
+            for number in range(count):
+                formats.wire.write(tz.Int8(), x, payload, f"weight {number} 0 0")
+                read(tz.Int8(), payload, total, add=True)
+        return (total - count * x).abs().max().item()
+
+    step = 1 / 127
+    assert off(feedback=False) > 0.4 * count * step, "the same error each time"
+    assert off(feedback=True) <= 0.51 * step, "the last error alone"
+    with pytest.raises(RuntimeError, match="no gradient was written"), formats.gradients_to_nearest(feedback=True):
+        pass
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_a_room_imports_only_what_it_may() -> None:
 
 SHARD_ARITHMETIC = "thunder_zero.plan.layout"
 COUNTING = {  # transports know shapes and their own group, no plan; a TrainingPlan has a world size of its own
-    *("comm/native.py", "comm/pairwise.py", "sharded/wire.py", "tools/planner/training_plan.py"),
+    *("comm/native.py", "comm/pairwise.py", "tools/planner/training_plan.py"),
 }
 
 

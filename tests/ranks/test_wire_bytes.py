@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from examples.bench.lines import COPIED, IN_FULL, POLICIES, lines_of
+from examples.bench.lines import COPIED, POLICIES, lines_of
 from examples.bench.model import Size
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
@@ -30,6 +30,7 @@ Reply = dict[str, dict[str, Any]]
 
 # On sockets beside messages: for each message three headers of gloo's, and for each phase a tag to each rank.
 HEADERS, TAG = 144, 144 + 256
+MOST_AT_ONCE = "stage 3, bfloat16, int8"
 
 pytestmark = pytest.mark.timeout(SECONDS + 40)
 
@@ -108,19 +109,20 @@ def each_line_sends_what_the_plan_says(rank: int, world_size: int, name: str, co
     assert [line.params for line in lines] == [op.params for op in timeline.launches.values()]
     for op, line in zip(timeline.launches.values(), lines, strict=True):
         foreseen, param = timeline.bytes_sent(op), timeline.params_of(op)[0]
-        # More than two ranks cut the bucket of an all-reduce as a whole; the plan cuts each tensor by itself.
-        is_rounded = not param.sharded and world_size > 2
-        rounding = len(op.params) * world_size * param.reduce_dtype.itemsize if is_rounded else 0
+        # In an all-reduce the last rank's part may lack ranks - 1 elements, which the plan counts alike for all ranks.
+        ranks = copies if param.sharded else world_size
+        rounding = len(op.params) * (ranks - 1) * (ranks - 2) * param.reduce_dtype.itemsize
         assert abs(line.nbytes - foreseen) <= rounding, (line, foreseen)
         beside = line.on_sockets - line.nbytes
         assert line.messages <= beside <= line.messages * HEADERS + (world_size - 1) * TAG, line
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was written to a socket")
 @pytest.mark.parametrize(
     ("world_size", "copies", "name"),
     [
-        (2, 1, IN_FULL),
-        *slow(*((2, 1, name) for name in POLICIES if name != IN_FULL)),
+        (2, 1, MOST_AT_ONCE),
+        *slow(*((2, 1, name) for name in POLICIES if name != MOST_AT_ONCE)),
         *slow((3, 1, "stage 0"), (3, 1, "stage 2, int8"), (3, 1, "stage 3")),
         *slow(*((4, 2, name) for name in COPIED), (4, 4, "stage 2, int8")),
     ],

@@ -33,7 +33,6 @@ from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
-from thunder_zero.plan import layout
 from thunder_zero.plan.encoding import Float8, Int8
 from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
@@ -175,7 +174,7 @@ class Wire:
             return tuple(arrived)
         world, fulls = self._plan.mesh.shard.size, []
         for at, (payload, param) in enumerate(zip(arrived, params, strict=True)):
-            shape = layout.padded_shape(param.shape, world)
+            shape = self._plan.geometry(param).gathered
             full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
             for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
                 read(gather_format_of(param), part, rows.view(-1), piece=self._piece)
@@ -209,7 +208,7 @@ class Wire:
         """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
         form, (ranks, own) = reduce_format_of(param), self.transport.place(over)
         if over == SHARD:
-            parts = _padded(grad, layout.padded_shape(param.shape, ranks)).view(ranks, -1)
+            parts = _padded(grad, self._plan.geometry(param).gathered).view(ranks, -1)
         else:
             parts = _in_equal_parts(grad, ranks)
         self._reduced[param.path] += 1
