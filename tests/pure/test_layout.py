@@ -100,6 +100,7 @@ def test_the_geometry_of_a_parameter(
     assert (found.in_compute, found.at_rest, found.gathered) == (shape, at_rest, gathered)
     assert (found.rows, found.stored_rows, found.padding, found.numel) == (rows, stored, padding, numel)
     assert (found.copies, found.summed_over, found.divisor) == (copies, ("replicate", "shard"), divisor)
+    assert prod(mesh.over(axis).size for axis in found.reduced_over) == divisor, "each batch counts once"
     assert found.is_spread == (is_cut and mesh.shard.size > 1)
 
 
