@@ -92,7 +92,7 @@ def options_parser(doc: str | None, *, stage: int | None = 3, trains: bool = Tru
     return parser
 
 
-FORMATS = {"int8": tz.Int8(), "float8": tz.Float8()}
+FORMATS = {"int8": tz.Int8()}
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:

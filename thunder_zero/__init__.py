@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from thunder_zero.optim.global_numbers import global_mean as global_mean
     from thunder_zero.optim.optimizer import whole as whole
     from thunder_zero.plan.encoding import NF4 as NF4
-    from thunder_zero.plan.encoding import Float8 as Float8
     from thunder_zero.plan.encoding import Int8 as Int8
     from thunder_zero.plan.policy import DDP as DDP
     from thunder_zero.plan.policy import ZERO1 as ZERO1

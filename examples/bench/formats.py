@@ -1,4 +1,4 @@
-"""Training in formats beside exact training, paired by seed: does int8 or float8 change where it ends?
+"""Training in formats beside exact training, paired by seed: does int8 change where it ends?
 
     python examples/bench/formats.py --out runs/formats                 # five seeds; prints the table at the end
     python examples/bench/formats.py --out runs/formats --tables        # the tables of what is there
@@ -50,7 +50,6 @@ VARIANTS: dict[str, Sequence[str]] = {
     NEAREST: ("--reduce-format", "int8"),
     FEEDBACK: ("--reduce-format", "int8"),
     "int8 both": ("--gather-format", "int8", "--reduce-format", "int8"),
-    "float8 gathers": ("--gather-format", "float8"),
 }
 
 

@@ -37,7 +37,6 @@ POLICIES = {
     "stage 3": replace(tz.ZERO3, reshard_after_forward=True),
     "stage 3, bfloat16": replace(tz.ZERO3, mixed_precision=HALF),
     "stage 3, bfloat16, int8": replace(tz.ZERO3, mixed_precision=HALF, reshard_after_forward=True, **FORMATS),
-    "stage 3, float8 gathers": replace(tz.ZERO3, gather_format=tz.Float8()),
 }
 IN_FULL = "stage 3, bfloat16"  # printed line by line
 COPIED = ("stage 3", IN_FULL, "stage 3, bfloat16, int8")  # also on two copies of the model

@@ -373,6 +373,9 @@ def test_transport() -> None:
         tz.compile(Net(), 3, transport=make)(X)
         assert set(made) == {(2, 0)}
         says(lambda: tz.compile(Net(), 3, transport=lambda group, role: group), "Policy.transport made a ProcessGroup")
+        says(
+            lambda: tz.compile(Net(), 3, transport=int), "Policy.transport raised TypeError", "a function of a process"
+        )
     finally:
         dist.destroy_process_group()
 

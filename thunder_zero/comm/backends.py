@@ -55,11 +55,15 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
         )
     if dist.get_world_size(group) == 1:
         return SingleRank()
-    transport = (make or BACKENDS.get((device.type, backend), PerTensor))(group, role)
+    if make is None:
+        return BACKENDS.get((device.type, backend), PerTensor)(group, role)
+    needs = "give a function of a process group and a number that returns a thunder_zero.comm.transport.Transport"
+    try:
+        transport = make(group, role)
+    except Exception as error:
+        raise TypeError(f"Policy.transport raised {type(error).__name__}: {error}; {needs}") from error
     if not isinstance(transport, Transport):
-        raise TypeError(
-            f"Policy.transport made a {type(transport).__name__}; return a thunder_zero.comm.transport.Transport"
-        )
+        raise TypeError(f"Policy.transport made a {type(transport).__name__}; {needs}")
     return transport
 
 

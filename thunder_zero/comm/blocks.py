@@ -24,7 +24,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from thunder_zero.plan.encoding import SCALE_BYTES, Encoding, Float8, Int8
+from thunder_zero.plan.encoding import SCALE_BYTES, Encoding, Int8
 
 PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, and operators cost little a piece
 PIECE_ON_GPU = 1 << 22  # 16 MiB each: as many launches as such a tensor needs anyway
@@ -34,7 +34,7 @@ STARTS = 1 << 16  # where the sequence can begin
 BELOW_1 = 1 - 2**-13  # the largest number of the sequence: 127 and a few ulps, added to it, are less than 128
 
 
-def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", piece: int = PIECE) -> None:
+def write(encoding: Int8, x: Tensor, payload: Tensor, key: str = "", piece: int = PIECE) -> None:
     """Write the elements of ``x`` (n,), floating-point, into ``payload`` (``encoding.nbytes(n)``,), uint8. Round to
     nearest; with a ``key``, up or down at random by its hash. ``piece``: elements at a time."""
     scales, elements = _parts(encoding, payload, x.numel())
@@ -49,14 +49,14 @@ def write(encoding: Int8 | Float8, x: Tensor, payload: Tensor, key: str = "", pi
         torch.mul(values, scale.div_(encoding.largest).clamp_(min=LEAST).reciprocal().unsqueeze(1), out=scaled)
         if noise is not None:
             scaled.add_(noise[: stop - start].view(blocks, -1)).floor_()
-        elif encoding.dtype is torch.int8:
+        else:
             scaled.round_()
         elements[start:stop].view(blocks, -1).copy_(scaled)
     scales.masked_fill_(scales.isinf(), torch.nan)
     payload[payload.numel() - _padding(x.numel()) :].zero_()
 
 
-def read(encoding: Int8 | Float8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int = PIECE) -> None:
+def read(encoding: Int8, payload: Tensor, out: Tensor, *, add: bool = False, piece: int = PIECE) -> None:
     """Read a payload into ``out`` (n,), floating-point, or ``add`` it to what is there, which is float32."""
     scales, elements = _parts(encoding, payload, out.numel())
     buffer = out.new_empty(min(out.numel(), max(piece, encoding.block)), dtype=torch.float32)

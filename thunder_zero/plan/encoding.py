@@ -4,7 +4,6 @@
 
     Encoding(torch.bfloat16)     2 bytes an element
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
-    Float8(block=128)            the same; the byte is a float8_e4m3fn
     NF4(block=64)                half a byte an element, 4 bytes a block; of each row of a frozen parameter, at rest too
 
 What a collective of a parameter sends is counted here alone: memory, forecasts, proofs and reports read it.
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+LARGEST_BLOCK = 1 << 16  # a scale for more says little of most of them
 SCALE_BYTES = 4  # of a float32; elements are padded to a multiple of it, so that the scales of all ranks are aligned
 
 
@@ -55,7 +55,7 @@ class Encoding:
 
 @dataclass(frozen=True, repr=False)
 class _Bytes(Encoding):
-    """A byte an element, of which ``largest`` stands for the largest of its block."""
+    """Bytes with a scale for each block, of which ``largest`` stands for the largest of its block."""
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128
@@ -64,6 +64,8 @@ class _Bytes(Encoding):
         super().__post_init__()
         if not self.block:
             raise ValueError("block is 0; give a number of elements that share a scale, such as 128")
+        if self.block > LARGEST_BLOCK:
+            raise ValueError(f"block is {self.block}; give at most {LARGEST_BLOCK:,} elements that share a scale")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(block={self.block})"
@@ -75,6 +77,7 @@ class Int8(_Bytes):
 
     Gathers round to nearest, so an element is off by half a step at most: 0.4% of the largest of its block. Reductions
     round up or down at random, so that the mean is right, and an element of one rank is off by less than a whole step.
+    A step is 2 ** -126 at least, which is more than that where all elements of a block are below 1.5e-36.
 
     Attributes:
         block: elements that share a scale.
@@ -87,33 +90,8 @@ class Int8(_Bytes):
 
     def error(self, rounds: str) -> str:
         """Return how far an element may be off, in words; it ``rounds`` "to nearest" or "at random"."""
-        return (
-            "a whole step, 0.8% of the largest in its block"
-            if rounds == "at random"
-            else "half a step, 0.4% of the largest in its block"
-        )
-
-
-@dataclass(frozen=True, repr=False)
-class Float8(_Bytes):
-    """Floats of 8 bits (e4m3), each times its block's scale: the largest magnitude of the block, over 448.
-
-    An element is off by 6.25% of itself at most, and by 2 ** -10 steps of the scale where that is more. Gathers only:
-    rounded to nearest, sums of many gradients would drift.
-
-    Attributes:
-        block: elements that share a scale.
-
-    Raises:
-        ValueError: ``block`` is no number of elements.
-    """
-
-    dtype: torch.dtype = field(default=torch.float8_e4m3fn, init=False)
-    largest = 448.0
-
-    def error(self, rounds: str) -> str:
-        """Return how far an element may be off, in words."""
-        return "6.25% of itself, or 2 ** -10 of its block's scale where that is more"
+        steps, share = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
+        return f"{steps}, {share} of the largest in its block, or {steps} of 2 ** -126"
 
 
 @dataclass(frozen=True, repr=False)

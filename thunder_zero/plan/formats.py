@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_zero.plan.encoding import NF4, Float8, Int8
+from thunder_zero.plan.encoding import NF4, Int8
 from thunder_zero.plan.precision import around
 
 if TYPE_CHECKING:
     from torch import nn
 
-Format = Int8 | Float8 | NF4
+Format = Int8 | NF4
 Formats = Format | Mapping[str, Format | None] | None
 FORMATS: Mapping[str, tuple[type[Format], ...]] = {
-    "gather_format": (Int8, Float8),
+    "gather_format": (Int8,),
     "reduce_format": (Int8,),
     "frozen_format": (NF4,),
 }

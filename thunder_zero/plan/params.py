@@ -10,7 +10,7 @@ the process group. In stage 3 on four ranks::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.encoding import NF4, Encoding, Float8, Int8
+from thunder_zero.plan.encoding import NF4, Encoding, Int8
 from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import REPLICATE, SHARD, Mesh
@@ -70,14 +70,9 @@ class Param:
     resident: bool
     kept_unsharded: bool
     gather_per_unit: bool = False
-    gather_format: Int8 | Float8 | None = None
+    gather_format: Int8 | None = None
     reduce_format: Int8 | None = None
     frozen_format: NF4 | None = None
-
-    @property
-    def gather_encoding(self) -> Encoding:
-        """How its rows travel when it is gathered."""
-        return self.frozen_format or self.gather_format or Encoding(self.compute_dtype)
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
@@ -267,6 +262,11 @@ class Plan:
         """Return whether its rows are written as bytes when it is gathered; one rank alone sends nothing."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
+    def gather_encoding(self, param: Param) -> Encoding:
+        """Return how its rows travel when it is gathered."""
+        form = param.gather_format if self.writes(param) else None
+        return param.frozen_format or form or Encoding(param.compute_dtype)
+
     def decodes(self, *bucket: Param) -> bool:
         """Return whether bytes arrive when a bucket is gathered."""
         return any(param.frozen_format or self.writes(param) for param in bucket)
@@ -288,26 +288,27 @@ class Plan:
 
     def trades(self, param: Param, over: str) -> bool:
         """Return whether its gradient is reduced over an axis as bytes."""
-        return bool(self.reduce_encoding(param, over).block) and self.ranks_over(over) > 1
+        return bool(self.reduce_encoding(param, over).block)
 
     def reduce_encoding(self, param: Param, over: str = SHARD) -> Encoding:
         """Return how its gradient travels over an axis. With copies of the model a format is that between them."""
-        form = param.reduce_format if over == self.reduced_over(param)[-1] else None
+        is_last = over == self.reduced_over(param)[-1]
+        form = param.reduce_format if is_last and self.ranks_over(over) > 1 else None
         return form or Encoding(param.reduce_dtype)
 
     def payload_bytes(self, param: Param) -> int:
         """Return the bytes of a rank's rows in the format of gathers: of all rows that are stored, padding included, as
         the blocks of every rank are alike."""
-        return param.gather_encoding.nbytes(prod(self.shard_shape(param)))
+        return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
     def gather_sends(self, param: Param, rank: int) -> int:
         """Return the bytes that a rank sends to gather the parameter once."""
         if not param.sharded:
             return 0
-        if param.gather_format:
+        if self.writes(param):
             return (self.mesh.shard.size - 1) * self.payload_bytes(param)
         numel = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
-        return numel * param.gather_encoding.dtype.itemsize
+        return numel * self.gather_encoding(param).dtype.itemsize
 
     def gather_bytes(self, param: Param) -> int:
         """Return the bytes that this rank sends to gather the parameter once."""
@@ -315,9 +316,9 @@ class Plan:
 
     def gather_receives(self, param: Param) -> int:
         """Return the bytes that this rank receives when the parameter is gathered once."""
-        if param.gather_format or not param.sharded:
+        if self.writes(param) or not param.sharded:
             return self.gather_bytes(param)
-        return (prod(param.rest_shape) - self.resting(param).numel) * param.gather_encoding.dtype.itemsize
+        return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
     def part_bytes(self, param: Param, over: str) -> int:
         """Return the bytes, in the format of reductions, of the part of a gradient that one rank of an axis adds up:
@@ -417,7 +418,7 @@ def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
     )
     plan = Plan(policy, mesh, params)
     _require_units(plan, module)
-    _require_frozen(plan)
+    _require_formats(plan)
     return plan
 
 
@@ -457,20 +458,33 @@ def _require_units(plan: Plan, module: nn.Module) -> None:
                 )
 
 
-def _require_frozen(plan: Plan) -> None:
-    """Refuse a frozen format that no parameter takes: who wants it would train the whole model otherwise."""
-    asked = plan.policy.frozen_format
-    for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
-        named = [param for param in plan.params if fits(pattern, param.names)]
-        if form is not None and named and not any(param.frozen_format for param in named):
-            first = max(named, key=lambda param: prod(param.shape))
-            found = f"{first.path!r} is {tuple(first.shape)} {first.dtype}, "
-            found += "which trains" if first.requires_grad else "frozen" if first.sharded else "not sharded"
-            raise ValueError(
-                f"frozen_format asks for {form!r} of {pattern!r}, and no parameter there can rest so ({found}): it is "
-                f"for frozen, sharded floating-point parameters of two dimensions or more that get smaller by it; "
-                f"freeze them before the model is sharded (requires_grad_(False)), or leave frozen_format out"
-            )
+KINDS = {
+    "gather_format": "sharded floating-point parameters",
+    "reduce_format": "sharded floating-point parameters that train",
+    "frozen_format": "frozen, sharded floating-point parameters of two dimensions or more that get smaller by it",
+}
+
+
+def _require_formats(plan: Plan) -> None:
+    """Refuse a format that no parameter takes: who asks for it counts on its bytes."""
+    for field, kind in KINDS.items():
+        asked = getattr(plan.policy, field)
+        for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
+            named = [param for param in plan.params if fits(pattern, param.names)]
+            if form is not None and not any(getattr(param, field) for param in named):
+                raise ValueError(
+                    f"{field} asks for {form!r} of {pattern!r}, and no parameter there can have it{_largest(named)}: "
+                    f"it is for {kind}, without a pattern of two dimensions or more that are no embeddings; name "
+                    f"others, freeze or unfreeze them before the model is sharded, or leave {field} out"
+                )
+
+
+def _largest(named: Sequence[Param]) -> str:
+    if not named:
+        return ""
+    first = max(named, key=lambda param: prod(param.shape))
+    how = "not sharded" if not first.sharded else "trains" if first.requires_grad else "frozen"
+    return f" ({first.path!r} is {tuple(first.shape)} {first.dtype}, {how})"
 
 
 def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
@@ -520,7 +534,7 @@ def _plan_param(
         kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
         gather_format=None if frozen_format else gather_format,
-        reduce_format=reduce_format,
+        reduce_format=reduce_format if param.requires_grad else None,
         frozen_format=frozen_format,
     )
 

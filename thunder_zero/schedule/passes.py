@@ -75,7 +75,10 @@ def run(timeline: Timeline) -> Timeline:
 def _checked(own: Pass, timeline: Timeline, lifted: Timeline) -> Timeline:
     """Return the timeline after a pass of the user's, proved as those of this room are."""
     name = getattr(own, "__name__", type(own).__name__)
-    result = own(timeline)
+    try:
+        result = own(timeline)
+    except Exception as error:
+        raise ScheduleError(f"the pass {name} of Policy.passes raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Timeline):
         raise TypeError(f"the pass {name} returned {type(result).__name__}; return a thunder_zero.schedule.Timeline")
     try:

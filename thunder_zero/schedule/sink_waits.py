@@ -93,13 +93,15 @@ class _Sinking:
     def _hand_on(self) -> None:
         """End all reductions whose means others read."""
         while any(wait.writes in self._next for wait in self._pending):
-            self._end(len(self.ops))
+            self._end_first(len(self.ops))
 
     def _end_before(self, at: int, op: Op, *, grows: bool) -> None:
         """End the reductions that must have ended where an operation starts."""
         bound = self._timeline.plan.sizes.in_flight_bytes
         begun, starting = self._ahead.get(at, (0, 0))
         is_last = at == len(self._timeline.ops) - 1
+        if is_last:
+            self._hand_on()
         while self._pending or self._across:
             due = is_last or not self._missing.isdisjoint(op.reads)
             room = bound - self._made - self._under_way
@@ -109,18 +111,28 @@ class _Sinking:
             self._end(self._border if others and grows and not due else len(self.ops))
 
     def _end(self, here: int) -> None:
-        """End the oldest reduction, of means if no other is in flight, and launch the one that reads its means."""
-        self._ended += bool(self._pending)
-        wait = (self._pending or self._across).popleft()
-        self._under_way -= self._timeline.full_bytes(wait)
-        self._missing.difference_update(wait.writes)
-        self.ops.insert(here, wait)
-        self._border = here + 1
+        """End the oldest reduction: one of means, if any is in flight."""
+        if self._across:
+            self._wait(self._across.popleft(), here)
+        else:
+            self._end_first(here)
+
+    def _end_first(self, here: int) -> None:
+        """End the oldest reduction that reads gradients, and launch the one that reads its means, if there is one."""
+        wait = self._pending.popleft()
+        self._ended += 1
+        self._wait(wait, here)
         if wait.writes in self._next:
             launch, last = self._next[wait.writes]
             self._across.append(last)
             self._launch(launch, self._border)
             self._border += 1
+
+    def _wait(self, wait: Op, here: int) -> None:
+        self._under_way -= self._timeline.full_bytes(wait)
+        self._missing.difference_update(wait.writes)
+        self.ops.insert(here, wait)
+        self._border = here + 1
 
     def _launch(self, op: Op, here: int) -> None:
         self._under_way += self._timeline.full_bytes(op)

@@ -26,11 +26,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from math import prod
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -280,18 +279,13 @@ class Timeline:
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
         """How a launch sends a parameter, or its gradient."""
-        return param.gather_encoding if op.kind is Kind.GATHER else self.plan.reduce_encoding(param, op.over)
+        plan = self.plan
+        return plan.gather_encoding(param) if op.kind is Kind.GATHER else plan.reduce_encoding(param, op.over)
 
     def full_bytes(self, op: Op) -> int:
-        """Bytes of the full parameters, or of the full gradients, that an operation handles; of means inside of a copy
-        their rows."""
-        if op.kind not in (Kind.REDUCE, Kind.DEFER) and not self.ends(op, Kind.REDUCE):
-            return sum(param.full_bytes for param in self.params_of(op))
-        launch = self.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-        if launch.over != REPLICATE:
-            return sum(param.grad_bytes for param in self.params_of(op))
-        rows = (prod(self.plan.shard_shape(param)) * param.reduce_dtype.itemsize for param in self.params_of(op))
-        return sum(rows)
+        """Bytes of the full parameters, or of the full gradients, that an operation handles, or whose means."""
+        of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
+        return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:

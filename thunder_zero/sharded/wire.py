@@ -33,7 +33,7 @@ from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
-from thunder_zero.plan.encoding import Float8, Int8
+from thunder_zero.plan.encoding import Int8
 from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
@@ -212,7 +212,7 @@ class Wire:
         else:
             parts = _in_equal_parts(grad, ranks)
         self._reduced[param.path] += 1
-        key = f"{param.path} {self._reduced[param.path]} {self._plan.mesh.shard.place} {own}"
+        key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {self._plan.mesh.shard.place} {own}"
         others = grad.new_empty((ranks - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
         for payload, rank in zip(others.unbind(), _others(ranks, own), strict=True):
             write(form, parts[rank], payload, key, piece=self._piece)
@@ -306,7 +306,7 @@ class Wire:
             grads = self.decode_grad(handle.wait(), params, over)
         return tuple(grads)
 
-    def _written(self, form: Int8 | Float8, x: Tensor) -> Tensor:
+    def _written(self, form: Int8, x: Tensor) -> Tensor:
         """Return the payload of a flat tensor, rounded to nearest."""
         payload = x.new_empty(form.nbytes(x.numel()), dtype=torch.uint8)
         write(form, x, payload, piece=self._piece)
@@ -338,7 +338,7 @@ def _others(ranks: int, own: int) -> list[int]:
     return [rank for rank in range(ranks) if rank != own]
 
 
-def gather_format_of(param: Param) -> Int8 | Float8:
+def gather_format_of(param: Param) -> Int8:
     """Return the format in which a parameter is gathered that has one."""
     assert param.gather_format is not None, f"{param.path} travels as it is"
     return param.gather_format

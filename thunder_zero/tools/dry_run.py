@@ -167,11 +167,12 @@ class ProgramSource:
             self._exported = export(asked.module, *given, for_gpu=asked.for_gpu, dynamic=asked.dynamic)
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
-    def under(self, policy: Policy | int) -> Traces:
+    def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
         """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
-        that are kept or computed again, bytes of buckets and in flight."""
+        that are kept or computed again, bytes of buckets and in flight. ``mesh``: in place of the first one."""
         exported, fuses = self._exported, self._asked.fuse is not None
-        executor = ZeroExecutor(self._asked.plan(policy), DryRuntime(self._mode.synced))
+        plan = replace(self._asked, mesh=mesh or self._asked.mesh).plan(policy)
+        executor = ZeroExecutor(plan, DryRuntime(self._mode.synced))
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.joint.trace.args]
         others = {names[position]: path for position, path in exported.buffers.items()}

@@ -81,7 +81,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
     Raises:
         TypeError: not a model with ZeroTransform; ``step`` is not a function.
-        ValueError: nothing travels in a format.
+        ValueError: nothing travels in a format; ``step`` gives no gradients.
         RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
     """
     state = zero_module(model).state
@@ -90,7 +90,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         if not callable(step):
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
         if not any(param.gather_format or param.reduce_format for param in params):
-            raise ValueError("nothing travels in a format; give gather_format= or reduce_format= to the model")
+            raise ValueError("no row or gradient is written as bytes; give the model gather_format= or reduce_format=")
         state.require_reduced("measure what formats change")
     before = {path: shard.grad for path, shard in state.shards.items()}
     try:
@@ -98,6 +98,9 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
             found = _gradients(state, step)
             with state.exact():
                 right = _gradients(state, step)
+        with agree.all_or_none(state.group, "its step"):
+            if not right and any(param.requires_grad for param in params):
+                raise ValueError(f"step gave no parameter of {state.name} a gradient; run its forward and backward")
     finally:
         for path, grad in before.items():
             state.shards[path].grad = grad

@@ -16,6 +16,7 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.formats import Format
+from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.tools.printing.text import clip, place_of
 from thunder_zero.tools.printing.words import WIDTH, summed_up
@@ -244,10 +245,16 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
         yield from _part("", "its mean inside of this copy is handed on where the next reduction starts")
     yield from _code("wait", one.wait)
     yield from _part("", one.why_wait)
-    form = explanation.param.reduce_format if explanation.plan.ranks > 1 else None
+    param, plan = explanation.param, explanation.plan
+    trades = {over: plan.trades(param, over) for over in plan.reduced_over(param)}
+    form = param.reduce_format if trades.get(SHARD) else None
     yield from _part("  bytes", _travels(one, form, rounds="at random"))
-    if form is not None and explanation.plan.mesh.replicate.size > 1:
-        yield from _part("", f"exactly inside of a copy; between copies as {form}, and the means once more, to nearest")
+    if (across := param.reduce_format) is not None and trades.get(REPLICATE):
+        sent, whole = (plan.reduce_sends(param, over, plan.mesh.shard.place) for over in (REPLICATE, SHARD))
+        off = f"off by at most {across.error('at random')}, and {across.error('to nearest')} of the mean"
+        yield from _part(
+            "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {across}: {off}"
+        )
     yield from _time(one, explanation)
 
 

@@ -33,9 +33,8 @@ from thunder.core.trace import TraceCtx, tracectx
 THUNDER = Path(thunder.__file__).parent
 HOW_TO_READ = """\
 # Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
-# free: drop full parameters; reduce: start to average gradients; encode, decode: write and read what
-# is sent. sent: bytes that this rank sends. gathered, alive: bytes of full parameters, of all tensors,
-# after the line. gpt.py:12: your line.
+# free: drop full parameters; reduce: start to average gradients; encode, decode: what is sent.
+# sent: bytes of this rank; gathered, alive: of full parameters, of all tensors. gpt.py:12: your line
 """
 
 

@@ -37,7 +37,7 @@ class Evaluated:
 @dataclass(frozen=True)
 class SubjectPrograms:
     """The compiled programs of a subject, with the precision and the formats of ``asked``. ``shards`` are ranks of a
-    copy, for the compilation: the schedule does not depend on them. ``tell`` says what is done now."""
+    copy, for the compilation: the schedule does not depend on how many. ``tell`` says what is done now."""
 
     subject: Subject
     asked: Policy
@@ -45,7 +45,7 @@ class SubjectPrograms:
     device: Device
     tell: Callable[[str], None]
     captured: dict[int, ProgramSource] = field(default_factory=dict)
-    compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
+    compiled: dict[tuple[Policy, bool, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)
 
     @cached_property
@@ -98,13 +98,16 @@ class SubjectPrograms:
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
     def _compiled(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
-        """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
-        if (policy, traced) not in self.compiled:
+        """The traces for a mesh: those of any mesh with another plan, since a schedule depends on nothing of it but
+        whether there are copies of the model."""
+        has_copies = mesh.replicas > 1
+        if (policy, has_copies, traced) not in self.compiled:
             with self.subject.with_blocks(traced), uncollected():
                 captured = self._captured(traced)
                 self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
-                self.compiled[policy, traced] = captured.under(policy)
-        traces = self.compiled[policy, traced]
+                small = Mesh.of(self.shards, replicas=1 + has_copies)
+                self.compiled[policy, has_copies, traced] = captured.under(policy, small)
+        traces = self.compiled[policy, has_copies, traced]
         return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
 
     def _captured(self, traced: int) -> ProgramSource:

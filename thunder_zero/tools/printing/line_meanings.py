@@ -157,9 +157,8 @@ def format_of(op: Op, timeline: Timeline) -> str:
     """Return the format in which a launch sends bytes; "" if it sends what it reads."""
     if op.kind not in LAUNCHES:
         return ""
-    param = timeline.params_of(op)[0]
-    encoding = timeline.travels_as(op, param)
-    return str(encoding) if encoding.block and (timeline.plan.ranks > 1 or param.frozen_format) else ""
+    encoding = timeline.travels_as(op, timeline.params_of(op)[0])
+    return str(encoding) if encoding.block else ""
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
