@@ -34,7 +34,7 @@ THUNDER = Path(thunder.__file__).parent
 HOW_TO_READ = """\
 # Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
 # free: drop full parameters; reduce: start to average gradients; encode, decode: what is sent.
-# sent: bytes of this rank; gathered, alive: of full parameters, of all tensors. gpt.py:12: your line
+# sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
 
 
