@@ -158,6 +158,15 @@ class Plan:
         dim, slices = param.sliced, self.mesh.tensor.size
         return tuple(size * slices if at == dim else size for at, size in enumerate(param.shape))
 
+    def require_unsliced(self, what: str, instead: str) -> None:
+        """Refuse what would take slices of torch's tensor parallelism for parameters.
+
+        Raises:
+            RuntimeError: there are slices.
+        """
+        if self.mesh.is_sliced:
+            raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
+
     def resting(self, param: Param) -> Geometry:
         """Return the shapes and rows of what rests of a parameter: its own rows, or each as bytes."""
         form = param.frozen_format

@@ -83,3 +83,17 @@ def slice_of(value: object) -> Slice | None:
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     return Slice(taken, whole_of_slice, (value.placements, tuple(value.shape)))
+
+
+def require_plain_tensors(module: nn.Module) -> None:
+    """Refuse a module with DTensors, of which no program is made without its ranks.
+
+    Raises:
+        RuntimeError: naming the first one.
+    """
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise RuntimeError(
+                f"parameter {name!r} is a DTensor, and a trace of a model that does not run has no ranks to compute "
+                f"with it; train a step of tz.compile and read tz.traces_of(model)"
+            )

@@ -32,6 +32,7 @@ from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
+from thunder_zero.sharded.slices import require_plain_tensors
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
@@ -127,6 +128,7 @@ class Asked:
 
     def plan(self, policy: Policy | int) -> Plan:
         """The plan under another policy."""
+        require_plain_tensors(self.module)
         plan = make_plan(self.module, check_arguments(policy).policy, self.mesh)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
