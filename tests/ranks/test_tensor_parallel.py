@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
@@ -117,7 +118,7 @@ def sliced(module: nn.Module, mesh: DeviceMesh, styles: Styles, policy: Any = No
 
 def batch(module: nn.Module, step: int, rows: int = ROWS) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    if isinstance(module, Mlp):
+    if not isinstance(module, Transformer):
         return torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     return torch.randint(0, WORDS, (rows, LENGTH), generator=generator)
 
@@ -322,3 +323,49 @@ def fresh_model(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) -
 @pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), *slow((1, 10, 1), (0, 12, 4), (2, 12, 4))])
 def test_slices_at_rest(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
     ranks_pool.run(4, at_rest, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
+
+
+# With other features
+
+
+class Features(nn.Module):
+    """A frozen slice, a checkpoint, and parameters that nobody slices: one tied, one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp(8) for _ in range(2))
+        self.blocks[0].up.weight.requires_grad_(False)
+        self.blocks[1].last.weight = self.blocks[0].last.weight
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = checkpoint(self.blocks[0].forward, x, use_reentrant=False)
+        return first + self.blocks[1](x * self.scale)
+
+
+OF_FEATURES: Styles = {f"blocks.{number}.{name}": OF_MLP[name] for number in range(2) for name in OF_MLP}
+
+
+def features(rank: int, world_size: int, policy: Any, options: dict[str, Any], limit: float) -> None:
+    mesh, module = mesh_of(world_size // 2, 2), plain(Features)
+    model = sliced(module, mesh, OF_FEATURES, policy, **options)
+    train(model, module, 2, limit)
+
+
+HALF = tz.MixedPrecision(torch.float32, torch.float64)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("world_size", "policy", "options", "limit"),
+    [
+        (2, tz.ZERO3, {"recompute": "units"}, NEAR),
+        (4, tz.ZERO3, {"mixed_precision": HALF}, 1e-2),
+        (2, tz.ZERO1, {"dynamic": True}, NEAR),
+        (2, tz.ZERO3, {"fuse": "inductor"}, NEAR),
+    ],
+)
+def test_features_beside_slices(
+    ranks_pool: RanksPool, world_size: int, policy: Any, options: dict[str, Any], limit: float
+) -> None:
+    ranks_pool.run(world_size, features, policy, options, limit, timeout=200)
