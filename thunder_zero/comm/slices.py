@@ -69,7 +69,7 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that have no values, or that the policy ignores.
+    """Refuse slices that have no values, or hooks, or that the policy ignores.
 
     Raises:
         ValueError: naming the parameter.
@@ -79,6 +79,11 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
             raise ValueError(
                 f"parameter {name!r} is a DTensor and the policy ignores it, so nothing would reduce its gradient; "
                 f"leave it out of ignored"
+            )
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has hooks on its gradient, which are not its rows' hooks; register them on the "
+                f"parameters of the model that thunder_zero.compile returns"
             )
         if param.is_meta:
             raise ValueError(

@@ -10,7 +10,7 @@ as if each were a parameter::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.sharded.dtensors import contiguous, local
+from thunder_zero.sharded.dtensors import contiguous, has_hooks, local
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, cannot_use, placeholder, without_memory
 
 
@@ -83,6 +83,20 @@ def slice_of(value: object) -> Slice | None:
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     return Slice(taken, whole_of_slice, (value.placements, tuple(value.shape)))
+
+
+def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
+    """Refuse hooks that forward has put on placeholders, as plans of Hugging Face for tensor parallelism do.
+
+    Raises:
+        RuntimeError: naming the first parameter that has one.
+    """
+    for path, tensor in placeholders.items():
+        if has_hooks(tensor):
+            raise RuntimeError(
+                f"forward registers a hook on the gradient of parameter {path!r}, which backward does not make there; "
+                f"place the parameter's module by torch's SequenceParallel, whose gradient is reduced without a hook"
+            )
 
 
 def require_plain_tensors(module: nn.Module) -> None:

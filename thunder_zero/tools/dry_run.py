@@ -29,10 +29,10 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
+from thunder_zero.sharded.slices import require_plain_tensors
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.sharded.slices import require_plain_tensors
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder

@@ -46,7 +46,7 @@ from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
-from thunder_zero.sharded.slices import path_of
+from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.module import ThunderModule
@@ -103,6 +103,8 @@ class DynamoModule(ZeroModule):
                 raise RuntimeError(f"cannot trace {name}: {inner}") from error
             sentence, cause = dynamo.failure(error, name)
             raise RuntimeError(sentence) from cause
+        if self.state.plan.mesh.is_sliced:
+            require_unhooked(self.state.placeholders)
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo returns what it was given without a graph
                 raise RuntimeError(returned(path))
