@@ -106,7 +106,6 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
 
 def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool) -> Replay:
     """A step that is about to begin: all is there that rests in memory."""
-    traces.plan.require_unsliced("a forecast of memory", "measure a step")
     share = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in share.at_rest():
         watch.see(tensor).name = path
