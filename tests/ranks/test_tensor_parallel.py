@@ -5,9 +5,11 @@ Each test trains a module in slices, and a plain copy of it in one process, in f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
+from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import refused, says
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -329,6 +332,75 @@ def test_slices_at_rest(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidde
     ranks_pool.run(4, at_rest, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
 
 
+# Traces and forecasts
+
+
+def shown(rank: int, world_size: int) -> None:
+    """By closed forms: two ranks send an activation once in an all-reduce, half of one in a gather or a scatter."""
+    mesh, module = mesh_of(2, 2), plain(Transformer)
+    whole_activation = ROWS // 2 * LENGTH * 8 * 8  # bytes of this rank's rows
+    vector = 8 * 8  # a gradient of a norm, which each rank makes of its part of the sequence
+    for styles, expected in (
+        (PLAIN, {whole_activation: 6}),  # forward: rows of o and down; backward: columns of q, k, v and up
+        # before attention, up and head, and behind embed, o and down, in both phases; words; norms
+        (SEQUENCE, {whole_activation // 2: 12, ROWS // 2 * LENGTH * WORDS * 8 // 2: 1, vector: 6}),
+    ):
+        model = sliced(module, mesh, styles, tz.ZERO3)
+        loss_of(model, batch(module, 0).chunk(2)[rank // 2]).backward()
+        timeline, text = tz.traces_of(model).timeline, StringIO()
+        found = [op for op in timeline.ops if op.over == "tensor"]
+        launches, waits = [op for op in found if op.sends], [op for op in found if not op.sends]
+        assert Counter(op.sends for op in launches) == expected, Counter(op.sends for op in launches)
+        assert {op.writes for op in launches} == {op.reads for op in waits}
+        tz.print_trace(model, file=text)
+        total = sum(size * count for size, count in expected.items())
+        for said in (
+            f"and {len(launches)} of torch's tensor parallelism, which send {total:,} of these bytes",
+            "# tensor: a collective of torch's tensor parallelism",
+            "rank 0 of 2 of slice 0 of 2",
+        ):
+            assert rank or said in text.getvalue(), said  # which rank 0 prints
+
+
+@pytest.mark.timeout(240)
+def test_the_trace_shows_collectives_of_slices(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, shown, timeout=200)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(96, 384) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(384, 96) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
+
+
+OF_WIDE: Styles = {f"{name}.{number}": OF_MLP[name] for number in range(2) for name in OF_MLP}
+
+
+def counted(rank: int, world_size: int) -> None:
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    for policy in (tz.ZERO3, tz.ZERO2):
+        model, x = sliced(plain(Wide), mesh_of(2, 2), OF_WIDE, policy), torch.randn(128, 96, dtype=torch.float64)
+        loss(model(x)).backward()
+        model.zero_grad()
+        at_rest = bytes_held([*parameters_of(model), x])
+        measured = at_rest + added_at_peak(lambda model=model, x=x: loss(model(x)).backward(), torch.device("cpu"))
+        forecast = tz.tools.memory(tz.traces_of(model), loss=loss).peak
+        assert abs(forecast / measured - 1) < 0.01, (policy.stage, forecast, measured)
+
+
+def test_the_forecast_of_memory_knows_slices(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, counted, timeout=110)
+
+
 # With other features
 
 
@@ -476,8 +548,7 @@ def refusals(rank: int, world_size: int) -> None:
     with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
         pass
     says(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
-    for ask in (tz.tools.memory, lambda each: tz.tools.estimate(each, "h100")):
-        says(lambda ask=ask: ask(tz.traces_of(model)), "RuntimeError", "knows no slices")
+    says(lambda: tz.tools.estimate(tz.traces_of(model), "h100"), "RuntimeError", "a forecast of time knows no slices")
     hooks = tz.compile(
         parallelize_module(plain(Hooked), mesh["tp"], {f"mlp.{key}": of for key, of in OF_MLP.items()}),
         tz.ZERO3,

@@ -92,7 +92,7 @@ class Op:
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
         over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" a REDUCE reads the means of the one before.
-            Of a COMPUTE that is a collective of torch's tensor parallelism: "tensor".
+            Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
         sends: COMPUTE only: bytes that this rank sends in such a collective.
     """
 

@@ -26,7 +26,7 @@ from thunder_zero.plan.mesh import SHARD, TENSOR
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.coded import folded, paths_of
-from thunder_zero.traces.operators import bytes_sent_by, operator_of
+from thunder_zero.traces.operators import bytes_sent_by, is_collective, operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
@@ -118,7 +118,7 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
 def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
     """A computation, with what its line says of its work."""
     repeatable, work, mesh = is_repeatable(bsym), work_of(bsym), facts.plan.mesh
-    sends = bytes_sent_by(bsym, mesh.tensor.size) if mesh.is_sliced and work is Work.OTHER else 0
+    is_torchs = mesh.is_sliced and is_collective(operator_of(bsym))
     return Op(
         Kind.COMPUTE,
         tuple(read_by(bsym)),
@@ -130,8 +130,8 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts)
         cheap=repeatable and is_cheap(bsym),
         updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym))),
         flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
-        over=TENSOR if sends else SHARD,
-        sends=sends,
+        over=TENSOR if is_torchs else SHARD,
+        sends=bytes_sent_by(bsym, mesh.tensor.size) if is_torchs else 0,
     )
 
 

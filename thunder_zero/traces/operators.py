@@ -153,14 +153,16 @@ def is_view(target: Any) -> bool:
     return isinstance(target, OpOverload) and (target.is_view or target in others)
 
 
+def is_collective(target: Any) -> bool:
+    """Return whether an operator is a collective of torch's own, or the wait for one."""
+    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
+
+
 def bytes_sent_by(bsym: BoundSymbol, ranks: int) -> int:
-    """Return the bytes that a rank sends in a collective of torch's own of so many ranks; 0 for any other line."""
-    target = operator_of(bsym)
-    if not isinstance(target, OpOverload) or target.namespace != "_c10d_functional":
-        return 0
+    """Return the bytes that a rank sends in a collective of torch's own of so many ranks."""
     given = bsym.flat_proxy_args[0]
     numel, itemsize = prod(_shape(given)), int(to_torch_dtype(given.dtype).itemsize)
-    match target.overloadpacket.__name__:
+    match bsym.sym.name:
         case "all_reduce":
             return all_reduce_sends((numel,), ranks) * itemsize
         case "all_gather_into_tensor":

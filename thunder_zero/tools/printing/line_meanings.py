@@ -72,8 +72,8 @@ class Row:
 
     Attributes:
         kind: of its operation; None for lines that have none (unpacking, the ``del`` of an activation, codes).
-        does: what it does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism;
-            "" for lines outside the schedule.
+        does: what it does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism
+            and the wait for it; "" for lines outside the schedule.
         params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
         gradients: it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
@@ -137,7 +137,8 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
         reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
         is_torchs = any(op.over == TENSOR for op in ops)
-        sent = sum(map(timeline.bytes_sent, ops)) if is_torchs or any(op.kind in LAUNCHES for op in ops) else None
+        launches = any(op.kind in LAUNCHES or op.sends for op in ops)
+        sent = sum(map(timeline.bytes_sent, ops)) if launches else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
         of_gradients = reduces or (not read and bool(made))
         kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
@@ -190,15 +191,15 @@ def total(rows: Iterable[Row | Gap]) -> str:
     line has the bytes of deferred gradients."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
-    sent, slices = sum(row.sent or 0 for row in shown), [row.sent or 0 for row in shown if row.does == TENSOR]
-    torchs = f"\n{len(slices)} of torch's tensor parallelism, which send {sum(slices):,} B of these" if slices else ""
+    sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.does == TENSOR and row.sent]
+    torchs = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
     peak = max((row.gathered for row in shown), default=0)
     count = gathers + reduces
     deferred = sum(row.deferred for row in shown)
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
-        + torchs
+        + torchs * bool(slices)
         + (f"\n{deferred:,} B of full gradients are held for a later backward" if deferred else "")
     )
 
