@@ -494,6 +494,35 @@ class Hooked(nn.Module):
         return self.mlp(x * self.scale)
 
 
+class Heads(nn.Module):
+    """A norm of each head, in slices of which each rank computes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.norm, self.o = nn.Linear(8, 8), nn.LayerNorm(2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.norm(self.q(x).unflatten(-1, (-1, 2))).flatten(-2))
+
+
+def of_heads(rank: int, world_size: int) -> None:
+    """Torch's own style for parts of a sequence sums the gradients of a norm of each head."""
+    mesh, module = mesh_of(1, 2), plain(Heads)
+    model = sliced(module, mesh, {"q": COLUMNS(), "norm": SequenceParallel(use_local_output=True), "o": ROWWISE()}, tz.ZERO3)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, module)]
+    for step in range(STEPS):
+        for optimizer, each in zip(optimizers, (model, module), strict=True):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            each(torch.randn(2, 8, generator=generator, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        same(model, module, step)
+
+
+def test_a_norm_of_each_head(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, of_heads, timeout=110)
+
+
 def refusals(rank: int, world_size: int) -> None:
     mesh, other = mesh_of(1, 2), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     module = plain(Mlp)
@@ -549,6 +578,10 @@ def refusals(rank: int, world_size: int) -> None:
         pass
     says(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
     says(lambda: tz.tools.estimate(tz.traces_of(model), "h100"), "RuntimeError", "a forecast of time knows no slices")
+    partial_gradient = sliced(plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
+    optimizer = torch.optim.SGD(partial_gradient.parameters(), 0.1)
+    partial_gradient(torch.randn(2, 8, dtype=torch.float64)).square().sum().backward()
+    says(optimizer.step, "RuntimeError", "the gradient of parameter 'norm.weight' differs between ranks of tensor")
     hooks = tz.compile(
         parallelize_module(plain(Hooked), mesh["tp"], {f"mlp.{key}": of for key, of in OF_MLP.items()}),
         tz.ZERO3,
