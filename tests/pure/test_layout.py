@@ -104,6 +104,35 @@ def test_the_geometry_of_a_parameter(
     assert found.is_spread == (is_cut and mesh.shard.size > 1)
 
 
+SLICED = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
+
+
+@pytest.mark.parametrize(
+    ("sliced", "is_cut", "in_compute", "at_rest", "gathered", "rows", "padding", "copies"),
+    [
+        (0, True, (3, 8), (2, 8), (4, 8), slice(2, 3), 1, 3),
+        (1, True, (12, 2), (6, 2), (12, 2), slice(6, 12), 0, 3),
+        (1, False, (12, 2), (12, 2), (12, 2), slice(None), 0, 6),
+        (None, True, (12, 8), (6, 8), (12, 8), slice(6, 12), 0, 12),
+        (None, False, (12, 8), (12, 8), (12, 8), slice(None), 0, 24),
+    ],
+)
+def test_data_axes_cut_the_rows_of_a_slice(
+    sliced: int | None,
+    is_cut: bool,
+    in_compute: tuple[int, ...],
+    at_rest: tuple[int, ...],
+    gathered: tuple[int, ...],
+    rows: slice,
+    padding: int,
+    copies: int,
+) -> None:
+    found = Geometry((12, 8), SLICED, is_cut, sliced)
+    assert (found.shape, found.in_compute, found.at_rest, found.gathered) == ((12, 8), in_compute, at_rest, gathered)
+    assert (found.rows, found.padding, found.copies, found.divisor) == (rows, padding, copies, 6)
+    assert str(SLICED) == "rank 1 of 2 of slice 3 of 4"
+
+
 @given(SHAPES, WORLD, st.integers(1, 4))
 def test_ranks_of_a_mesh_store_each_element_as_often_as_there_are_copies(
     shape: tuple[int, ...], world_size: int, replicas: int

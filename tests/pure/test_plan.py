@@ -143,6 +143,20 @@ def test_shapes_dtypes_and_bytes() -> None:
     assert (param.requires_grad, frozen.requires_grad) == (True, False)
 
 
+def test_a_slice_counts_alone() -> None:
+    module = parameter((8, 3), torch.bfloat16)
+    plan = make_plan(module, replace(ZERO3, replicate_below_bytes=25), Mesh.of(2, 1, slices=2), {"p": 0})
+    (param,) = plan.params
+    assert (param.shape, param.sliced, param.sharded) == ((4, 3), 0, False), "24 bytes are too few to be cut"
+    plan = make_plan(module, ZERO3, Mesh.of(2, 1, slices=2), {"p": 0})
+    (param,) = plan.params
+    assert (param.shape, plan.whole_shape(param), plan.shard_shape(param)) == ((4, 3), (8, 3), (2, 3))
+    assert (param.full_bytes, plan.gather_bytes(param), plan.reduce_bytes(param)) == (24, 12, 12)
+    assert plan.ranks == 4
+    columns = make_plan(parameter((3, 8)), ZERO3, Mesh.of(2, 1, slices=4, part=1), {"p": 1})
+    assert (columns.params[0].shape, columns.shard_shape(columns.params[0])) == ((3, 2), (2, 2))
+
+
 @pytest.mark.parametrize(
     ("width", "blocks", "policy", "expected"),
     [

@@ -53,9 +53,12 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
     ]
     facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.mesh.replicate.size} x {plan.mesh.shard.size}"
+    mesh += f" x {plan.mesh.tensor.size} slices" * plan.mesh.is_sliced
     facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         value = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        if plan.mesh.is_sliced:
+            value += f", sliced along {param.sliced}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
             value += ", on the meta device"
         facts.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", value))

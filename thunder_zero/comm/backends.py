@@ -72,7 +72,7 @@ def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make |
     next to nothing (gloo, in host memory), or if torch's debug switch asks."""
     groups = {SHARD: ranks.shard_group}
     if ranks.replicate_group is not None:
-        groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.world}
+        groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.data}
     by_axis = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
@@ -87,12 +87,13 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
-        if isinstance(original, DTensor):
+        if isinstance(original, DTensor) and not plan.mesh.is_sliced:
             raise ValueError(
                 f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
-                f"already shards it; give a module of plain tensors"
+                f"already shards it; give a module of plain tensors, or give thunder_zero.compile a mesh with a "
+                f"dimension for torch's tensor parallelism: mesh of ('dp', 'tp')"
             )
-        if _has_behaviour(original):
+        if not isinstance(original, DTensor) and _has_behaviour(original):
             raise ValueError(
                 f"parameter {param.path!r} is a {type(original).__name__}, a tensor subclass, whose behaviour its "
                 f"shards would not have: they are plain rows; give a module of plain tensors"

@@ -5,6 +5,7 @@ In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for 
     process_group, or nothing                world and shard_group {0 1 2 3}, no replicate_group
     mesh [[0, 1], [2, 3]]                    world {0 1 2 3}, shard_group {2 3}, replicate_group {0 2}
          of (replicate, shard)               first_copy (0, 1)
+         of (dp, tp)                         world {0 1 2 3}, data and shard_group {0 2}, tensor {2 3}
 
 :func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save;
 :func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
@@ -26,12 +27,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
 from thunder_zero.compat.torch_gaps import all_groups, set_timeout
 from thunder_zero.plan.mesh import Mesh
 
+DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of dimensions along which batches differ
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
 
@@ -42,57 +45,119 @@ class Ranks:
 
     Attributes:
         world: all ranks that train it.
+        data: those of them that have this rank's slices, and other batches; without tensor parallelism all.
         shard_group: the ranks that share this rank's copy of the model.
         replicate_group: the ranks that hold the same rows as this one in each copy; None if there is one copy.
         first_copy: the ranks of ``world`` that share one of the copies, in the order of their rows. The same on
             every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-        mesh: of all ranks, if one was given: its last dimension is ``shard_group``, in ascending order.
+        mesh: of all ranks, if one was given: its last dimension is ``shard_group``, in ascending order; or ``tensor``.
+        tensor: of the ranks among which torch slices parameters; None without tensor parallelism.
     """
 
     world: dist.ProcessGroup
+    data: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None
     first_copy: tuple[int, ...]
     mesh: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
 
     @property
     def planned(self) -> Mesh:
         """The mesh of a plan: the sizes of these groups, and this rank's numbers in them."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
-        return Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy)
+        slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
+        return Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
 
 
-def ranks_of(group: object, mesh: object) -> Ranks:
+def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
     """The process groups of a model from the given process group, the given mesh, or the default group.
 
-    A mesh of one dimension shards over it, a mesh of two (replicate, shard) over the second. If the mesh leaves out
-    ranks, this is a collective of the ranks in it.
+    A mesh of one dimension shards over it, a mesh of two (replicate, shard) over the second. A dimension besides those
+    that ``dims`` names (FSDP2's ``dp_mesh_dims``), or else :data:`DATA_DIMS`, is one of tensor parallelism. If the mesh
+    leaves out ranks, this is a collective of the ranks in it.
     """
     if mesh is None:
+        if dims is not None:
+            raise ValueError("dp_mesh_dims is given without a mesh; give the mesh whose dimensions it names")
         alone = process_group(group)
-        return Ranks(alone, alone, None, tuple(range(alone.size())))
+        return Ranks(alone, alone, alone, None, tuple(range(alone.size())))
     if group is not None:
         raise ValueError(
             "process_group and mesh are both given; give only one of them (a mesh has its own process groups)"
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; give a torch.distributed.device_mesh.DeviceMesh")
+    data = _data_dims(mesh.mesh_dim_names or (), dims)
+    if data and data != mesh.mesh_dim_names:
+        return _with_slices(mesh, data)
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one dimension "
             f"(shard) or two (replicate, shard), such as mesh['replicate', 'shard']"
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
-            f"only on the ranks of the mesh"
-        )
+    _require_in(mesh)
     copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
     _require_matching_rows(copies)
     world = _all_of(mesh)
     first_copy = tuple(dist.get_group_rank(world, rank) for rank in sorted(copies[0]))
     replicate_group = mesh.get_group(0) if len(copies) > 1 else None
-    return Ranks(world, mesh.get_group(mesh.ndim - 1), replicate_group, first_copy, _with_sorted_rows(mesh))
+    return Ranks(world, world, mesh.get_group(mesh.ndim - 1), replicate_group, first_copy, _with_sorted_rows(mesh))
+
+
+def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
+    """Return the names of the dimensions of a mesh along which batches differ, the one that shards last; none if
+    neither ``dims`` nor the names say so.
+
+    Raises:
+        TypeError: ``dims`` is no ``DataParallelMeshDims``.
+        ValueError: it names dimensions that the mesh does not have, or too many.
+    """
+    if dims is None:
+        return next((found for found in DATA_DIMS if {*found} <= {*names}), ())
+    if not isinstance(dims, DataParallelMeshDims):
+        raise TypeError(
+            f"dp_mesh_dims is {dims!r}; give a torch.distributed.fsdp.DataParallelMeshDims, such as one of shard='dp'"
+        )
+    if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
+        raise ValueError(f"dp_mesh_dims is {dims}; name one dimension that shards, and one that replicates or none")
+    found = (*dims.replicate_names, *dims.shard_names)
+    if missing := [name for name in found if name not in names]:
+        raise ValueError(f"dp_mesh_dims names {missing[0]!r}, and the mesh has {names}; give names of its dimensions")
+    return found
+
+
+def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
+    """Return the process groups of a mesh whose last dimension slices parameters."""
+    names = mesh.mesh_dim_names or ()
+    if names[:-1] != data:
+        raise ValueError(
+            f"mesh has the dimensions {names}, of which {' and '.join(map(repr, data))} are data parallel; give those "
+            f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
+        )
+    _require_in(mesh)
+    numbers = mesh.mesh.flatten().tolist()
+    if numbers != sorted(numbers):
+        raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
+    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 2) * mesh.size(mesh.ndim - 1)).tolist()
+    world, of_data = _all_of(mesh), mesh[data]
+    return Ranks(
+        world=world,
+        data=of_data.get_group() if of_data.ndim == 1 else _all_of(of_data),
+        shard_group=mesh.get_group(data[-1]),
+        replicate_group=mesh.get_group(data[0]) if len(copies) > 1 else None,
+        first_copy=tuple(dist.get_group_rank(world, rank) for rank in copies[0]),
+        mesh=mesh,
+        tensor=mesh[names[-1]],
+    )
+
+
+def _require_in(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
+            f"only on the ranks of the mesh"
+        )
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:

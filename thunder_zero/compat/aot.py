@@ -37,6 +37,7 @@ from thunder_zero.compat.private import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
+    TracingContext,
     aot_config,
     aot_export_joint_with_descriptors,
     aot_stage2_compile,
@@ -306,6 +307,7 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         Untraced: a recurrent layer has dropout; a checkpoint has contexts of another kind than
             ``create_selective_checkpoint_contexts`` makes; an input is a nested tensor.
     """
+    inputs = list(map(_with_fixed_sizes, inputs))
     recurrent = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") in RECURRENT]
     if any(map(_drops, recurrent)):
         raise Untraced(
@@ -355,6 +357,14 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         parts=dict(_parts(graph)),
         exported=exported,
     )
+
+
+def _with_fixed_sizes(value: Any) -> Any:
+    """Return a parameter that dynamo has not seen, a slice of one that it has, as a fake one: AOTAutograd would make
+    symbols of its sizes. Any other value stays."""
+    context = TracingContext.try_get()
+    is_new = isinstance(value, nn.Parameter) and context is not None and value not in context.tensor_to_context
+    return context.fake_mode.from_tensor(value, static_shapes=True) if is_new else value
 
 
 def _compute_with_tensors(graph: fx.GraphModule) -> None:

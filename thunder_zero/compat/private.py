@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
     from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    StridedShard = _StridedShard
 
     StorageInfo = _StorageInfo
 
@@ -155,6 +158,8 @@ NAMES = {name: Private(*row) for name, row in {
     "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",
         "makes a DTensor of local rows without a collective or a copy", "DTensor.from_local as cheap as that"),
     "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta", "its part", "likewise"),
+    "StridedShard": ("torch.distributed.tensor.placement_types:_StridedShard",
+        "places the rows of a slice, where torch's tensor parallelism slices rows", "a public placement, as FSDP2's"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem:_StorageInfo", "where a part lies in a checkpoint's file",
         "a public type"),
     "narrow_tensor_by_index": ("torch.distributed._shard._utils:narrow_tensor_by_index",

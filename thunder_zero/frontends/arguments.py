@@ -31,6 +31,7 @@ from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeight
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 
 class Arguments(TypedDict, total=False):
@@ -40,6 +41,10 @@ class Arguments(TypedDict, total=False):
         process_group: ranks that share the model; the default group if None.
         mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
             sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
+            :func:`thunder_zero.compile` also takes one more dimension behind ``"dp"``, or ``"dp_replicate"`` and
+            ``"dp_shard"``, on which torch's ``parallelize_module`` has made parameters DTensors.
+        dp_mesh_dims: other names for ``"dp"`` and so on (``torch.distributed.fsdp.DataParallelMeshDims``), as for
+            FSDP2.
         device: the device of the shards (default: the parameters' device; for a module on the meta device the CPU, or
             the current device if the group carries no CPU tensors).
         init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
@@ -53,6 +58,7 @@ class Arguments(TypedDict, total=False):
 
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None
+    dp_mesh_dims: DataParallelMeshDims | None
     device: torch.device | str | None
     init: Callable[[torch.nn.Module], object] | None
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
@@ -90,6 +96,7 @@ class CheckedArguments:
     policy: Policy
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None
+    dp_mesh_dims: DataParallelMeshDims | None
     device: torch.device | None
     sources: Sources
     progress: bool = True
@@ -97,7 +104,7 @@ class CheckedArguments:
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
     others: dict[str, Any] = dict(arguments)
-    where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
+    where = {name: others.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
     device = device_named(others.pop("device", None))
     sources = sources_of(others.pop("init", None), others.pop("weights", None))
     progress = others.pop("progress", True)

@@ -74,9 +74,11 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("`ignored_params={parameter, ...}`", '`ignored=("router", ...)`, paths of parameters or submodules'),
     ("HSDP: `mesh` of two dimensions (replicate, shard)", "the same `mesh=`"),
     (
-        "`shard_placement_fn=`, `dp_mesh_dims=`",
-        "nothing: dimension 0 is sharded, over the last dimension of a mesh of one or two",
+        "`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
+        "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: "
+        "[docs/tensor-parallel.md](docs/tensor-parallel.md)",
     ),
+    ("`shard_placement_fn=`", "nothing: dimension 0 is sharded"),
     (
         "meta device, `to_empty`, `reset_parameters`",
         "meta device; `init=` or `weights=` give the values, shard by shard",

@@ -23,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from thunder_zero.compat.torch_gaps import is_inside_function_transform
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.initial_values import Sources
 from thunder_zero.sharded.sharded_model import is_transformed
 
 from thunder import compile_data
@@ -74,6 +76,20 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
             f"the ZeroTransform given for {name} already shards a module; give each module a new ZeroTransform"
         )
     require_traceable(module, transform.parts())
+
+
+def require_for_slices(policy: Policy, sources: Sources) -> None:
+    """Refuse what is not known to be right beside torch's tensor parallelism.
+
+    Raises:
+        ValueError: naming it.
+    """
+    fields = ("cpu_offload", "gather_format", "reduce_format", "frozen_format", "transport")
+    given = [name for name in fields if getattr(policy, name)]
+    given += ["broadcast_from"] * (policy.broadcast_from is not None)
+    given += ["init"] * (sources.init is not None) + ["weights"] * (sources.weights is not None)
+    for name in given:
+        raise ValueError(f"{name} does not work beside torch's tensor parallelism yet; leave it out")
 
 
 def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:

@@ -22,11 +22,13 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
+from torch import nn
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
+from thunder_zero.comm.slices import require_planned
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.compat.uncapturable import RefusedPart
@@ -42,7 +44,7 @@ from thunder_zero.frontends.placement import (
     require_intact,
 )
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import PARTS, refuse_tools, require_untransformed
+from thunder_zero.frontends.refusals import PARTS, refuse_tools, require_for_slices, require_untransformed
 from thunder_zero.frontends.zero_module import ZeroModule, adopt
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import Policy
@@ -100,10 +102,13 @@ class ZeroTransform(ProgramTransform):
 
     def _shard(self, model: ThunderModule) -> None:
         where, plain = self._given, model._model
-        ranks = ranks_of(where.process_group, where.mesh)
+        ranks = ranks_of(where.process_group, where.mesh, where.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
-            plan = make_plan(plain, self.policy, ranks.planned)
+            plan = make_plan(plain, self.policy, ranks.planned, self._slices(plain, ranks))
+            if plan.mesh.is_sliced:
+                require_for_slices(self.policy, where.sources)
+                require_planned(plain, plan)
             device = device_for(plain, plan, ranks, where.device)
         plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
         if self.policy.cpu_offload and device.type == "cpu":
@@ -122,6 +127,15 @@ class ZeroTransform(ProgramTransform):
         self._intact = self._checks(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
+
+    def _slices(self, module: nn.Module, ranks: Ranks) -> dict[str, int]:
+        """Return the dimensions along which torch slices parameters; Thunder would compute with DTensors."""
+        if ranks.tensor is not None:
+            raise ValueError(
+                f"mesh has a dimension for tensor parallelism, {ranks.tensor.mesh_dim_names}, and Thunder traces no "
+                f"DTensors; use thunder_zero.compile(module, ..., mesh=mesh)"
+            )
+        return {}
 
     def _adopt(self, model: ThunderModule) -> None:
         """Make the jitted module a sharded one, which Thunder compiles with our executors."""

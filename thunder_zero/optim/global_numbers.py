@@ -98,12 +98,19 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     collective.
 
     Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
-    counts on rank 0. torch's own function hangs for an infinite ``norm_type`` where a rank has no rows.
+    counts on rank 0, and what torch's tensor parallelism does not slice counts on the first of its ranks. torch's own
+    function hangs for an infinite ``norm_type`` where a rank has no rows.
     """
     grads = {param: state.shards[param.path].grad for param in state.plan.params}
     there = {param: local(grad) for param, grad in grads.items() if grad is not None}
-    is_first = state.plan.mesh.shard.place == 0
-    counted = [rows for param, rows in there.items() if rows.numel() and (param.sharded or is_first)]
+    mesh = state.plan.mesh
+    counted = [
+        rows
+        for param, rows in there.items()
+        if rows.numel()
+        and (param.sharded or mesh.shard.place == 0)
+        and (param.sliced is not None or mesh.tensor.place == 0)
+    ]
     dtype = torch.float32  # or more, and the same on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
@@ -145,4 +152,4 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.mesh.batches / everywhere)
+    return total * (state.plan.ranks / everywhere)  # ranks that have one batch, for tensor parallelism, each count it

@@ -6,6 +6,13 @@ What an axis means for a parameter is said here alone; the integers below it are
     Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one of padding
     Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3), as on every rank
 
+Torch's tensor parallelism slices a parameter first, along any dimension; ZeRO then cuts the rows of the slice. On
+``Mesh.of(2, rank=1, slices=2)``::
+
+    Geometry((6, 4), mesh, is_cut=True, sliced=0)     in compute (3, 4)   at rest (2, 4): the slice's row 2, and padding
+    Geometry((6, 4), mesh, is_cut=True, sliced=1)     in compute (6, 2)   at rest (3, 2)
+    Geometry((6, 4), mesh, is_cut=True)               in compute (6, 4)   at rest (3, 4), as on the peers along tensor
+
 A geometry has a mesh of its own: parameters of a model may have different axes.
 """
 
@@ -25,27 +32,32 @@ class Geometry:
     Attributes:
         shape: global.
         mesh: the axes that its ranks are on.
-        is_cut: at rest each rank along the axis ``shard`` has some rows, padded; otherwise each has all of it.
+        is_cut: at rest each rank along the axis ``shard`` has some rows, padded; otherwise each has all of them.
+        sliced: the dimension that the axis ``tensor`` divides; None: its ranks have the same.
     """
 
     shape: tuple[int, ...]
     mesh: Mesh
     is_cut: bool
+    sliced: int | None = None
 
     @property
     def in_compute(self) -> tuple[int, ...]:
-        """The shape that compute reads: data axes are gathered, and there are no other ones."""
-        return self.shape
+        """The shape that compute reads: this rank's slice, of which the data axes are gathered."""
+        if self.sliced is None:
+            return self.shape
+        size = self.shape[self.sliced] // self.mesh.tensor.size
+        return (*self.shape[: self.sliced], size, *self.shape[self.sliced + 1 :])
 
     @property
     def at_rest(self) -> tuple[int, ...]:
         """The shape that each rank stores, padding included."""
-        return layout.shard_shape(self.shape, self.mesh.shard.size) if self.is_cut else self.shape
+        return layout.shard_shape(self.in_compute, self.mesh.shard.size) if self.is_cut else self.in_compute
 
     @property
     def gathered(self) -> tuple[int, ...]:
         """The shape of what all ranks store, concatenated: :attr:`in_compute` with rows of padding at its end."""
-        return layout.padded_shape(self.shape, self.mesh.shard.size) if self.is_cut else self.shape
+        return layout.padded_shape(self.in_compute, self.mesh.shard.size) if self.is_cut else self.in_compute
 
     @property
     def rows(self) -> slice:
@@ -54,19 +66,19 @@ class Geometry:
 
     def rows_of(self, place: int) -> slice:
         """Return the real rows that the rank at a place of the axis ``shard`` owns."""
-        return slice(*layout.row_range(self.shape[0], self.mesh.shard.size, place)) if self.is_cut else slice(None)
+        return slice(*layout.row_range(self.in_compute[0], self.mesh.shard.size, place)) if self.is_cut else slice(None)
 
     @property
     def stored_rows(self) -> slice:
         """The rows of :attr:`gathered` that this rank stores."""
         shard = self.mesh.shard
-        return slice(*layout.stored_range(self.shape[0], shard.size, shard.place)) if self.is_cut else slice(None)
+        return slice(*layout.stored_range(self.in_compute[0], shard.size, shard.place)) if self.is_cut else slice(None)
 
     @property
     def padding(self) -> int:
         """How many rows of zeros this rank stores at the end of its own."""
         shard = self.mesh.shard
-        return layout.padding_rows(self.shape[0], shard.size, shard.place) if self.is_cut else 0
+        return layout.padding_rows(self.in_compute[0], shard.size, shard.place) if self.is_cut else 0
 
     @property
     def numel(self) -> int:
@@ -75,7 +87,9 @@ class Geometry:
 
     def numel_of(self, place: int) -> int:
         """Return the real elements that the rank at a place of the axis ``shard`` owns, the first one the most."""
-        return layout.owned_numel(self.shape, self.mesh.shard.size, place) if self.is_cut else prod(self.shape)
+        return (
+            layout.owned_numel(self.in_compute, self.mesh.shard.size, place) if self.is_cut else prod(self.in_compute)
+        )
 
     @property
     def is_spread(self) -> bool:
@@ -85,7 +99,8 @@ class Geometry:
     @property
     def copies(self) -> int:
         """How many ranks store each element."""
-        return self.mesh.size() // self.mesh.shard.size if self.is_cut else self.mesh.size()
+        parts = self.mesh.shard.size if self.is_cut else 1
+        return self.mesh.size() // (parts if self.sliced is None else parts * self.mesh.tensor.size)
 
     @property
     def summed_over(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@
                                        2        4  5
 
 Rows are cut over ``shard`` and gathered along it; along ``replicate`` each row has a copy. Both are data axes: along
-them each rank computes with a batch of its own. Another kind of parallelism is one more axis, not in ``DATA``.
+them each rank computes with a batch of its own. ``tensor`` is not in ``DATA``: its ranks have the same batch, and each
+computes with its slice of a parameter, by torch's own tensor parallelism (``parallelize_module``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from math import prod
 
 from thunder_zero.plan.policy import is_count
 
-SHARD, REPLICATE = "shard", "replicate"
+SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 ALL = "all"  # both, in one collective
 DATA = (REPLICATE, SHARD)  # axes along which batches differ, so that gradients are summed; the slowest first
 
@@ -30,7 +31,7 @@ class Axis:
     """One dimension of a mesh.
 
     Attributes:
-        name: :data:`SHARD` or :data:`REPLICATE`.
+        name: :data:`SHARD`, :data:`REPLICATE` or :data:`TENSOR`.
         size: how many places it has.
         place: this rank's.
     """
@@ -51,14 +52,18 @@ class Mesh:
     axes: tuple[Axis, ...]
 
     @staticmethod
-    def of(world_size: int, rank: int = 0, replicas: int = 1, *, copy: int = 0) -> Mesh:
-        """Return the mesh of the two data axes.
+    def of(
+        world_size: int, rank: int = 0, replicas: int = 1, *, copy: int = 0, slices: int | None = None, part: int = 0
+    ) -> Mesh:
+        """Return the mesh of the two data axes, and of tensor parallelism if there are slices.
 
         Args:
             world_size: ranks among which one copy of the model is sharded.
             rank: one of them.
             replicas: copies of the sharded model.
             copy: the copy to which the rank belongs.
+            slices: ranks among which torch slices parameters; None: it does not.
+            part: the slice that the rank has.
 
         Raises:
             ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
@@ -69,11 +74,13 @@ class Mesh:
             raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
         if not (is_count(replicas) and replicas):
             raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
-        return Mesh((Axis(REPLICATE, replicas, copy), Axis(SHARD, world_size, rank)))
+        data = (Axis(REPLICATE, replicas, copy), Axis(SHARD, world_size, rank))
+        return Mesh(data if slices is None else (*data, Axis(TENSOR, slices, part)))
 
     def __str__(self) -> str:
-        """``rank 1 of 2``: this rank among those that share its copy of the model."""
-        return f"rank {self.shard.place} of {self.shard.size}"
+        """``rank 1 of 2``: this rank among those that share its copy of the model, or its slice of one."""
+        slices = f" of slice {self.tensor.place} of {self.tensor.size}" if self.is_sliced else ""
+        return f"rank {self.shard.place} of {self.shard.size}{slices}"
 
     def _axis(self, name: str) -> Axis:
         return next((axis for axis in self.axes if axis.name == name), Axis(name, 1, 0))
@@ -87,6 +94,16 @@ class Mesh:
     def replicate(self) -> Axis:
         """The copies of the model: each has all rows."""
         return self._axis(REPLICATE)
+
+    @cached_property
+    def tensor(self) -> Axis:
+        """The ranks that compute with slices of the same parameters, and with the same batch."""
+        return self._axis(TENSOR)
+
+    @property
+    def is_sliced(self) -> bool:
+        """True if torch's tensor parallelism has an axis."""
+        return any(axis.name == TENSOR for axis in self.axes)
 
     def over(self, name: str) -> Axis:
         """Return the axis over which a collective goes, :data:`ALL` among them."""

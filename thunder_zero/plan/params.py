@@ -42,7 +42,7 @@ class Param:
     Attributes:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
-        shape: full, unpadded shape.
+        shape: full, unpadded shape that compute reads: the parameter's, or that of this rank's slice.
         dtype: of the module's parameter; of the shard, its ``.grad`` and the optimizer's state, unless it rests in a
             ``frozen_format``.
         compute_dtype: of the gathered parameter, which compute reads.
@@ -56,6 +56,7 @@ class Param:
         gather_per_unit: each unit that uses it in forward gathers it anew.
         gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
         frozen_format: how its rows rest, and travel; None: in the dtypes above.
+        sliced: the dimension along which torch's tensor parallelism slices it; None: each rank computes with all of it.
     """
 
     path: str
@@ -73,6 +74,7 @@ class Param:
     gather_format: Int8 | None = None
     reduce_format: Int8 | None = None
     frozen_format: NF4 | None = None
+    sliced: int | None = None
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
@@ -144,11 +146,26 @@ class Plan:
 
     def geometry(self, param: Param) -> Geometry:
         """Return the shapes and rows of a parameter, and what its gradient is summed over."""
-        return Geometry(param.shape, self.mesh, param.sharded)
+        return Geometry(self.whole_shape(param), self.mesh, param.sharded, param.sliced)
+
+    def whole_shape(self, param: Param) -> tuple[int, ...]:
+        """Return the shape of a parameter with the slices of all ranks."""
+        dim, slices = param.sliced, self.mesh.tensor.size
+        return tuple(size * slices if at == dim else size for at, size in enumerate(param.shape))
+
+    def require_unsliced(self, what: str, instead: str) -> None:
+        """Refuse what would take slices of torch's tensor parallelism for parameters.
+
+        Raises:
+            RuntimeError: there are slices.
+        """
+        if self.mesh.is_sliced:
+            raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
         """Return the shapes and rows of what rests of a parameter: its own rows, or each as bytes."""
-        return Geometry(param.rest_shape, self.mesh, param.sharded)
+        form = param.frozen_format
+        return self.geometry(param) if form is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -387,13 +404,14 @@ def _is_container(module: nn.Module) -> bool:
     return lists or type(module).__name__ == "Sequential"
 
 
-def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
+def make_plan(module: nn.Module, policy: Policy, mesh: Mesh, slices: Mapping[str, int] | None = None) -> Plan:
     """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
     Args:
         module: the module to shard.
         policy: how to shard it.
         mesh: the ranks that train it, and which one plans.
+        slices: the dimensions along which torch's tensor parallelism slices parameters, by their names.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
@@ -413,7 +431,7 @@ def make_plan(module: nn.Module, policy: Policy, mesh: Mesh) -> Plan:
             )
     embeddings = embeddings_of(module)
     params = tuple(
-        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings)
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings, mesh, slices or {})
         for param, paths in names.items()
     )
     plan = Plan(policy, mesh, params)
@@ -506,13 +524,20 @@ def _require_fitting(field: str, patterns: Iterable[str], there: set[str], modul
 
 
 def _plan_param(
-    param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str, embeddings: frozenset[str]
+    param: nn.Parameter,
+    names: tuple[str, ...],
+    policy: Policy,
+    unit: str,
+    embeddings: frozenset[str],
+    mesh: Mesh,
+    slices: Mapping[str, int],
 ) -> Param:
-    stage = STAGES[policy.stage]
-    is_small = param.nbytes < policy.replicate_below_bytes
+    stage, sliced = STAGES[policy.stage], slices.get(names[0])
+    shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
+    is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes
     parts = {part for name in names for part in around(name)}
     replicated = any(fnmatchcase(part, pattern) for part in parts for pattern in policy.replicated)
-    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not (is_small or replicated)
+    sharded = stage.sharded and layout.is_sharded(shape) and not (is_small or replicated)
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     gather_format, reduce_format = (
@@ -523,7 +548,7 @@ def _plan_param(
     return Param(
         path=names[0],
         aliases=names[1:],
-        shape=tuple(param.shape),
+        shape=shape,
         dtype=param.dtype,
         compute_dtype=compute_dtype,
         reduce_dtype=precision.reduce_dtype or compute_dtype,
@@ -536,6 +561,7 @@ def _plan_param(
         gather_format=None if frozen_format else gather_format,
         reduce_format=reduce_format if param.requires_grad else None,
         frozen_format=frozen_format,
+        sliced=sliced,
     )
 
 

@@ -91,6 +91,8 @@ class Op:
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
         over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" a REDUCE reads the means of the one before.
+            Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
+        sends: COMPUTE only: bytes that this rank sends in such a collective.
     """
 
     kind: Kind
@@ -106,6 +108,7 @@ class Op:
     updates: tuple[str, ...] = ()
     flops: int = 0
     over: str = SHARD
+    sends: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class Timeline:
             return sum(
                 self.plan.reduce_sends(param, op.over, self.plan.mesh.shard.place) for param in self.params_of(op)
             )
-        return 0
+        return op.sends
 
     def wire_bytes(self, op: Op) -> int:
         """Bytes that the busiest rank sends, or receives, in one collective; every rank computes the same number.

@@ -18,31 +18,41 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
-from thunder_zero.compat.private import DTensorSpec, TensorMeta
+from thunder_zero.compat.private import DTensorSpec, StridedShard, TensorMeta
 from thunder_zero.compat.torch_gaps import accumulates
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 
 
 def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
-    """How ranks share each parameter, by path: its rows over the last dimension of the mesh, or all of it on every
-    rank. None in stage 0, whose parameters are plain tensors."""
-    if not STAGES[plan.policy.stage].sharded:
+    """How ranks share each parameter, by path: its rows over the last data dimension of the mesh, or all of it on every
+    rank; its slices over the dimension for tensor parallelism. None in stage 0 without slices, whose parameters are
+    plain tensors."""
+    if not (STAGES[plan.policy.stage].sharded or plan.mesh.is_sliced):
         return {}
     mesh = ranks.mesh or DeviceMesh.from_group(ranks.shard_group, device.type)
-    copies = [Replicate()] * (mesh.ndim - 1)
-    placements = {True: (*copies, Shard(0)), False: (*copies, Replicate())}
 
     @cache
-    def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> DTensorSpec:
+    def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool, sliced: int | None) -> DTensorSpec:
         # Parameters that look alike share it: torch compares specs in each call of an operator, the same one at once.
-        return DTensorSpec(mesh, placements[sharded], contiguous(shape, dtype))
+        cut = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
+        over_slices = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
+        copies = [Replicate()] * (mesh.ndim - 1 - len(over_slices))
+        return DTensorSpec(mesh, (*copies, *cut, *over_slices), contiguous(shape, dtype))
 
-    return {param.path: spec(param.rest_shape, param.rest_dtype, param.sharded) for param in plan.params}
+    return {
+        param.path: spec(plan.resting(param).shape, param.rest_dtype, param.sharded, param.sliced)
+        for param in plan.params
+    }
+
+
+def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
+    """How the rows of slices are placed: as FSDP2 places them, if slices are rows themselves."""
+    return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:

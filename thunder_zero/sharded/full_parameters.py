@@ -53,9 +53,11 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
         TypeError: not a model with ZeroTransform.
         ValueError: ``writeback``, and a parameter has another shape or dtype at the end; nothing is written.
         RuntimeError: the block is inside another one of the same model; an argument differs between ranks; with
-            ``writeback``, another rank raised.
+            ``writeback``, another rank raised; torch's tensor parallelism slices parameters.
     """
     sharded = sharded_model(model)
+    instead = "load tz.full_state_dict(model) into a plain module of one rank"
+    sharded.state.plan.require_unsliced("full_parameters", instead)
     state, module = sharded.state, sharded.plain
     full = _gathered(state, writeback, rank0_only)
     found: dict[str, Tensor] = {}

@@ -71,17 +71,21 @@ class Placeholder(nn.Parameter):
             if attribute == "__get__" and name == "data":
                 return args[0]
             held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
-            raise ValuesNeeded(
-                f"{f'.{name}' if attribute else resolve_name(func) or name} cannot use parameter {held.path!r}: "
-                f"thunder_zero sharded it, its values are in the shards, and only what is compiled of the model's "
-                f"forward gathers them; to compute with the plain module or to read its values, use the module that "
-                f"thunder_zero.full_parameters(model) gives",
-                held.path,
-            )
+            what = f".{name}" if attribute else resolve_name(func) or name
+            raise ValuesNeeded(cannot_use(what, held.path), held.path)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.DisableTorchFunctionSubclass():
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def cannot_use(what: str, path: str) -> str:
+    """Return why code that runs between graphs cannot use a parameter."""
+    return (
+        f"{what} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only what "
+        f"is compiled of the model's forward gathers them; to compute with the plain module or to read its values, use "
+        f"the module that thunder_zero.full_parameters(model) gives"
+    )
 
 
 class _WithoutMemory(nn.Parameter):
@@ -96,7 +100,7 @@ class _WithoutMemory(nn.Parameter):
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
     """The placeholder of a parameter: of the same shape and with its attributes, contiguous, without memory. Front ends
     trace shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
-    made = _without_memory(Placeholder, param, dtype, device)
+    made = without_memory(Placeholder, param, dtype, device)
     vars(made).update(vars(param), path=path)
     return made
 
@@ -108,15 +112,19 @@ class Memoryless(Tensor):
 def shape_of(tensor: Tensor) -> Tensor:
     """Return a tensor, or a parameter, without memory on the CPU that looks like another one."""
     kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
-    return _without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
+    return without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
 
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
-def _without_memory(kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device) -> AnyTensor:
+def without_memory(
+    kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool | None = None
+) -> AnyTensor:
+    """Return a contiguous tensor without memory that looks like another one, which may train where that does not."""
+    requires_grad = like.requires_grad if requires_grad is None else requires_grad
     strides = torch.empty(like.shape, device="meta").stride()
-    options: Any = {"dtype": dtype, "device": device, "requires_grad": like.requires_grad, "storage_size": 0}
+    options: Any = {"dtype": dtype, "device": device, "requires_grad": requires_grad, "storage_size": 0}
     made: Any = make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
     made.__class__ = kind
     return made  # type: ignore[no-any-return]

@@ -27,8 +27,8 @@ from thunder_zero.plan.rows import real_rows
 from thunder_zero.sharded.accumulation import Accumulation, unreduced
 from thunder_zero.sharded.attributes import with_attributes_of
 from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
-from thunder_zero.sharded.placeholders import placeholder
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
+from thunder_zero.sharded.slices import placeholder_of
 from thunder_zero.sharded.waits import Clock, Labels
 from thunder_zero.sharded.wire import Wire
 from thunder_zero.sharded.writes import Versions
@@ -142,7 +142,8 @@ class State(Share):
         for path, original in plain.items():
             with_attributes_of(self.shards[path], original)
         self.placeholders = {
-            param.path: placeholder(param.path, plain[param.path], param.compute_dtype, device) for param in plan.params
+            param.path: placeholder_of(param.path, plain[param.path], param.compute_dtype, device)
+            for param in plan.params
         }
 
     def require_sharded(self) -> None:

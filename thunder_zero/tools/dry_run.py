@@ -29,6 +29,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
+from thunder_zero.sharded.slices import require_plain_tensors
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -127,6 +128,7 @@ class Asked:
 
     def plan(self, policy: Policy | int) -> Plan:
         """The plan under another policy."""
+        require_plain_tensors(self.module)
         plan = make_plan(self.module, check_arguments(policy).policy, self.mesh)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 

@@ -22,11 +22,11 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from thunder_zero.plan.mesh import SHARD
+from thunder_zero.plan.mesh import SHARD, TENSOR
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.coded import folded, paths_of
-from thunder_zero.traces.operators import operator_of
+from thunder_zero.traces.operators import bytes_sent_by, is_collective, operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
@@ -92,7 +92,7 @@ def _gradients(given: Sequence[Any], returned: Sequence[Any], facts: Facts) -> t
 
 def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
     if operator_of(bsym) is not None:  # most lines: none of what follows
-        yield _computation(bsym, position, backward)
+        yield _computation(bsym, position, backward, facts)
         return
     executor = facts.executor
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
@@ -110,14 +110,15 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
     elif bsym.sym == executor.defer:
         kind, paths = Kind.DEFER, (bsym.args[1],)
     if kind is Kind.COMPUTE:
-        yield _computation(bsym, position, backward)
+        yield _computation(bsym, position, backward, facts)
     else:
         yield Op(kind, tuple(read_by(bsym)), tuple(written_by(bsym)), paths, backward, source=(position,), over=over)
 
 
-def _computation(bsym: BoundSymbol, position: int, backward: bool) -> Op:
+def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
     """A computation, with what its line says of its work."""
-    repeatable, work = is_repeatable(bsym), work_of(bsym)
+    repeatable, work, mesh = is_repeatable(bsym), work_of(bsym), facts.plan.mesh
+    is_torchs = mesh.is_sliced and is_collective(operator_of(bsym))
     return Op(
         Kind.COMPUTE,
         tuple(read_by(bsym)),
@@ -129,6 +130,8 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool) -> Op:
         cheap=repeatable and is_cheap(bsym),
         updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym))),
         flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
+        over=TENSOR if is_torchs else SHARD,
+        sends=bytes_sent_by(bsym, mesh.tensor.size) if is_torchs else 0,
     )
 
 

@@ -15,7 +15,8 @@ from torch import SymInt, Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from thunder_zero.compat.aot import argument_of, is_subclass
-from thunder_zero.sharded.placeholders import Placeholder
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.slices import path_of, slice_of
 
 Looks = tuple[str, str, tuple[Any, ...]]
 Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
@@ -23,7 +24,27 @@ Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
 
 def paths_of(inputs: Sequence[Any]) -> Paths:
     """The paths of those inputs of a graph that are parameters of a sharded model."""
-    return tuple(value.path if isinstance(value, Placeholder) else None for value in inputs)
+    return tuple(map(path_of, inputs))
+
+
+def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Let a graph take slices in place of the parameters that are DTensors, of which it makes these; return its inputs.
+
+    So parameters are plain tensors for all that follows, and their gradients, too: torch redistributes what backward
+    makes, such as a sum of this rank's part of a sequence alone, as the parameter is placed.
+    """
+    nodes = graph.graph.find_nodes(op="placeholder")
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    found = [slice_of(value) for value in inputs]
+    for node, part in zip(nodes, found, strict=True):
+        if part is not None:
+            with graph.graph.inserting_before(first):
+                whole = graph.graph.call_function(part.whole, (node, *part.args))
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+            node.meta["example_value"] = local(node.meta["example_value"])
+    if any(found):
+        graph.recompile()
+    return [value if part is None else part.taken for value, part in zip(inputs, found, strict=True)]
 
 
 def replaced(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:

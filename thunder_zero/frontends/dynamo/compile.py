@@ -6,6 +6,8 @@ from typing import Literal, Unpack
 
 from torch import nn
 
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.slices import slices_of
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
@@ -32,6 +34,9 @@ class DynamoTransform(ZeroTransform):
 
     def parts(self) -> tuple[RefusedPart, ...]:
         return PARTS
+
+    def _slices(self, module: nn.Module, ranks: Ranks) -> dict[str, int]:
+        return slices_of(module, ranks)
 
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._given.progress)

@@ -30,7 +30,14 @@ from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import metered, too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
-from thunder_zero.frontends.dynamo.captured import looks, paths_of, replaced, shapes_of_inputs, shared_memory
+from thunder_zero.frontends.dynamo.captured import (
+    looks,
+    paths_of,
+    replaced,
+    shapes_of_inputs,
+    shared_memory,
+    with_slices,
+)
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import returned, written
 from thunder_zero.frontends.dynamo.graphs import Captured, GradMode, Graphs
@@ -39,6 +46,7 @@ from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
+from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.module import ThunderModule
@@ -95,9 +103,11 @@ class DynamoModule(ZeroModule):
                 raise RuntimeError(f"cannot trace {name}: {inner}") from error
             sentence, cause = dynamo.failure(error, name)
             raise RuntimeError(sentence) from cause
+        if self.state.plan.mesh.is_sliced:
+            require_unhooked(self.state.placeholders)
         for tensor in tensors_in(output):
-            if isinstance(tensor, Placeholder):  # dynamo returns what it was given without a graph
-                raise RuntimeError(returned(tensor.path))
+            if (path := path_of(tensor)) is not None:  # dynamo returns what it was given without a graph
+                raise RuntimeError(returned(path))
         if len(self._graphs.ran) == 1:
             self._graphs.ran[0].note_returned(output)
         return output
@@ -138,7 +148,7 @@ class DynamoModule(ZeroModule):
         for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
         if GradMode.now() == GradMode() or not for_all:
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
-        frame, paths = dynamo.CompiledFrame.now(), paths_of(inputs)
+        frame, paths, inputs = dynamo.CompiledFrame.now(), paths_of(inputs), with_slices(graph, inputs)
         name, of = self._graphs.name_of(frame), looks(graph)
         alike = of, name, shared_memory(inputs)
         kept = self._graphs.captured.values()

@@ -17,6 +17,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.plan.params import Plan
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.initial_values.data import (
     CPU,
     Cuts,
@@ -132,8 +133,8 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """Return a tensor that has values, without its gradient if it is a planned parameter."""
-    return tensor if model.param_of(tensor) is None else tensor.detach()
+    """Return a tensor that has values; of a planned parameter, this rank's slice, without its gradient."""
+    return tensor if model.param_of(tensor) is None else local(tensor).detach()
 
 
 def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:

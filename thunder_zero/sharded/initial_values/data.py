@@ -147,8 +147,13 @@ class Cuts:
     def compare(self) -> None:
         """Raise on every rank if ranks cut different values; a collective, unless one rank sent them."""
         if self._model.sender is None:
-            facts = [self._fact(path, digest) for path, digest in self._digests.items()]
-            agree.require_same(facts, self._model.ranks.world)
+            plan, ranks = self._model.plan, self._model.ranks
+            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # by whether ranks have slices
+            for path, digest in self._digests.items():
+                facts[plan.by_name[path].sliced is not None].append(self._fact(path, digest))
+            agree.require_same(facts[False], ranks.world)
+            if plan.mesh.is_sliced:
+                agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
         when = "before it builds the module"

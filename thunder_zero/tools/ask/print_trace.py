@@ -36,6 +36,7 @@ HOW_TO_READ = """\
 # free: drop full parameters; reduce: start to average gradients; encode, decode: what is sent.
 # sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
+HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or the wait for one.\n"
 
 
 def print_trace(
@@ -91,7 +92,8 @@ def print_trace(
         require_of(memory, traces)
     forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
-    console.print(HOW_TO_READ, style=QUIET, highlight=False, soft_wrap=True)
+    how = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
+    console.print(how, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
         printed += _print_phase(name, traces, forecast, console, unit=unit, only=only, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from thunder_zero.tools.printing.text import short
-from thunder_zero.traces.operators import operator_of
+from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.work import makes_view
 
@@ -103,7 +103,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
                 yield ShownLine(_line(bsym), position)
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
-            if makes_view(bsym):
+            if _stands_inside(bsym):
                 chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
                 call = chain.of(chain.root.name)
             call = NAME.sub(lambda found: folded.get(found[0], found[0]), call)
@@ -142,7 +142,7 @@ def _views(trace: TraceCtx) -> _Views:
     folded: set[str] = set()
     instead: dict[str, str] = {}
     for bsym in trace.bound_symbols:
-        if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and makes_view(bsym):
+        if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and _stands_inside(bsym):
             of, name = bsym.flat_proxy_args[0], bsym.output.name
             chain = chains[name] = (chains[of.name] if of.name in folded else _Chain(of)).then(_step(bsym))
             if reads[name] == 1 and name not in others:
@@ -158,8 +158,13 @@ def _is_operator_of_one(bsym: BoundSymbol | None) -> bool:
         bsym is not None
         and operator_of(bsym) is not None
         and isinstance(bsym.output, TensorProxy)
-        and not makes_view(bsym)
+        and not _stands_inside(bsym)
     )
+
+
+def _stands_inside(bsym: BoundSymbol) -> bool:
+    """Return whether a line makes a view that may stand inside of others: not what a collective of torch's brings."""
+    return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 
 def _step(bsym: BoundSymbol) -> _Step:

@@ -198,6 +198,7 @@ class Estimate:
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """The time of a scheduled timeline on a device; ``fused``: its pointwise lines, one by one here, count fused.
     ``model`` is the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``."""
+    timeline.plan.require_unsliced("a forecast of time", "measure a step (tz.tools.measure_times)")
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 

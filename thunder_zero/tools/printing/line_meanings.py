@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
@@ -71,7 +72,8 @@ class Row:
 
     Attributes:
         kind: of its operation; None for lines that have none (unpacking, the ``del`` of an activation, codes).
-        does: what it does: its kind, "encode" or "decode"; "" for lines outside the schedule.
+        does: what it does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism
+            and the wait for it; "" for lines outside the schedule.
         params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
         gradients: it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
@@ -100,7 +102,7 @@ CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # t
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
-    "communication": lambda row: row.does in (*LAUNCHES, Kind.WAIT, *CODES.values()),
+    "communication": lambda row: row.does in (*LAUNCHES, Kind.WAIT, TENSOR, *CODES.values()),
 }
 
 
@@ -134,12 +136,15 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         read = _merged(op.params if op.kind is not Kind.COMPUTE else _of(op.reads, values) for op in ops)
         made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
         reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
-        sent = sum(map(timeline.bytes_sent, ops)) if any(op.kind in LAUNCHES for op in ops) else None
+        is_torchs = any(op.over == TENSOR for op in ops)
+        launches = any(op.kind in LAUNCHES or op.sends for op in ops)
+        sent = sum(map(timeline.bytes_sent, ops)) if launches else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
         of_gradients = reduces or (not read and bool(made))
         kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
         form = ", ".join(sorted(forms))
-        out.append(Row(line, kind, str(kind or ""), read or made, of_gradients, sent, deferred, now, form))
+        does = TENSOR if is_torchs else str(kind or "")
+        out.append(Row(line, kind, does, read or made, of_gradients, sent, deferred, now, form))
     if places:
         raise ValueError(f"the timeline has operations at positions {sorted(places)}, but the trace has no lines there")
     return tuple(out)
@@ -185,13 +190,15 @@ def total(rows: Iterable[Row | Gap]) -> str:
     line has the bytes of deferred gradients."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
-    sent = sum(row.sent or 0 for row in shown)
+    sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.does == TENSOR and row.sent]
+    torchs = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
     peak = max((row.gathered for row in shown), default=0)
     count = gathers + reduces
     deferred = sum(row.deferred for row in shown)
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
+        + torchs * bool(slices)
         + (f"\n{deferred:,} B of full gradients are held for a later backward" if deferred else "")
     )
 

@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.printing.line_meanings import Gap, Row, total
@@ -38,6 +39,7 @@ STYLES: dict[str, str] = {
     Kind.DEFER: "magenta",
     "encode": "yellow",
     "decode": "yellow",
+    TENSOR: "magenta",
     "": QUIET,
 }
 

@@ -1,0 +1,92 @@
+"""Finds the slices that torch's tensor parallelism has made of parameters; refuses other DTensors.
+
+::
+
+    parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    up.weight    DTensor (16, 8), Shard(0)     {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    down.bias    DTensor (8,), Replicate()     sliced along no dimension: each rank has all of it
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from thunder_zero.comm.group import Ranks
+from thunder_zero.plan.params import Plan
+
+
+def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
+    """Return the dimensions along which parameters are sliced, by all their names; none without tensor parallelism.
+
+    Raises:
+        ValueError: the mesh has a dimension for tensor parallelism, and no parameter is a DTensor on it; or one is a
+            DTensor on another mesh, or in parts that differ between ranks.
+    """
+    mesh = ranks.tensor
+    if mesh is None:
+        return {}
+    names = mesh.mesh_dim_names or ()
+    params = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: param for name, param in params.items() if isinstance(param, DTensor)}
+    if not found:
+        raise ValueError(
+            f"mesh has the dimension {names[0]!r}, and no parameter of {type(module).__name__} is a DTensor on it; "
+            f"call torch's parallelize_module first, or give the mesh without this dimension"
+        )
+    for name, buffer in module.named_buffers():
+        if isinstance(buffer, DTensor):
+            raise ValueError(f"buffer {name!r} is a DTensor, which no program takes; keep it a plain tensor")
+    slices = {}
+    for name, param in found.items():
+        if param.device_mesh != mesh:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor on {param.device_mesh}, which is not the dimension {names[0]!r} of "
+                f"the given mesh, {mesh}; give parallelize_module mesh[{names[0]!r}] of the same mesh"
+            )
+        if (dim := _dimension_of(name, param, mesh.size())) is not None:
+            slices[name] = dim
+    return slices
+
+
+def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
+    (placement,) = param.placements
+    if isinstance(placement, Replicate):
+        return None
+    if not isinstance(placement, Shard) or type(placement) is not Shard:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor placed by {placement}; thunder_zero takes Shard and Replicate, by which "
+            f"torch's ColwiseParallel, RowwiseParallel and SequenceParallel place parameters"
+        )
+    dim = placement.dim % param.ndim
+    if param.shape[dim] % ranks:
+        raise ValueError(
+            f"dimension {dim} of parameter {name!r} is {param.shape[dim]} long, which {ranks} ranks of tensor "
+            f"parallelism do not divide; choose sizes that they divide"
+        )
+    return dim
+
+
+def require_planned(module: nn.Module, plan: Plan) -> None:
+    """Refuse slices that have no values, or hooks, or that the policy ignores.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor) and name not in plan.by_name:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor and the policy ignores it, so nothing would reduce its gradient; "
+                f"leave it out of ignored"
+            )
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has hooks on its gradient, which are not its rows' hooks; register them on the "
+                f"parameters of the model that thunder_zero.compile returns"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, and thunder_zero gives slices no values yet; build the "
+                f"module with values, and then call parallelize_module"
+            )
