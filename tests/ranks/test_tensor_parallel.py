@@ -508,7 +508,9 @@ class Heads(nn.Module):
 def of_heads(rank: int, world_size: int) -> None:
     """Torch's own style for parts of a sequence sums the gradients of a norm of each head."""
     mesh, module = mesh_of(1, 2), plain(Heads)
-    model = sliced(module, mesh, {"q": COLUMNS(), "norm": SequenceParallel(use_local_output=True), "o": ROWWISE()}, tz.ZERO3)
+    model = sliced(
+        module, mesh, {"q": COLUMNS(), "norm": SequenceParallel(use_local_output=True), "o": ROWWISE()}, tz.ZERO3
+    )
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, module)]
     for step in range(STEPS):
         for optimizer, each in zip(optimizers, (model, module), strict=True):

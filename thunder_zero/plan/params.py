@@ -366,6 +366,18 @@ class Plan:
         of every other rank; of all else as much as it sends."""
         return sum(self._receives(param, over) for over in self.reduced_over(param))
 
+    def slice_sends(self, collective: str, numel: int) -> int:
+        """Return the elements that a rank sends in a collective of torch's over slices, which reads so many."""
+        ranks = self.mesh.tensor.size
+        match collective:
+            case "all_reduce":
+                return layout.all_reduce_sends((numel,), ranks)
+            case "all_gather_into_tensor":
+                return (ranks - 1) * numel
+            case "reduce_scatter_tensor" | "all_to_all_single":
+                return numel * (ranks - 1) // ranks
+        return 0
+
     def _receives(self, param: Param, over: str) -> int:
         if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:
             return self.reduce_sends(param, over, self.mesh.shard.place)

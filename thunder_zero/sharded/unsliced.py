@@ -1,4 +1,4 @@
-"""Finds gradients that differ between ranks of tensor parallelism although nobody slices their parameters.
+"""Finds gradients that differ between ranks of slices although their parameters are not sliced.
 
 A parameter that is no DTensor may be used where activations are slices, as a norm of each head is. Each rank then has
 the gradient of its own slice, nothing sums these, and the ranks drift apart. Nobody sees that in the module::

@@ -23,10 +23,11 @@ from math import prod
 from typing import Any
 
 from thunder_zero.plan.mesh import SHARD, TENSOR
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.coded import folded, paths_of
-from thunder_zero.traces.operators import bytes_sent_by, is_collective, operator_of
+from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of, dtype_name
 from thunder_zero.traces.work import (
     flops_of,
@@ -117,8 +118,8 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
 
 def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
     """A computation, with what its line says of its work."""
-    repeatable, work, mesh = is_repeatable(bsym), work_of(bsym), facts.plan.mesh
-    is_torchs = mesh.is_sliced and is_collective(operator_of(bsym))
+    repeatable, work = is_repeatable(bsym), work_of(bsym)
+    is_torchs = facts.plan.mesh.is_sliced and is_collective(operator_of(bsym))
     return Op(
         Kind.COMPUTE,
         tuple(read_by(bsym)),
@@ -131,8 +132,14 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts)
         updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym))),
         flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
         over=TENSOR if is_torchs else SHARD,
-        sends=bytes_sent_by(bsym, mesh.tensor.size) if is_torchs else 0,
+        sends=_sent_by(bsym, facts.plan) if is_torchs else 0,
     )
+
+
+def _sent_by(bsym: BoundSymbol, plan: Plan) -> int:
+    """The bytes that a rank sends in a collective of torch's tensor parallelism."""
+    given = bsym.flat_proxy_args[0]
+    return plan.slice_sends(bsym.sym.name, prod(map(int, given.shape))) * int(given.dtype.bytes)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:

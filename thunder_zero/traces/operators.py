@@ -14,7 +14,6 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from torch.utils import flop_counter
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload
-from thunder_zero.plan.layout import all_reduce_sends
 from thunder_zero.schedule.timeline import Work
 
 from thunder.core import codeutils, prims
-from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
@@ -149,27 +146,14 @@ def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
 @cache
 def is_view(target: Any) -> bool:
     """Return whether an operator's outputs are views of its first argument."""
-    others = torch.ops.aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default
-    return isinstance(target, OpOverload) and (target.is_view or target in others)
+    if target is torch.ops._c10d_functional.wait_tensor.default:
+        return True
+    return isinstance(target, OpOverload) and (target.is_view or target is torch.ops.aten._unsafe_view.default)
 
 
 def is_collective(target: Any) -> bool:
     """Return whether an operator is a collective of torch's own, or the wait for one."""
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
-
-
-def bytes_sent_by(bsym: BoundSymbol, ranks: int) -> int:
-    """Return the bytes that a rank sends in a collective of torch's own of so many ranks."""
-    given = bsym.flat_proxy_args[0]
-    numel, itemsize = prod(_shape(given)), int(to_torch_dtype(given.dtype).itemsize)
-    match bsym.sym.name:
-        case "all_reduce":
-            return all_reduce_sends((numel,), ranks) * itemsize
-        case "all_gather_into_tensor":
-            return (ranks - 1) * numel * itemsize
-        case "reduce_scatter_tensor" | "all_to_all_single":
-            return numel * (ranks - 1) // ranks * itemsize
-    return 0
 
 
 @cache
