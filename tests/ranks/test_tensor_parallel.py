@@ -278,10 +278,11 @@ def at_rest(rank: int, world_size: int, folder: Path, policy: Any, hidden: int, 
     # torch's tools
     loss_of(model, step.chunk(2)[rank // 2]).backward()
     loss_of(module, step).backward()
-    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, module)]
+    norms: list[Any] = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, module)]
     near(norms[0].full_tensor(), norms[1], "torch's norm")
     same(model, module, "clipped by torch")
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=folder / "dcp")
     other, others = fresh_model(build, mesh, policy)
     state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, others)}
@@ -392,7 +393,8 @@ def counted(rank: int, world_size: int) -> None:
         loss(model(x)).backward()
         model.zero_grad()
         at_rest = bytes_held([*parameters_of(model), x])
-        measured = at_rest + added_at_peak(lambda model=model, x=x: loss(model(x)).backward(), torch.device("cpu"))
+        step = partial(lambda model, x: loss(model(x)).backward(), model, x)
+        measured = at_rest + added_at_peak(step, torch.device("cpu"))
         forecast = tz.tools.memory(tz.traces_of(model), loss=loss).peak
         assert abs(forecast / measured - 1) < 0.01, (policy.stage, forecast, measured)
 

@@ -105,9 +105,10 @@ class ZeroTransform(ProgramTransform):
         ranks = ranks_of(where.process_group, where.mesh, where.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
+            if ranks.planned.is_sliced:
+                require_for_slices(self.policy, where.sources)
             plan = make_plan(plain, self.policy, ranks.planned, self._slices(plain, ranks))
             if plan.mesh.is_sliced:
-                require_for_slices(self.policy, where.sources)
                 require_planned(plain, plan)
             device = device_for(plain, plan, ranks, where.device)
         plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
