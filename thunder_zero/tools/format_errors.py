@@ -81,7 +81,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
     Raises:
         TypeError: not a model with ZeroTransform; ``step`` is not a function.
-        ValueError: nothing travels in a format; ``step`` gives no gradients.
+        ValueError: no row or gradient is written as bytes; ``step`` gives no gradients.
         RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
     """
     state = zero_module(model).state
