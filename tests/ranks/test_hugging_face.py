@@ -792,9 +792,9 @@ def assert_trained_alike(zero: Any, ddp: Any) -> None:
         assert value == pytest.approx(right, rel=1e-4, abs=1e-7), name
     found, expected = weights_of(zero), weights_of(ddp)
     assert_close(found, expected, rtol=1e-4, atol=5e-5)
-    for name, right in expected.items():  # AdamW moves an element whose gradient is nearly 0 by what rounding left
-        near = torch.isclose(found[name], right, rtol=1e-4, atol=1e-6)
-        assert near.float().mean() >= 0.99, name
+    for path, weight in expected.items():  # AdamW moves an element whose gradient is nearly 0 by what rounding left
+        near = torch.isclose(found[path], weight, rtol=1e-4, atol=1e-6)
+        assert near.float().mean() >= 0.99, path
 
 
 def one_script(rank: int, world_size: int, folder: Path) -> None:

@@ -190,7 +190,7 @@ def perceptron(rank: int, world_size: int, dp: int, tp: int, policy: Any) -> Non
         assert (tuple(up.shape), tuple(up.to_local().shape)) == ((10, 6), (-(-5 // dp) if rank < tp else 5 // dp, 6))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [2, *slow(0, 1, 3)])
 def test_a_perceptron_in_slices_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(4, perceptron, 2, 2, tz.Policy(stage), timeout=110)
 
@@ -400,6 +400,7 @@ def counted(rank: int, world_size: int) -> None:
         assert abs(forecast / measured - 1) < 0.01, (policy.stage, forecast, measured)
 
 
+@pytest.mark.slow
 def test_the_forecast_of_memory_knows_slices(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, counted, timeout=110)
 
@@ -440,8 +441,7 @@ HALF = tz.MixedPrecision(torch.float32, torch.float64)
     [
         (2, tz.ZERO3, {"recompute": "units"}, NEAR),
         (4, tz.ZERO3, {"mixed_precision": HALF}, 1e-4),
-        (2, tz.ZERO1, {"dynamic": True}, NEAR),
-        (2, tz.ZERO3, {"fuse": "inductor"}, NEAR),
+        *slow((2, tz.ZERO1, {"dynamic": True}, NEAR), (2, tz.ZERO3, {"fuse": "inductor"}, NEAR)),
     ],
 )
 def test_features_beside_slices(
@@ -476,6 +476,7 @@ def accumulate(rank: int, world_size: int) -> None:
     same_values(tz.full_state_dict(model), module.state_dict())
 
 
+@pytest.mark.slow
 def test_accumulation_and_averages_of_slices(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, accumulate, timeout=110)
 
@@ -524,6 +525,7 @@ def of_heads(rank: int, world_size: int) -> None:
         same(model, module, step)
 
 
+@pytest.mark.slow
 def test_a_norm_of_each_head(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, of_heads, timeout=110)
 
