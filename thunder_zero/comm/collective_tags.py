@@ -239,11 +239,6 @@ class TaggedTransport:
         self._tagged = by_axis  # send under the number of the tag
         self._launches = 0
 
-    def place(self, over: str) -> tuple[int, int]:
-        """Return how many ranks an axis has, and which of them this one is."""
-        transport = self._by_axis[over]
-        return transport.world_size, transport.rank
-
     def enter(self, tag: CollectiveTag) -> None:
         """From now on this rank is there; peers hear of it if it sends anything there."""
         self._next = lambda: tag

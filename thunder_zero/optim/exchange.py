@@ -20,7 +20,6 @@ from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.optim.owners import Member, Values
-from thunder_zero.plan.mesh import Axis
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
@@ -51,7 +50,7 @@ class ToOwners:
                 whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in sent]
                 for full, rows in zip(whole, sent, strict=True):
                     full[geometry.rows].copy_(rows)
-                    for peer in _peers(shard):
+                    for peer in shard.peers:
                         incoming[peer].append(full[geometry.rows_of(peer)].view(-1))
                 first = state.resident.full(param).clone() if param.path in at_hand else whole[0]
                 self._values[param.path] = (param, first, None if grad is None else whole[-1])
@@ -82,7 +81,7 @@ class FromOwners:
             param, geometry = member.param, plan.geometry(member.param)
             if member.owner == shard.place:
                 full = updated[param.path].to(state.device).contiguous()
-                for peer in _peers(shard):
+                for peer in shard.peers:
                     outgoing[peer].append((full[geometry.rows_of(peer)] if param.sharded else full).view(-1))
                 rows = full[geometry.rows] if param.sharded else full
             else:
@@ -103,10 +102,6 @@ def _gradient(member: Member) -> Tensor:
     grad = member.shard.grad
     assert grad is not None, "these have a gradient on all ranks"
     return local(grad).detach()
-
-
-def _peers(shard: Axis) -> list[int]:
-    return [rank for rank in range(shard.size) if rank != shard.place]
 
 
 def _launched(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:

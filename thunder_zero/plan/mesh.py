@@ -40,6 +40,11 @@ class Axis:
     size: int
     place: int
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The places of the other ranks."""
+        return tuple(place for place in range(self.size) if place != self.place)
+
 
 @dataclass(frozen=True)
 class Mesh:

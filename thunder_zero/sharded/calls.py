@@ -45,6 +45,7 @@ class Calls:
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
         self._params: dict[Sequence[str], tuple[Param, ...]] = {}  # of buckets, by their paths
+        self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # whether a line encodes the gradients of a bucket
 
     @cached_property
     def guards(self) -> room.Guards:
@@ -159,7 +160,9 @@ class Calls:
         if over != REPLICATE:
             self._state.resident.expect_step()
             self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
-        if not self._plan.encodes_gradient(over, *params):
+        if (paths, over) not in self._encoded:
+            self._encoded[paths, over] = self._plan.encodes_gradient(over, *params)
+        if not self._encoded[paths, over]:
             sent = self._sums(cast(Sequence[Tensor], sent), params, over)
         with launching(Kind.REDUCE, paths, over):
             handle = self._state.clock.watched(self._wire.reduce(sent, params, over), paths[0], gather=False)

@@ -34,7 +34,7 @@ from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.plan.encoding import Int8
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD, Axis
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
 
@@ -206,17 +206,18 @@ class Wire:
 
     def _cut(self, grad: Tensor, param: Param, over: str) -> GradientParts:
         """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
-        form, (ranks, own) = reduce_format_of(param), self.transport.place(over)
+        form, axis = reduce_format_of(param), self._plan.mesh.over(over)
         if over == SHARD:
-            parts = _padded(grad, self._plan.geometry(param).gathered).view(ranks, -1)
+            parts = _padded(grad, self._plan.geometry(param).gathered).view(axis.size, -1)
         else:
-            parts = _in_equal_parts(grad, ranks)
+            parts = _in_equal_parts(grad, axis.size)
         self._reduced[param.path] += 1
-        key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {self._plan.mesh.shard.place} {own}"
-        others = grad.new_empty((ranks - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
-        for payload, rank in zip(others.unbind(), _others(ranks, own), strict=True):
+        sender = f"{self._plan.mesh.shard.place} {axis.place}"
+        key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {sender}"
+        others = grad.new_empty((axis.size - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
+        for payload, rank in zip(others.unbind(), axis.peers, strict=True):
             write(form, parts[rank], payload, key, piece=self._piece)
-        return GradientParts(parts[own], others)
+        return GradientParts(parts[axis.place], others)
 
     def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
         """Average gradients over the ranks of an axis. The handle has means, or what :meth:`decode_grad` makes them of:
@@ -240,7 +241,7 @@ class Wire:
 
     def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
         """Send each part to the rank that it is for."""
-        trade = _Trade(sent, *self.transport.place(over))
+        trade = _Trade(sent, self._plan.mesh.over(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
         def wait() -> tuple[Any, ...]:
@@ -251,26 +252,26 @@ class Wire:
 
     def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
         """Send each part to the rank that adds it up, and the sum, rounded once more, to nearest, to all."""
-        place = self.transport.place(over)
-        trade = _Trade(sent, *place)
+        axis = self._plan.mesh.over(over)
+        trade = _Trade(sent, axis)
 
         @outside_autograd
         def spread(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
-            own = [self._written(reduce_format_of(param), self._mean(part, param, *place)) for part, param in parts]
-            return transport.all_gather(own, [(place[0] * payload.numel(),) for payload in own])
+            own = [self._written(reduce_format_of(param), self._mean(part, param, axis)) for part, param in parts]
+            return transport.all_gather(own, [(axis.size * payload.numel(),) for payload in own])
 
         return self.transport.in_two(lambda transport: transport.trade(trade.outgoing, trade.incoming), spread, over)
 
-    def _mean(self, parts: GradientParts, param: Param, ranks: int, own: int) -> Tensor:
+    def _mean(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
         """Add the parts of all ranks up, in their order, and divide."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
-        for rank in range(ranks):
-            if rank == own:
+        for rank in range(axis.size):
+            if rank == axis.place:
                 total.add_(parts.own)
             else:
                 read(reduce_format_of(param), next(arrived), total, add=True, piece=self._piece)
-        return total.div_(ranks)
+        return total.div_(axis.size)
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
@@ -289,11 +290,11 @@ class Wire:
 
     def _scattered(self, parts: GradientParts, param: Param) -> Tensor:
         """Return the mean of this rank's rows."""
-        return self._mean(parts, param, *self.transport.place(SHARD)).view(self._plan.shard_shape(param))
+        return self._mean(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
 
     def _spread(self, payload: Tensor, param: Param) -> Tensor:
         """Read the means of this rank's rows, which all copies have."""
-        shape, (copies, _) = self._plan.shard_shape(param), self.transport.place(REPLICATE)
+        shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
         for part, written in zip(mean, payload.chunk(copies), strict=True):
             read(reduce_format_of(param), written, part, piece=self._piece)
@@ -316,9 +317,9 @@ class Wire:
 class _Trade:
     """What ranks trade: of each gradient the part of each other rank, in bytes."""
 
-    def __init__(self, sent: Sequence[GradientParts], ranks: int, own: int) -> None:
+    def __init__(self, sent: Sequence[GradientParts], axis: Axis) -> None:
         arriving = [torch.empty_like(each.others) for each in sent]
-        peers = list(enumerate(_others(ranks, own)))
+        peers = list(enumerate(axis.peers))
         self.outgoing = {rank: [each.others[at] for each in sent] for at, rank in peers}
         self.incoming = {rank: [slots[at] for slots in arriving] for at, rank in peers}
         self._parts = tuple(GradientParts(each.own, slots) for each, slots in zip(sent, arriving, strict=True))
@@ -332,10 +333,6 @@ class _Trade:
 def sent_dtype(param: Param) -> torch.dtype:
     """Return the dtype of what is gathered of a parameter that travels in no format."""
     return param.rest_dtype if param.frozen_format else param.compute_dtype
-
-
-def _others(ranks: int, own: int) -> list[int]:
-    return [rank for rank in range(ranks) if rank != own]
 
 
 def gather_format_of(param: Param) -> Int8:
