@@ -97,7 +97,9 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/dry_run.py",  IMPORT, NOT,     IMPORT,  rooms("plan compat traces sharded frontends tools/devices")),
+    Room("tools/fake_mesh.py",NOT,    IMPORT,  NOT,     rooms("plan comm")),
+    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded frontends "
+                                                              "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded frontends")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan frontends")),

@@ -349,6 +349,10 @@ def shown(rank: int, world_size: int) -> None:
         model = sliced(module, mesh, styles, tz.ZERO3)
         loss_of(model, batch(module, 0).chunk(2)[rank // 2]).backward()
         timeline, text = tz.traces_of(model).timeline, StringIO()
+        with torch.device("meta"):  # nothing runs, and the program is the one that ran
+            part = parallelize_module(Transformer().double(), mesh["tp"], dict(styles))
+        x = batch(module, 0).chunk(2)[rank // 2]
+        assert tz.trace(part, x, policy=tz.ZERO3, mesh=mesh).timeline == timeline
         found = [op for op in timeline.ops if op.over == "tensor"]
         launches, waits = [op for op in found if op.sends], [op for op in found if not op.sends]
         assert Counter(op.sends for op in launches) == expected, Counter(op.sends for op in launches)
@@ -573,7 +577,7 @@ def refusals(rank: int, world_size: int) -> None:
 
     transform = tz.ZeroTransform(tz.ZERO3, mesh=mesh)
     says(lambda: thunder.jit(parts(), transforms=[transform]), "ValueError", "thunder_zero.compile")
-    says(lambda: tz.trace(parts(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "tz.traces_of")
+    says(lambda: tz.trace(parts(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
     torch.manual_seed(rank)
     differ = parallelize_module(Mlp(), mesh["tp"], dict(OF_MLP))
     says(of(differ), "RuntimeError", "initial value of parameter 'last.weight' differs between ranks")

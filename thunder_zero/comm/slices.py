@@ -74,12 +74,8 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: naming the parameter.
     """
+    require_in_plan(module, plan)
     for name, param in module.named_parameters(remove_duplicate=False):
-        if isinstance(param, DTensor) and name not in plan.by_name:
-            raise ValueError(
-                f"parameter {name!r} is a DTensor and the policy ignores it, so nothing would reduce its gradient; "
-                f"leave it out of ignored"
-            )
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             raise ValueError(
                 f"parameter {name!r} has hooks on its gradient, which are not its rows' hooks; register them on the "
@@ -89,4 +85,18 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
             raise ValueError(
                 f"parameter {name!r} is on the meta device, and thunder_zero gives slices no values yet; build the "
                 f"module with values, and then call parallelize_module"
+            )
+
+
+def require_in_plan(module: nn.Module, plan: Plan) -> None:
+    """Refuse slices that the policy ignores.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor) and name not in plan.by_name:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor and the policy ignores it, so nothing would reduce its gradient; "
+                f"leave it out of ignored"
             )

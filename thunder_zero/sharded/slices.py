@@ -100,7 +100,7 @@ def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
 
 
 def require_plain_tensors(module: nn.Module) -> None:
-    """Refuse a module with DTensors, of which no program is made without its ranks.
+    """Refuse a module with DTensors, of which no program is made without its mesh.
 
     Raises:
         RuntimeError: naming the first one.
@@ -108,6 +108,6 @@ def require_plain_tensors(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise RuntimeError(
-                f"parameter {name!r} is a DTensor, and a trace of a model that does not run has no ranks to compute "
-                f"with it; train a step of tz.compile and read tz.traces_of(model)"
+                f"parameter {name!r} is a DTensor, and a trace without a mesh does not know which dimension slices it; "
+                f"give mesh=, as to tz.compile"
             )

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from thunder_zero.comm.group import ranks_of
+from thunder_zero.comm.slices import require_in_plan, slices_of
 from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
@@ -29,7 +31,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan, make_plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
-from thunder_zero.sharded.slices import require_plain_tensors
+from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -40,14 +42,20 @@ from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
+
 
 def trace(
     module: nn.Module,
     *args: Any,
     policy: Policy | int = ZERO3,
-    world_size: int = 8,
+    world_size: int | None = None,
     rank: int = 0,
     replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     synced: bool = True,
     fuse: Fuser | None = None,
     executors: Sequence[Executor] | None = None,
@@ -67,9 +75,11 @@ def trace(
             kernels attention and a fuser take there is asked of the device.
         args, kwargs: the arguments of its forward.
         policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        world_size: number of ranks that share one copy of the model.
+        world_size: number of ranks that share one copy of the model (default: 8).
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
+        mesh, dp_mesh_dims: in place of these three, as for :func:`thunder_zero.compile`: for a module that torch's
+            ``parallelize_module`` has sliced. :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
         fuse: as for :func:`thunder_zero.compile`; the traces have one line for what inductor would compile.
         executors: those of ``thunder.jit``; of "thunder" alone.
@@ -85,8 +95,9 @@ def trace(
     Raises:
         TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
             which does not take it.
-        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters;
-            no such front end, or an argument of the other one.
+        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or given beside a mesh; the
+            module has no parameters; no such front end, or an argument of the other one; slices that are not those of
+            the mesh.
         RuntimeError: dynamo captures forward as several graphs.
     """
     if frontend not in FRONTENDS:
@@ -102,8 +113,16 @@ def trace(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
-    mesh = Mesh.of(world_size, rank, replicas)
-    return FRONTENDS[frontend](Asked(module, args, kwargs, policy, mesh, synced, device, fuse, executors, dynamic))
+    planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), {}
+    if mesh is not None or dp_mesh_dims is not None:
+        if world_size is not None or rank or replicas != 1:
+            raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
+        ranks = ranks_of(None, mesh, dp_mesh_dims)
+        planned, slices = ranks.planned, slices_of(module, ranks)
+    if slices and frontend != "dynamo":
+        raise ValueError("parameters are DTensors, and Thunder's front end traces none; leave out frontend")
+    asked = Asked(module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices)
+    return FRONTENDS[frontend](asked)
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,7 @@ class Asked:
     fuse: Fuser | None = None
     executors: Sequence[Executor] | None = None
     dynamic: bool = False
+    slices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def for_gpu(self) -> bool:
@@ -128,8 +148,10 @@ class Asked:
 
     def plan(self, policy: Policy | int) -> Plan:
         """The plan under another policy."""
-        require_plain_tensors(self.module)
-        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh)
+        if not self.mesh.is_sliced:
+            require_plain_tensors(self.module)
+        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices)
+        require_in_plan(self.module, plan)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
     def inputs(self, plan: Plan, shaped: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
@@ -149,10 +171,11 @@ def programs_of(
     synced: bool = True,
     fuse: Fuser | None = None,
     device: Device | str | None = None,
+    slices: Mapping[str, int] | None = None,
 ) -> ProgramSource:
     """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
-    ``mesh`` is that of the rank."""
-    return ProgramSource(Asked(module, args, kwargs, policy, mesh, synced, device, fuse))
+    ``mesh`` is that of the rank, and ``slices`` are the dimensions along which parameters are sliced."""
+    return ProgramSource(Asked(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}))
 
 
 CPU = torch.device("cpu")
@@ -226,7 +249,7 @@ def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in [field.name for field in fields(Policy) if field.name in kwargs and field.name not in parameters]:
+    for name in [each.name for each in fields(Policy) if each.name in kwargs and each.name not in parameters]:
         change = f"{name}={kwargs[name]!r}"
         policy = repr(kwargs[name]) if name == "stage" else f"dataclasses.replace(thunder_zero.ZERO3, {change})"
         raise TypeError(
@@ -258,7 +281,7 @@ def _standing_in(
 def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
     """A placeholder of a parameter that is planned, as while a model runs."""
     if param is not None and isinstance(original, nn.Parameter):
-        return placeholder(param.path, original, param.compute_dtype, _device(original))
+        return placeholder_of(param.path, original, param.compute_dtype, _device(original))
     return shape_of(original) if original.is_meta else original
 
 

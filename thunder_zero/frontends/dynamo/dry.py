@@ -16,10 +16,11 @@ from torch.types import py_sym_types
 
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.frontends.dynamo.attention import as_on_gpu
-from thunder_zero.frontends.dynamo.captured import paths_of, restoring
+from thunder_zero.frontends.dynamo.captured import paths_of, restoring, with_slices
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import source_of
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
+from thunder_zero.sharded.slices import require_unhooked
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def export(
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
     """
     name = type(module).__name__
-    ran: list[tuple[aot.Joint, Sequence[Any], Sequence[Any]]] = []
+    ran: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Numbers that are read from tensors dynamo captures here; in training it ends the graph.
@@ -69,11 +70,12 @@ def export(
             return partial(_refuse_number, name, numbers[0])
         if for_gpu:
             as_on_gpu(graph)
+        paths, inputs = paths_of(inputs), with_slices(graph, inputs)
         joint = joint_of(graph, inputs)
 
         def run(*args: Any) -> Sequence[Any]:
             markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())
-            ran.append((joint, inputs, markers))
+            ran.append((joint, inputs, paths, markers))
             return markers
 
         return run
@@ -86,8 +88,8 @@ def export(
         returned = captured(*args, **kwargs)
     if not ran:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
-    joint, inputs, markers = ran[-1]
-    paths = paths_of(inputs)
+    require_unhooked(dict(module.named_parameters()))
+    joint, inputs, paths, markers = ran[-1]
     names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     buffers = {at: names[id(value)] for at, value in enumerate(inputs) if not paths[at] and id(value) in names}
     return Exported(joint, paths, buffers, markers, returned)

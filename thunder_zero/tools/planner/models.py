@@ -48,25 +48,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Of (batch, length, width); ``turns`` are the cosines and sines of positions, or None."""
-        batch, length, width = x.shape
-        query = self.query(x).view(batch, length, self.heads, self.head).transpose(1, 2)
-        key, value = (
-            linear(x).view(batch, length, self.key_heads, self.head).transpose(1, 2)
-            for linear in (self.key, self.value)
+        batch, length, _ = x.shape
+        query, key, value = (  # of this rank's heads
+            linear(x).view(batch, length, -1, self.head).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )
         if turns is not None:
             query, key = turned(query, *turns), turned(key, *turns)
         y = F.scaled_dot_product_attention(query, self._shared(key), self._shared(value), is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
     def _shared(self, of_keys: Tensor) -> Tensor:
         """A head of keys or values for each head of queries."""
         if self.key_heads == self.heads:
             return of_keys
-        batch, _, length, head = of_keys.shape
-        copies = of_keys.unsqueeze(2).expand(batch, self.key_heads, self.heads // self.key_heads, length, head)
-        return copies.reshape(batch, self.heads, length, head)
+        batch, heads, length, head = of_keys.shape
+        copies = of_keys.unsqueeze(2).expand(batch, heads, self.heads // self.key_heads, length, head)
+        return copies.flatten(1, 2)
 
 
 def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
