@@ -173,6 +173,7 @@ class ZeroTransform(ProgramTransform):
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._intact)
+        self._state.same_batch.compare(args, kwargs)
         self._state.agree_on_stale()
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import DTensorSpec
@@ -83,6 +83,11 @@ def slice_of(value: object) -> Slice | None:
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     return Slice(taken, whole_of_slice, (value.placements, tuple(value.shape)))
+
+
+def is_part(value: object) -> bool:
+    """Return whether a value is a DTensor of which each rank has another part."""
+    return isinstance(value, DTensor) and any(not isinstance(placed, Replicate) for placed in value.placements)
 
 
 def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:

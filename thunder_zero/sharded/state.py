@@ -28,6 +28,7 @@ from thunder_zero.sharded.accumulation import Accumulation, unreduced
 from thunder_zero.sharded.attributes import with_attributes_of
 from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
+from thunder_zero.sharded.same_batch import SameBatch
 from thunder_zero.sharded.slices import placeholder_of
 from thunder_zero.sharded.waits import Clock, Labels
 from thunder_zero.sharded.wire import Wire
@@ -125,6 +126,7 @@ class State(Share):
         group: all of these ranks.
         placeholders: what the plain module has while forward runs, by path: full shape, no memory.
         unsharded: the plain module has full parameters (``full_parameters``), and the model cannot be called.
+        same_batch: compares what ranks with slices of one model are given.
         averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
     """
 
@@ -136,6 +138,7 @@ class State(Share):
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
         name = f"model {next_number(self.group)} ({type(module).__name__})"
+        self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
@@ -166,7 +169,7 @@ class State(Share):
         vars(self.transport).clear()  # compiled programs hold it, too
         for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold it, too
             let_go_of_groups(mesh)
-        del self.ranks, self.group, self.transport
+        del self.ranks, self.group, self.transport, self.same_batch
 
     def agree_on_stale(self) -> None:
         """See :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and

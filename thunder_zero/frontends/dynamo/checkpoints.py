@@ -13,7 +13,7 @@ fewer bytes: masks are equal, as torch promises of a checkpoint.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -31,13 +31,17 @@ from thunder_zero.compat.aot import (
     is_checkpointed,
     let_checkpoints_end,
 )
+from thunder_zero.frontends.dynamo.random_slices import draw_by_slices
 from thunder_zero.frontends.dynamo.view_chains import shorten_view_chains
 from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
-def joint_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """Return a graph of dynamo with its backward, which computes again what checkpoints tag."""
+def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], sliced: Collection[int] = (), part: int = 0) -> Joint:
+    """Return a graph of dynamo with its backward, which computes again what checkpoints tag. Random lines draw for
+    slice ``part`` where values are slices, as the inputs at the positions ``sliced`` are."""
     joint = aot.export(graph, inputs)
+    if sliced:
+        draw_by_slices(joint, graph, sliced, part)
     _compute_again(joint)
     shorten_view_chains(joint.graph.graph)
     return joint

@@ -159,8 +159,15 @@ class DynamoModule(ZeroModule):
         if (path := replaced(graph, inputs)) is not None:
             raise aot.Untraced(written(path))
         with metered() as spent:
-            joint = joint_of(graph, inputs)
+            joint = joint_of(graph, inputs, self._sliced(paths), self.state.plan.mesh.tensor.place)
         return self._graphs.keep(Captured(joint, frame, name, paths, of, alike[-1], shapes_of_inputs(graph), spent()))
+
+    def _sliced(self, paths: Sequence[str | None]) -> Sequence[int]:
+        """Return the positions of the inputs of which other ranks have other slices."""
+        plan = self.state.plan
+        if plan.mesh.tensor.size == 1:
+            return ()
+        return [at for at, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None]
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
@@ -177,6 +184,8 @@ class DynamoModule(ZeroModule):
                 name = type(self.plain).__name__
                 of.made[paths] = Programs(of.joint, paths, name, executor, self._fuses, self.state, self._calls)
             programs = of.made[paths]
+            if programs.draws:
+                self.state.same_batch.require_same_generators()
             self._graphs.ran.append(programs)
             before = len(programs.entries)
             outputs = programs.run(inputs)

@@ -29,6 +29,7 @@ from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.dynamo.captured import rebuilt, restoring
 from thunder_zero.frontends.dynamo.convert import Converted, convert
 from thunder_zero.frontends.dynamo.kernels import Fakes, with_kernels
+from thunder_zero.frontends.dynamo.random_slices import draws
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
@@ -78,6 +79,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         self._named = [path for path in self.paths if path is not None]
+        self.draws = draws(self.joint)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What the graph returns for inputs, by the program that this call needs."""

@@ -1,0 +1,186 @@
+"""What ranks of one batch have in common beside slices: the batch, random numbers, initial values, ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from tests.harness.errors import refused
+from tests.harness.ranks import RanksPool
+
+Styles = Mapping[str, Any]
+
+
+def mesh_of(dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def sliced(module: nn.Module, mesh: DeviceMesh, styles: Styles, policy: Any = tz.ZERO3, **options: Any) -> Any:
+    return tz.compile(parallelize_module(module, mesh["tp"], dict(styles)), policy, mesh=mesh, **options)
+
+
+def from_all(value: Tensor) -> list[Tensor]:
+    """The value of each rank."""
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value.detach().contiguous())
+    return found
+
+
+# One batch
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, batch: Any = None, scale: float = 1.0) -> Tensor:
+        x = x if batch is None else x + batch["x"]
+        return scale * self.dropout(self.down(self.up(x).relu()))
+
+
+OF_NET: Styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def batches(rank: int, world_size: int) -> None:
+    mesh, tp = mesh_of(world_size // 2, 2), 2
+    torch.manual_seed(0)
+    model, dropping = (sliced(Net(dropout), mesh, OF_NET) for dropout in (0.0, 0.5))
+    ranks = "rank 0 and rank 1" if world_size == 2 else "rank 2 and rank 3"
+    index, is_other = rank // tp, rank == world_size - 1  # one rank alone has another batch
+    torch.manual_seed(index)
+    x = torch.randn(2, 6)
+    model(x).sum().backward()  # data-parallel ranks have other batches
+    model(x, batch={"x": x}, scale=0.5).sum().backward()
+    other = x.clone()
+    other[1, 5] += is_other
+    with refused(
+        RuntimeError, "argument 0 of model", ranks, "(values)", "num_replicas=", "mesh['dp'].get_local_rank()"
+    ):
+        model(other)
+    with refused(RuntimeError, "argument 0 of model", ranks, "shape (2, 6)", "shape (3, 6)"):
+        model(torch.cat((x, x[:1])) if is_other else x)
+    with refused(RuntimeError, "argument 'batch'['x'] of model", ranks, "(values)"):
+        model(x, batch={"x": other})
+    with refused(RuntimeError, "argument 'scale' of model", ranks, "(1.0 and 2.0)"):
+        model(x, scale=1.0 + is_other)
+    with refused(RuntimeError, "the number of arguments of model", ranks, "(1 and 2)"):
+        model(*([x, None] if is_other else [x]))
+    for _ in range(16):  # of those that follow, one in sixteen is compared
+        model(x)
+    with refused(RuntimeError, "argument 0 of model", ranks):
+        for _ in range(16):
+            model(other)
+
+    # generators: of no interest, unless forward draws
+    if is_other:
+        torch.rand(1)
+    model(x)
+    dropping.eval()
+    dropping(x)
+    dropping.train()
+    with refused(RuntimeError, "draws random numbers", ranks, "torch.manual_seed(seed + mesh['dp'].get_local_rank())"):
+        dropping(x)
+    torch.manual_seed(index)
+    dropping(x).sum().backward()
+
+
+def test_ranks_of_one_batch_are_compared(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, batches, timeout=110)
+
+
+# Random numbers
+
+
+class Drops(nn.Module):
+    """Drops out what all ranks have, what they have slices of, and parts of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 64), nn.Linear(64, 8)
+        self.checks = False
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.up(x), 0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        shared = F.dropout(x, 0.5)
+        part = F.dropout(self.norm(shared), 0.5)
+        held = checkpoint(self.inner, part, use_reentrant=False) if self.checks else self.inner(part)
+        noise = torch.rand_like(held)
+        return shared, part, held, F.dropout(self.down(held), 0.5), noise
+
+
+ONES = {"up.weight": 0.0, "up.bias": 1.0, "down.weight": 1.0, "down.bias": 1.0, "norm.weight": 0.0, "norm.bias": 1.0}
+SLICES: Styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+PARTS: Styles = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+CHUNKS: Styles = {  # each rank takes its part of a sequence without a collective
+    **PARTS,
+    "norm": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+}
+
+
+def masks(rank: int, world_size: int, checks: bool, options: dict[str, Any]) -> None:
+    mesh = mesh_of(world_size // 2, 2)
+    peers = [each for each in range(world_size) if each // 2 == rank // 2]
+    for styles in (SLICES, PARTS, CHUNKS):
+        torch.manual_seed(0)
+        module = Drops()
+        module.checks = checks
+        for name, param in module.named_parameters():
+            nn.init.constant_(param, ONES[name])
+        is_parts = styles is not SLICES
+        model = sliced(module, mesh, styles, **options)
+        torch.manual_seed(rank // 2)
+        outputs = model(torch.ones(2, 128, 8))
+        shared, part, held, last, noise = (each.to_local() if isinstance(each, DTensor) else each for each in outputs)
+        after = from_all(torch.get_rng_state())
+        assert after[peers[0]].equal(after[peers[1]]), "generators went out of step"
+
+        def alike(value: Tensor, same: bool, what: str, is_parts: bool = is_parts) -> None:
+            assert 0.35 < (value != 0).float().mean() < 0.65 or what == "noise", what
+            found = from_all((value != 0).float() if what != "noise" else value)
+            assert found[peers[0]].equal(found[peers[1]]) is same, (what, is_parts)
+            if not same:  # independent: half of the elements agree
+                assert 0.3 < (found[0] == found[1]).float().mean() < 0.7 or what == "noise", what
+            if world_size > 2:
+                assert not found[0].equal(found[2]), (what, "of other batches")
+
+        alike(shared, True, "shared")
+        alike(part, not is_parts, "part")
+        alike(held, False, "held")
+        alike(last, not is_parts, "last")
+        alike(noise, False, "noise")
+        # backward reads the same mask, also where it computes it again
+        mask = held.detach() / 1.0
+        (held.sum() + 0 * last.sum()).backward()
+        grad: Any = model.plain.up.bias.grad
+        summed = mask.sum((0, 1))
+        dist.all_reduce(summed, group=mesh.get_group("dp"))
+        expected = torch.cat([from_all(summed)[each] for each in peers]) / mesh["dp"].size()
+        off = (grad.full_tensor() - expected).abs().max().item()
+        assert off < 1e-3, (off, is_parts)
+
+
+def test_slices_draw_numbers_of_their_own(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, masks, True, {}, timeout=110)

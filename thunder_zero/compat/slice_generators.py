@@ -1,0 +1,36 @@
+"""needed while: torch draws numbers for slices on DTensors alone, and on GPUs alone.
+
+An operator that gives a random line of a trace the generator of its slice (``frontends/dynamo/random_slices.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "thunder_zero::generator_of_slice"
+
+torch.library.define(NAME, "(int part, Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+@torch.library.impl(NAME, "CompositeExplicitAutograd")
+def generator_of_slice(part: int, device: torch.device) -> Tensor:
+    """Return the state of a generator for a slice; the device's own generator moves on alike for all slices."""
+    if device.type == "cpu":
+        drawn = int(torch.randint(1 << 62, ()))
+    else:  # a host that read a number of the device would wait for it
+        module = torch.get_device_module(device)
+        state = module.get_rng_state(device)
+        drawn = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big")
+        seed, offset = state.view(torch.int64).tolist()
+        module.set_rng_state(torch.tensor([seed, offset + 4]).view(torch.uint8), device)
+    mixed = hashlib.sha256(f"{drawn} {part}".encode()).digest()
+    generator = torch.Generator(device)
+    generator.manual_seed(int.from_bytes(mixed[:8], "big") >> 1)
+    return generator.get_state()
+
+
+GENERATOR_OF_SLICE: Any = torch.ops.thunder_zero.generator_of_slice.default

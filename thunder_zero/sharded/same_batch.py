@@ -1,0 +1,161 @@
+"""Ranks that compute with slices of one model have one batch, and draw the same random numbers.
+
+Nothing in a step would fail if they did not: gradients of two batches would be added as if they were parts of one. So
+before a forward ranks compare a digest of its arguments, and one of their random generators::
+
+    mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    the same, or RuntimeError on all ranks
+                              ranks 2 and 3    tokens (2, 6)    others
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, to_device
+from thunder_zero.plan.params import Plan
+
+FIRST, EVERY = 8, 16  # forwards that are compared: the first ones, and then one of so many
+SAMPLED = 1 << 16  # elements of a tensor at most, evenly spaced
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 64 bits that a product spreads well
+KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # shown by their values
+
+
+class SameBatch:
+    """What ranks of one data-parallel index have compared.
+
+    ``unlike`` is the sentence for random generators that differ; a forward that draws nothing may ignore it.
+    """
+
+    def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
+        self._plan, self._device, self._name = plan, device, name
+        self._group, self._mesh = ranks.world, ranks.mesh
+        self._forwards = 0
+        self.unlike: str | None = None
+
+    def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compare the arguments of a forward, if it is one of those that are compared; a small collective then.
+
+        Raises:
+            RuntimeError: naming an argument that differs, on every rank.
+        """
+        number, self._forwards = self._forwards, self._forwards + 1
+        if self._plan.mesh.tensor.size == 1 or (number >= FIRST and number % EVERY):
+            return
+        found = list(_leaves(args, kwargs))
+        total = to_device([_number(str([(name, what) for name, what, _ in found]))], torch.int64, self._device)
+        for position, (_, _, value) in enumerate(found):
+            if value is not None:
+                total = total + (2 * position + 1) * value.to(self._device)
+        mine = torch.cat((total, to_device([_number(_generator_state(self._device))], torch.int64, self._device)))
+        with doing(f"the comparison of the batches of {self._name}"):
+            everywhere = torch.stack(all_gather_tensor(mine, self._group)).cpu()
+            batch, generators = (self._first_unlike(digests) for digests in everywhere.unbind(1))
+            if batch is not None:
+                raise RuntimeError(self._of_batch(found, batch))
+        self.unlike = None if generators is None else self._of_generators(generators)
+
+    def require_same_generators(self) -> None:
+        """Refuse generators that differ, in a forward that draws random numbers.
+
+        Raises:
+            RuntimeError: naming the ranks, on every rank.
+        """
+        if self.unlike is not None:
+            raise RuntimeError(self.unlike)
+
+    def _first_unlike(self, digests: Tensor) -> tuple[int, int] | None:
+        """Return two numbers of neighbours that compute with slices of one model and have different digests."""
+        slices = self._plan.mesh.tensor.size
+        same = pairwise(enumerate(digests.tolist()))
+        return next(((i, j) for (i, one), (j, other) in same if j % slices and one != other), None)
+
+    def _of_batch(self, found: Sequence[tuple[str, str, Tensor | None]], unlike: tuple[int, int]) -> str:
+        """Return the sentence for arguments that differ; a small collective."""
+        mine = [(name, what, None if value is None else int(value)) for name, what, value in found]
+        everywhere = all_gather_object(mine, self._group)
+        one, other = (everywhere[number] for number in unlike)
+        (name, what, _), (_, there, _) = next(
+            (pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]),
+            (("the number of arguments", str(len(one)), None), ("", str(len(other)), None)),
+        )
+        shown = "values" if what == there else f"{what} and {there}"
+        first, second = self._ranks(unlike)
+        return (
+            f"{name} of {self._name} differs between rank {first} and rank {second} ({shown}), which compute with "
+            f"slices of one model; {self._give()}"
+        )
+
+    def _of_generators(self, unlike: tuple[int, int]) -> str:
+        first, second = self._ranks(unlike)
+        return (
+            f"forward of {self._name} draws random numbers, as dropout does, and the generators of rank {first} and "
+            f"rank {second} differ, which compute with slices of one model; seed ranks of one data-parallel index "
+            f"alike, such as by torch.manual_seed(seed + {self._index()})"
+        )
+
+    def _ranks(self, numbers: tuple[int, int]) -> tuple[int, int]:
+        first, second = (dist.get_global_rank(self._group, number) for number in numbers)
+        return first, second
+
+    def _index(self) -> str:
+        """Return the user's expression for a rank's data-parallel index."""
+        names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
+        slices = self._plan.mesh.tensor.size
+        return f"mesh[{names[0]!r}].get_local_rank()" if len(names) == 2 else f"dist.get_rank() // {slices}"
+
+    def _give(self) -> str:
+        return (
+            f"give all ranks of one data-parallel index the same batch: a sampler takes "
+            f"num_replicas={self._plan.mesh.batches}, rank={self._index()}"
+        )
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor | None]]:
+    """Yield the name of each argument, or part of one, what it looks like, and a digest of a tensor's values."""
+    for number, value in [*enumerate(args), *kwargs.items()]:
+        for path, leaf in tree_flatten_with_path(value)[0]:
+            name = f"argument {number!r}{keystr(path)}"
+            if isinstance(leaf, DTensor):
+                yield name, f"shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.placements}", None
+            elif isinstance(leaf, Tensor):
+                yield name, f"shape {tuple(leaf.shape)}, {leaf.dtype}", digest_of(leaf)
+            else:
+                yield name, repr(leaf) if isinstance(leaf, KNOWN) else type(leaf).__name__, None
+
+
+@torch.no_grad()
+def digest_of(value: Tensor) -> Tensor | None:
+    """Return a number for the elements of a tensor, in order, on its device; of a large one, for some of them. None if
+    it is not strided."""
+    if value.layout is not torch.strided or value.is_nested:
+        return None
+    elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+    elements = elements.resolve_conj().resolve_neg().reshape(-1)
+    elements = elements[:: max(1, -(-elements.numel() // SAMPLED))].contiguous()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[elements.element_size()]
+    numbers = elements.view(kind).to(torch.int64)
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device) * ODD
+    return ((numbers ^ (places >> 29)) * (places | 1)).sum()
+
+
+def _generator_state(device: torch.device) -> bytes:
+    """Return the state of the default generator of a device, which the host has."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return bytes(state.numpy().tobytes())
+
+
+def _number(what: str | bytes) -> int:
+    """Return 63 bits that stand for a text."""
+    given = what.encode() if isinstance(what, str) else what
+    return int.from_bytes(hashlib.sha256(given).digest()[:8], "big") >> 1
