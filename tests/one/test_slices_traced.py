@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thunder_zero as tz
 from tests.harness.errors import refused
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.params import make_plan
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.tools.cost.costs import Lane, ring
+from thunder_zero.tools.page.report import page_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -56,6 +64,67 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     exec(compile(program, str(PAGE), "exec"), {})
     assert "and 1 of torch's tensor parallelism, which send 2,048 of these bytes" in capsys.readouterr().out
+
+
+WIRES = tz.tools.Device(  # on which nothing takes time but the wires: a byte a second in a node, half of it between
+    "wires",
+    {"float32": 1e30},
+    1e30,
+    1 << 30,
+    intra_node=tz.tools.Link(1.0),
+    inter_node=tz.tools.Link(0.5),
+    devices_per_node=2,
+)
+LATENCY = replace(WIRES, intra_node=tz.tools.Link(1e30, latency_seconds=1.0), devices_per_node=8)
+ACTIVATION, NUMBERS = 8 * 64 * 4, 64 * 64 + 64 + 2 * (128 * 64) + 128 + 64  # bytes; of the parameters of two slices
+
+
+def test_times_of_slices_are_closed_forms() -> None:
+    """Two ranks of a node send an activation forward and its gradient back, once each; ZeRO leaves the node."""
+    found = tz.tools.estimate(pair(2, 2), WIRES)
+    rows = NUMBERS * 4 // 2
+    assert found.wire_seconds == pytest.approx({Lane.TENSOR: 2 * ACTIVATION, Lane.SHARD: 2 * 2 * rows})
+    assert found.exposed_on == pytest.approx(found.wire_seconds)
+    assert found.sent_bytes == 2 * ACTIVATION + 2 * rows
+    assert str(found).count("of it for slices") == 1
+    steps = tz.tools.estimate(pair(1, 4), LATENCY)  # an all-reduce of 4 ranks is a ring of 6 steps
+    assert steps.wire_seconds == pytest.approx({Lane.TENSOR: 12.0})
+
+
+def test_rings_of_data_are_as_many_times_longer_as_there_are_slices() -> None:
+    def rings(mesh: Mesh, stage: int) -> set[tuple[str, int, int]]:
+        plan = make_plan(Pair(), tz.Policy(stage), mesh, {"up.weight": 0, "up.bias": 0, "down.weight": 1})
+        ops = (Op(Kind.REDUCE, ("g",), ("h",), ("up.weight",), over=over) for over in plan.reduced_over(plan.params[2]))
+        found = (ring(op, Timeline((op,), {}, plan)) for op in ops)
+        return {(one.lane, one.ranks, one.stride) for one in found if one}
+
+    assert rings(Mesh.of(4, slices=2), 3) == {("shard", 4, 2)}
+    assert rings(Mesh.of(4, replicas=3, slices=2), 3) == {("shard", 4, 2), ("replicate", 3, 8)}
+    assert rings(Mesh.of(4, replicas=3, slices=2), 0) == {("replicate", 12, 2)}
+
+
+def test_what_shows_a_step_shows_slices(tmp_path: Path) -> None:
+    traces = pair(2, 2)
+    tz.tools.save_timeline(tmp_path / "step.json", traces, device=WIRES)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = Counter(event["name"] for event in events)
+    assert (names["all_reduce over tensor"], names["wait for all_reduce over tensor"]) == (2, 2)
+    page = page_of(traces, WIRES)
+    assert page["programs"][0]["lanes"] == ["compute", "tensor", "gather shard", "reduce shard"]
+    exposed: Counter[str] = Counter()
+    for one in page["programs"][0]["collectives"]:
+        exposed[one["kind"]] += one["exposed_seconds"]
+    rows = NUMBERS * 4 // 2
+    assert exposed == pytest.approx({"tensor": 2 * ACTIVATION, "gather": 2 * rows, "reduce": 2 * rows})
+    assert page["programs"][0]["figures"]["slices"] == 2
+    assert "waiting for tensor parallelism" in page["programs"][0]["bound"]
+    text = str(tz.explain(traces, "down.weight"))
+    assert "part 0 of 2 of 64 x 256, along dimension 1" in text
+    assert "each of the 2 ranks of tensor parallelism computes with all of it" in str(tz.explain(traces, "down.bias"))
+    change = tz.tools.diff(pair(4, 1), traces)
+    assert [one.slices for one in change.total] == [0, 2]
+    assert [one.slice_bytes for one in change.total] == [0, 2 * ACTIVATION]
+    assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(change)
 
 
 def test_what_is_refused() -> None:

@@ -29,6 +29,7 @@ from thunder_zero.tools.cost.costs import (
     traffic_bytes,
 )
 from thunder_zero.tools.cost.estimate import simulate, step_time
+from thunder_zero.tools.cost.lanes import Lanes
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
 
 PLAN = Plan(Policy(3), Mesh.of(2), ())
@@ -56,11 +57,30 @@ def lanes(text: str, *, overlaps: bool) -> list[str]:
         else:
             ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
             costs.append(Cost(seconds=sum(map(float, words))))
-    spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, overlaps=overlaps)
+    spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, replace(SECOND, overlaps=overlaps))
     return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in spans]
 
 
 STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
+
+
+def spans_of(shared: frozenset[Lane]) -> list[str]:
+    """A gather of 4 seconds is under way when an all-reduce of slices takes the wire beside it for one."""
+    busy = Lanes(shared)
+    busy.launch(0, "a", (Lane.SHARD, 4.0), 0.0)
+    busy.compute(1, 1.0)
+    busy.launch(2, "b", (Lane.TENSOR, 1.0), 0.0)
+    busy.wait(3, "b")
+    busy.compute(4, 0.5)
+    busy.wait(5, "a")
+    return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in busy.spans()]
+
+
+def test_gathers_run_behind_collectives_of_slices() -> None:
+    alone = spans_of(frozenset())
+    assert alone == split("shard 0 4; compute 0 1; tensor 1 2; wait 1 2; compute 2 2.5; wait 2.5 4")
+    sharing = spans_of(frozenset({Lane.SHARD, Lane.TENSOR}))
+    assert sharing == split("shard 0 5; compute 0 1; tensor 1 3; wait 1 3; compute 3 3.5; wait 3.5 5")
 
 
 @pytest.mark.parametrize(

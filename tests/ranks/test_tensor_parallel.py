@@ -588,7 +588,6 @@ def refusals(rank: int, world_size: int) -> None:
     with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
         pass
     says(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
-    says(lambda: tz.tools.estimate(tz.traces_of(model), "h100"), "RuntimeError", "a forecast of time knows no slices")
     partial_gradient = sliced(plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
     optimizer = torch.optim.SGD(partial_gradient.parameters(), 0.1)
     partial_gradient(torch.randn(2, 8, dtype=torch.float64)).square().sum().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
@@ -44,7 +44,10 @@ def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
 
 
 def label_of(op: Op, timeline: Timeline) -> str:
-    """The label of a launch of a timeline, or of its wait."""
+    """The label of a launch of a timeline, or of its wait; of torch's tensor parallelism ``all_reduce over tensor``."""
+    if op.over == TENSOR:
+        launch = timeline.collectives[op.reads[0]] if op.waits else op
+        return f"{'wait for ' * op.waits}{launch.moves} over {TENSOR}"
     launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
     return (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params, launch.over)
 

@@ -29,7 +29,7 @@ from functools import cached_property
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.encoding import Encoding
-from thunder_zero.plan.mesh import SHARD
+from thunder_zero.plan.mesh import SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -93,6 +93,8 @@ class Op:
         over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" a REDUCE reads the means of the one before.
             Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
         sends: COMPUTE only: bytes that this rank sends in such a collective.
+        moves: COMPUTE only: what such a collective does: "gather", "scatter", "all_reduce" or "all_to_all"; "" of the
+            wait for one.
     """
 
     kind: Kind
@@ -109,6 +111,17 @@ class Op:
     flops: int = 0
     over: str = SHARD
     sends: int = 0
+    moves: str = ""
+
+    @property
+    def launches(self) -> bool:
+        """True if it starts a collective: ours, or one of torch's tensor parallelism."""
+        return self.kind in LAUNCHES or bool(self.moves)
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for a collective."""
+        return self.kind is Kind.WAIT or (self.over == TENSOR and not self.moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +229,11 @@ class Timeline:
     def launches(self) -> dict[str, Op]:
         """The GATHER or REDUCE that writes each handle."""
         return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}
+
+    @cached_property
+    def collectives(self) -> dict[str, Op]:
+        """The operation that starts each collective, those of torch's tensor parallelism, too, by what it writes."""
+        return {op.writes[0]: op for op in self.ops if op.launches}
 
     def ends(self, op: Op, kind: Kind) -> bool:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""

@@ -133,7 +133,16 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts)
         flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
         over=TENSOR if is_torchs else SHARD,
         sends=_sent_by(bsym, facts.plan) if is_torchs else 0,
+        moves=MOVES.get(bsym.sym.name, "") if is_torchs else "",
     )
+
+
+MOVES = {  # what collectives of torch's tensor parallelism do
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "all_to_all_single": "all_to_all",
+}
 
 
 def _sent_by(bsym: BoundSymbol, plan: Plan) -> int:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.plan.params import ROOT, Param
+from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import LAUNCHES, Op, Timeline
@@ -56,10 +56,11 @@ def _require_one_module(first: Traces, second: Traces) -> None:
     if first.synced is not second.synced:
         raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
     for one, other in zip_longest(first.plan.params, second.plan.params):
-        if one is None or other is None or _same(one) != _same(other):
+        if one is None or other is None or _same(one, first.plan) != _same(other, second.plan):
             raise ValueError(
-                f"the traces are of different modules, or ignore different parameters: the first has {_described(one)} "
-                f"where the second has {_described(other)}; trace one module twice"
+                f"the traces are of different modules, or ignore different parameters: the first has "
+                f"{_described(one, first.plan)} where the second has {_described(other, second.plan)}; "
+                f"trace one module twice"
             )
         if one.unit != other.unit:
             raise ValueError(
@@ -68,15 +69,15 @@ def _require_one_module(first: Traces, second: Traces) -> None:
             )
 
 
-def _same(param: Param) -> tuple[object, ...]:
-    return param.path, param.shape, param.dtype, param.requires_grad
+def _same(param: Param, plan: Plan) -> tuple[object, ...]:
+    return param.path, plan.whole_shape(param), param.dtype, param.requires_grad
 
 
-def _described(param: Param | None) -> str:
+def _described(param: Param | None, plan: Plan) -> str:
     if param is None:
         return "no further parameter"
     frozen = "" if param.requires_grad else ", frozen"
-    return f"{param.path!r} {param.shape} {name_of(param.dtype)}{frozen}"
+    return f"{param.path!r} {plan.whole_shape(param)} {name_of(param.dtype)}{frozen}"
 
 
 def _by_unit(traces: Traces) -> dict[str | None, Figures]:
@@ -89,11 +90,14 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
     launches = [op for op in timeline.ops if op.kind in LAUNCHES and unit in (None, timeline.params_of(op)[0].unit)]
     gathers, reductions = ([timeline.bytes_sent(op) for op in launches if op.kind is kind] for kind in LAUNCHES)
     own = [op for op, of in recomputed if unit in (None, of)]
+    slices = [op.sends for op in timeline.ops if op.moves and unit is None]
     return Figures(
         gathers=len(gathers),
         reductions=len(reductions),
         gather_bytes=sum(gathers),
         reduce_bytes=sum(reductions),
+        slices=len(slices),
+        slice_bytes=sum(slices),
         gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
         recomputed=len(own),
         recomputed_flops=sum(op.flops for op in own),

@@ -32,6 +32,8 @@ class Figures:
         gathers: how many launches gather parameters.
         reductions: how many launches reduce gradients.
         gather_bytes, reduce_bytes: sent in them.
+        slices: how many launches are of torch's tensor parallelism, which belong to no unit: 0 of a unit.
+        slice_bytes: sent in them.
         gathered_at_most: the most bytes of gathered parameters alive at once.
         recomputed: operations of forward that backward recomputes, without views of parameters; fusers may
             merge them.
@@ -42,6 +44,8 @@ class Figures:
     reductions: int
     gather_bytes: int
     reduce_bytes: int
+    slices: int
+    slice_bytes: int
     gathered_at_most: int
     recomputed: int
     recomputed_flops: int
@@ -49,7 +53,7 @@ class Figures:
     @property
     def sent_bytes(self) -> int:
         """What a rank sends in all launches."""
-        return self.gather_bytes + self.reduce_bytes
+        return self.gather_bytes + self.reduce_bytes + self.slice_bytes
 
 
 Pair = tuple[Figures, Figures]
@@ -112,6 +116,10 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
         at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
         yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
     yield "sent: by this rank in a step; gathered: the most bytes of full parameters at once"
+    counts, sent = ([getattr(one, name) for one in difference.total] for name in ("slices", "slice_bytes"))
+    if any(counts):
+        launches = f"collectives of tensor parallelism: {_change(*map(str, counts))}"
+        yield f"{launches}, which send {_change(*map(size, sent))} of all"
 
 
 def _title(first: Plan, second: Plan) -> str:

@@ -162,6 +162,8 @@ class Explanation:
 def _lines(explanation: Explanation, most: int) -> Iterator[str]:
     param, plan = explanation.param, explanation.plan
     yield from wrap(f"{_named(param)}; {place_of(plan)}", WIDTH)
+    if plan.mesh.is_sliced:
+        yield from _part("slice", _slice(param, plan))
     yield from _part("at rest", _at_rest(explanation))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
@@ -182,6 +184,14 @@ def _named(param: Param) -> str:
     also = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
     return f"{param.path}{also}: {_shape(param.shape)} {dtype}, in {unit}"
+
+
+def _slice(param: Param, plan: Plan) -> str:
+    """What torch's tensor parallelism makes of the parameter."""
+    axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
+    if param.sliced is None:
+        return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
+    return f"part {axis.place} of {axis.size} of {whole}, along dimension {param.sliced}"
 
 
 def _shape(shape: Sequence[int]) -> str:

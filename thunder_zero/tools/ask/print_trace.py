@@ -197,6 +197,7 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
         "rank": plan.mesh.shard.place,
         "world_size": plan.mesh.shard.size,
         "replicas": plan.mesh.replicate.size,
+        "slices": plan.mesh.tensor.size,
         "units": list(plan.units),
         "lines": [_json_of_row(name, row) for name, rows in shown.items() for row in rows],
     }

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.names import label_of, wait_label
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.names import label_of
 from thunder_zero.tools.ask.print_trace import code_of, rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, estimate
@@ -28,7 +27,12 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]  # of Chrome's trace event format, which Perfetto reads
 MICRO = 1e6  # its unit of time is a microsecond
-LANES = {Lane.COMPUTE: "compute", Lane.SHARD: "wire of the shard group", Lane.REPLICATE: "wire of the replicate group"}
+LANES = {
+    Lane.COMPUTE: "compute",
+    Lane.SHARD: "wire of the shard group",
+    Lane.REPLICATE: "wire of the replicate group",
+    Lane.TENSOR: "wire of tensor parallelism",
+}
 
 
 def save_timeline(
@@ -94,8 +98,7 @@ def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: i
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = label_of(op, forecast.timeline), cost.sent_bytes
     elif span.waits:
-        launch = forecast.timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-        name = wait_label(launch.kind, launch.params, launch.over)
+        name = f"{'wait for ' * (not op.waits)}{label_of(op, forecast.timeline)}"
     else:
         name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or str(op.work)
         args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}

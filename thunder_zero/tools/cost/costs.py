@@ -6,7 +6,8 @@
     gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
 Without hybrid sharding all ranks are one ring. With it, an all-reduce across the copies of the model, of the rows that
-a rank owns, goes over ranks that are ``world_size`` apart.
+a rank owns, goes over ranks that are ``world_size`` apart. Ranks that compute with slices of the same parameters are
+next to each other, so the ranks of all other rings are as many times further apart.
 
 Traces of a run on CPUs have pointwise lines one by one. Where they count as fused, as nvFuser or inductor would, those
 that no product, attention or collective lies between are one kernel: it reads each value from outside once, and writes
@@ -25,7 +26,7 @@ from math import prod
 import networkx as nx
 
 from thunder_zero.plan.amounts import itemsize, name_of
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 from thunder_zero.tools.devices.device import Device
 
@@ -36,6 +37,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     SHARD = "shard"  # the wire of the shard group
     REPLICATE = "replicate"  # the wire of the replicate group
+    TENSOR = "tensor"  # that of torch's tensor parallelism
 
 
 class Sends(StrEnum):
@@ -44,6 +46,7 @@ class Sends(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"  # no ring, and as many bytes and steps as a scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,17 @@ class Ring:
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
     """The ring of a launch, which sends its ``wire_bytes``; None if nothing travels."""
-    nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else 0
+    nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else op.sends
     if not nbytes:
         return None
-    ranks = timeline.plan.ranks_over(op.over)
-    lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, 1
+    mesh, ranks = timeline.plan.mesh, timeline.plan.ranks_over(op.over)
+    if op.moves:
+        moves = Sends(op.moves)
+        return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is Sends.ALL_REDUCE)) * (ranks - 1), moves)
+    lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
     steps, moves = 2 * (ranks - 1), Sends.ALL_REDUCE
     if op.over == REPLICATE:
-        stride = timeline.plan.mesh.shard.size
+        stride *= mesh.shard.size
     elif timeline.params_of(op)[0].sharded:
         steps, moves = ranks - 1, Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
     return Ring(lane, ranks, stride, nbytes, steps, moves, len(op.params))
@@ -79,7 +85,7 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE. Each tensor is read once,
     no more than the memory that it views (an expanded one), and of tensors that are indexed no more than is written (an
     embedding's rows). A fused region has its inputs and outputs."""
-    if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
+    if op.kind is not Kind.COMPUTE or op.over == TENSOR or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
     read = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
@@ -156,7 +162,8 @@ def _stored_in(timeline: Timeline) -> dict[str, str]:
 
 
 def _is_fused(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.work in FUSED and not op.updates and bool(op.source)
+    is_line = op.kind is Kind.COMPUTE and op.over != TENSOR
+    return is_line and op.work in FUSED and not op.updates and bool(op.source)
 
 
 def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
@@ -246,8 +253,10 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
+    if op.over == TENSOR:
+        return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
-        one_wire = timeline.plan.mesh.shard.size > device.devices_per_node
+        one_wire = not in_node(timeline.plan.mesh, device)
         cost, cast = _cost_of_launch(ring(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
@@ -256,6 +265,11 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
     work = Work.POINTWISE if nbytes and op.work in FREE else op.work  # the last line of a fused kernel may be a view
     seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, work)
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
+
+
+def in_node(mesh: Mesh, device: Device) -> bool:
+    """Return whether a copy of the model is in one node."""
+    return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
 
 
 def _cost_of_launch(part: Ring | None, device: Device, one_wire: bool) -> Cost:

@@ -6,6 +6,9 @@
     shard         | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
+Collectives of torch's tensor parallelism have a wire of their own, ``tensor``. If a copy of the model is in one node,
+it shares the node's links with the other wire.
+
 A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
 calibrated device starting a launch and the end of a wait take compute's time too, and a launch under way may slow
 compute down.
@@ -21,7 +24,7 @@ from thunder_zero.frontends.compiled import Traces
 from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
-from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
+from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of, in_node
 from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.cost.published import expected_seconds
 from thunder_zero.tools.devices.calibrated import Calibrated
@@ -99,7 +102,7 @@ class Estimate:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """When each operation runs: computations, waits that last, and the rings of launches."""
-        return self.measured or simulate(self.timeline, self.costs, overlaps=self.device.overlaps)
+        return self.measured or simulate(self.timeline, self.costs, self.device)
 
     @cached_property
     def seconds(self) -> float:
@@ -115,6 +118,20 @@ class Estimate:
     def exposed_seconds(self) -> float:
         """How long compute waits for communication."""
         return sum(span.seconds for span in self.spans if span.waits)
+
+    @cached_property
+    def exposed_on(self) -> Mapping[Lane, float]:
+        """How long compute waits for each wire."""
+        pairs = zip(self.timeline.ops, self.costs, strict=True)
+        lanes = {op.writes[0]: cost.wire[0] for op, cost in pairs if cost.wire}
+        found: dict[Lane, float] = {}
+        for span in self.spans:
+            if span.waits:
+                op = self.timeline.ops[span.op]
+                handle = op.writes[0] if op.launches else op.reads[0]  # without overlap it waits at the launch
+                lane = lanes.get(handle, Lane.SHARD)  # a measured wait may be for nothing that travels
+                found[lane] = found.get(lane, 0.0) + span.seconds
+        return found
 
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:
@@ -169,12 +186,14 @@ class Estimate:
         return small(f"a step on {self.device.name}", words, lanes(bars, "lanes of the step over time"))
 
     def __str__(self) -> str:
+        of_slices = self.exposed_on.get(Lane.TENSOR, 0.0)
+        slices = f"{duration(of_slices)} of it for slices; " if of_slices else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
         is_bound = not (self.measured or isinstance(self.device, Calibrated))
         expected = " to ".join(map(duration, expected_seconds(self.seconds)))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
-            f"communication {duration(self.exposed_seconds)} (wires: {wires}), MFU {self.mfu:.1%}"
+            f"communication {duration(self.exposed_seconds)} ({slices}wires: {wires}), MFU {self.mfu:.1%}"
             + (f"; a bound, expect {expected}" if is_bound else "")
         )
 
@@ -186,7 +205,7 @@ class Estimate:
                 duration(span.start),
                 duration(span.seconds),
                 span.lane,
-                "wait" if span.waits else op.work or op.kind,
+                "wait" if span.waits else op.moves or (op.kind if op.kind in LAUNCHES else op.work),
                 ", ".join(op.params or op.writes),
             )
             for span, op in rows
@@ -198,7 +217,6 @@ class Estimate:
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """The time of a scheduled timeline on a device; ``fused``: its pointwise lines, one by one here, count fused.
     ``model`` is the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``."""
-    timeline.plan.require_unsliced("a forecast of time", "measure a step (tz.tools.measure_times)")
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 
@@ -220,20 +238,21 @@ def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     ]
 
 
-def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:
+def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
     """When each operation runs. Without overlap, compute waits for each launch at once."""
-    lanes = Lanes()
+    shared = (Lane.SHARD, Lane.TENSOR) if in_node(timeline.plan.mesh, device) else ()
+    lanes = Lanes(frozenset(shared))
     finishing: dict[str, float] = {}
     for at, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
-        if op.kind in LAUNCHES:
+        if op.launches:
             lanes.compute(at, cost.launch_seconds)
             lanes.launch(at, op.writes[0], cost.wire, cost.load)
             finishing[op.writes[0]] = cost.finish_seconds
-            if not overlaps:
+            if not device.overlaps:
                 lanes.wait(at, op.writes[0])
-        elif op.kind is Kind.WAIT:
+        elif op.waits:
             lanes.wait(at, op.reads[0])
-            lanes.compute(at, finishing[op.reads[0]])
+            lanes.compute(at, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
         elif op.kind is Kind.COMPUTE:
             lanes.compute(at, cost.seconds, always=True)
     return lanes.spans()

@@ -8,7 +8,7 @@
 
 A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
 does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,
-they take that much longer.
+they take that much longer. Two rings that run at once on wires that share a link take twice as long meanwhile.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ class _Ring:
 
 @dataclass
 class Lanes:
-    """The lanes while a timeline is simulated, in the order of its operations."""
+    """The lanes while a timeline is simulated, in the order of its operations; ``shared`` are those of one link."""
 
+    _shared: frozenset[Lane] = frozenset()
     _found: list[Span | _Ring] = field(default_factory=list)
     _now: SpanEnd = (0.0, None)  # of compute
     _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # when the last ring that ended there did
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
     _launched: dict[str, _Ring] = field(default_factory=dict)  # by handle
-    _quiet: float = 0.0  # until then compute runs alone: no ring ends before, and none that runs has a load
+    _quiet: float = 0.0  # until then compute runs alone: no ring ends before, and none that runs has a load, or shares
 
     def spans(self) -> tuple[Span, ...]:
         """What ran; ends all rings first."""
@@ -111,7 +112,8 @@ class Lanes:
             self._advance(end, computes=True)
             end = self._now[0]
             self._begin_rings()
-            ends = [0.0 if ring.load else ring.end for ring in self._running()]
+            running = self._running()
+            ends = [0.0 if ring.load or self._sharing(ring, running) > 1 else ring.end for ring in running]
             self._quiet = min(ends, default=inf)
         self._found.append(Span(op, Lane.COMPUTE, start, end, after))
         self._now = end, len(self._found) - 1
@@ -133,7 +135,7 @@ class Lanes:
         self._begin_rings()
         running = self._running()
         speed = 1 / max(sum(ring.load for ring in running), 1.0)
-        return min(_end_at(ring.end, self._now[0], speed) for ring in running)
+        return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
         """Let time pass until compute's end, which moves while rings slow it down, or until a moment without it."""
@@ -144,18 +146,19 @@ class Lanes:
             taken = min(load, HALF) if computes else 0.0
             speed = min(1.0, (HALF if computes else 1.0) / load) if load else 1.0
             end_of_compute = _end_at(until, now, 1 - taken)
-            then = min([_end_at(ring.end, now, speed) for ring in running], default=inf)
+            ends = [_end_at(ring.end, now, speed / self._sharing(ring, running)) for ring in running]
+            then = min(ends, default=inf)
             if not running and until == inf:
                 return
             then = min(then, end_of_compute)
             passed = then - now
-            for ring in running:
-                if _end_at(ring.end, now, speed) <= then:
+            for ring, end in zip(running, ends, strict=True):
+                if end <= then:
                     ring.end, ring.ended = then, True
                     self._free[ring.lane] = then, ring.at
                     self._queues[ring.lane].popleft()
                 else:
-                    ring.end += passed * (1 - speed)
+                    ring.end += passed * (1 - speed / self._sharing(ring, running))
             self._now = then, self._now[1]
             if then == end_of_compute:
                 return
@@ -164,6 +167,10 @@ class Lanes:
 
     def _running(self) -> list[_Ring]:
         return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now[0]]
+
+    def _sharing(self, ring: _Ring, running: list[_Ring]) -> int:
+        """How many of the rings that run have a ring's link."""
+        return sum(one.lane in self._shared for one in running) if ring.lane in self._shared else 1
 
     def _begin_rings(self) -> None:
         """Start the first ring of each lane, if nothing is in its way."""

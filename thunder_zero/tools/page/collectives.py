@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thunder_zero.plan.amounts import duration
@@ -14,7 +15,8 @@ class Bar:
     """A piece of time on a lane: of compute, or a ring of the launch of a line.
 
     Attributes:
-        lane: such as "compute", "gather shard" or "reduce replicate": one for each kind of launch and wire.
+        lane: such as "compute", "gather shard" or "reduce replicate": one for each kind of launch and wire; "tensor" of
+            torch's tensor parallelism.
         line: position on the page.
         start, end: seconds since the step began.
         waits: compute waits here for the wire.
@@ -33,8 +35,9 @@ class Collective:
 
     Attributes:
         op: position of the launch in the timeline.
-        unit: whose parameters travel.
-        label: these in a few words.
+        kind: "gather", "reduce", or "tensor" of torch's tensor parallelism.
+        unit: whose parameters travel, or that computes with slices.
+        label: these in a few words, or what is sent of which value.
         sent_bytes: by this rank.
         launch, wait: positions of their lines on the page.
         launched, waited: seconds since the step began, when compute starts it, and reaches its wait.
@@ -45,7 +48,7 @@ class Collective:
     """
 
     op: int
-    kind: Kind
+    kind: str
     backward: bool
     unit: str
     params: tuple[str, ...]
@@ -66,8 +69,19 @@ class Collective:
         return 1.0 if not self.wire_seconds else max(0.0, 1 - self.exposed_seconds / self.wire_seconds)
 
 
-def why_there(op: Op, explained: Explanation) -> str:
+OF_SLICES = {
+    "all_reduce": "each rank has a part of a sum, and the lines behind it need all of it",
+    "gather": "the lines behind it need the parts of all ranks",
+    "scatter": "each rank has a part of a sum, and the lines behind it need some of its rows",
+    "all_to_all": "the lines behind it need other parts than those that this rank has",
+}
+
+
+def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
     """Why a launch is where it is, as the explanation of one of its parameters says."""
+    if op.moves:
+        return OF_SLICES[op.moves]
+    explained = explanations[op.params[0]]
     if op.kind is Kind.GATHER:
         place = "backward" if op.backward else "forward", op.source[0]
         return next(one.why_launch for one in explained.gathers if (one.launch.phase, one.launch.position) == place)

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
 from thunder_zero.tools.page.program import PageProgram
@@ -30,6 +31,7 @@ def data_of(program: PageProgram) -> Data:
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
         "world_size": plan.mesh.shard.size,
+        "slices": plan.mesh.tensor.size,
         "device": program.estimate.device.name,
         "note": " ".join(filter(None, [program.note, program.no_memory])),
         "figures": figures_of(program),
@@ -81,6 +83,7 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
         "sent_bytes": program.sent_bytes,
         "gathers": sum(one.kind == "gather" for one in found),
         "reductions": sum(one.kind == "reduce" for one in found),
+        "slices": sum(one.kind == TENSOR for one in found),
         "mfu": program.estimate.mfu,
     }
 
@@ -102,10 +105,11 @@ def top_of(programs: Sequence[PageProgram]) -> list[Data]:
     exposed = sum(one.exposed_seconds > 0 for one in first.collectives)
     held = figures[0]
     rests = "" if first.memory is None else f", {text_of('at_rest_bytes', held['at_rest_bytes'])} between steps"
+    of_slices = f", {held['slices']} collectives of slices" if held["slices"] else ""
     notes = {
         "step_seconds": f"{bound_of(first)}; MFU {text_of('mfu', held['mfu'])}",
         "peak_bytes": f"{_room_on(first)}{rests}",
-        "sent_bytes": f"by this rank, in {held['gathers']} gathers and {held['reductions']} reductions",
+        "sent_bytes": f"by this rank, in {held['gathers']} gathers, {held['reductions']} reductions{of_slices}",
         "exposed_seconds": f"{exposed} of {len(first.collectives)} collectives are not hidden behind compute",
     }
     names = ("Time of a step", "Peak memory", "Bytes sent", "Waiting for communication")
@@ -126,7 +130,8 @@ def _room_on(program: PageProgram) -> str:
 def bound_of(program: PageProgram) -> str:
     """What the step's time is spent on, the most first: ``compute 66%, waiting for gathers 30%``."""
     parts = {"compute": program.estimate.compute_seconds}
-    for kind, words in (("gather", "waiting for gathers"), ("reduce", "waiting for reductions")):
+    waiting = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
+    for kind, words in ((kind, f"waiting for {name}") for kind, name in waiting.items()):
         if waits := sum(one.exposed_seconds for one in program.collectives if one.kind == kind):
             parts[words] = waits
     most = sorted(parts, key=lambda name: -parts[name])
@@ -162,7 +167,7 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
                 "phase": line.phase,
                 "code": line.code,
                 "origin": origin,
-                "kind": row.kind if row else None,
+                "kind": (TENSOR if row.does == TENSOR else row.kind) if row else None,
                 "unit": units.index(line.unit) if line.unit in units else -1,
                 "ops": line.ops,
                 "params": [params[path] for path in row.params] if row else [],

@@ -21,6 +21,7 @@ WORDS = {
     "sent_bytes": "sent by this rank",
     "gathers": "gathers",
     "reductions": "reductions",
+    "slices": "collectives of slices",
     "mfu": "MFU",
 }
 
@@ -32,7 +33,8 @@ def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
     if len(programs) < 2:
         return []
     figures = [figures_of(program) for program in programs]
-    rows = [[words, *(text_of(name, one[name]) for one in figures)] for name, words in WORDS.items()]
+    names = [name for name in WORDS if name != "slices" or any(one[name] for one in figures)]
+    rows = [[WORDS[name], *(text_of(name, one[name]) for one in figures)] for name in names]
     tables = [{"title": "A step", "heads": ["", *(program.name for program in programs)], "rows": rows}]
     others = [program for program in programs if program.traces is not programs[0].traces]
     return tables + [

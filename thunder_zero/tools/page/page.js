@@ -29,10 +29,10 @@ const KINDS = {
   "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
   "outputs and loss": "#9fb45f", "workspaces": "#8b8b8b", "temporaries": "#c4bcae",
 };
-const NAMES = { gather: "gathers", reduce: "reductions" };
+const NAMES = { gather: "gathers", reduce: "reductions", tensor: "of slices" };
 const title = (lane, program) => {
   const [kind, wire] = lane.split(" ");
-  if (!wire) return lane;
+  if (!wire) return NAMES[lane] ?? lane;
   const both = new Set(program.lanes.map((one) => one.split(" ")[1])).size > 2;
   return `${NAMES[kind]}${both ? `, ${wire}` : ""}`;
 };
@@ -488,7 +488,7 @@ function tensorList(program, line, most) {
 function showChosen() {
   const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
   if (line < 0) return panel.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
-  const one = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && lines.kind[line] === "wait";
+  const one = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && ["wait", "tensor"].includes(lines.kind[line]);
   const origin = lines.origins[lines.origin[line]];
   panel.replaceChildren(
     make("div", { className: "says" }, lines.code[line]),
@@ -569,7 +569,7 @@ function showGlance() {
     $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));
   const seen = collectives.filter((one) => one.exposed_seconds).sort((one, other) => other.exposed_seconds - one.exposed_seconds);
-  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0), counts = ["gather", "reduce"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((one) => one.kind === kind).length)]);
+  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0), counts = ["gather", "reduce", "tensor"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((one) => one.kind === kind).length)]);
   const words = counts.filter(([, , all]) => all).map(([kind, some, all]) => `${some} of ${all} ${NAMES[kind]}`).join(" and ");
   $("exposed").replaceChildren(
     make("p", { className: "note" }, seen.length ? `${words}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${collectives.length} collectives are hidden behind compute.`),

@@ -140,7 +140,8 @@ class PageProgram:
         made: list[Bar] = []
         for span in self.estimate.spans:
             op, line = self.estimate.timeline.ops[span.op], self.line_of[self._places[span.op]]
-            lane = str(span.lane) if span.lane is Lane.COMPUTE else f"{op.kind} {span.lane}"
+            is_named = span.lane in (Lane.COMPUTE, Lane.TENSOR)
+            lane = str(span.lane) if is_named else f"{op.kind} {span.lane}"
             bar = Bar(lane, line, span.start, span.end, span.waits)
             last = made[-1] if made else bar
             if (last.lane, last.line, last.end, last.waits) == (lane, line, bar.start, bar.waits) and last is not bar:
@@ -151,10 +152,10 @@ class PageProgram:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """Compute, then each kind of launch on each wire that carries it."""
+        """Compute, collectives of slices, then each kind of launch on each wire that carries it."""
         found = {bar.lane for bar in self.bars}
         launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE))
-        return (str(Lane.COMPUTE), *(lane for lane in launches if lane in found))
+        return (str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in found))
 
     @cached_property
     def units(self) -> tuple[tuple[str, int, int], ...]:
@@ -182,10 +183,13 @@ class PageProgram:
             if bar.waits or bar.lane != Lane.COMPUTE:
                 (waits if bar.waits else rings).setdefault(bar.line, []).append(bar)
         ending = {(bar.lane.split()[-1], bar.end): self.lines[line] for line, of in rings.items() for bar in of}
-        line_of_wait = {op.reads[0]: self.line_of[at] for at, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
+        line_of_wait: dict[str, int] = {}
+        for at, op in enumerate(timeline.ops):
+            if op.waits:  # backward may wait again for a collective of forward
+                line_of_wait.setdefault(op.reads[0], self.line_of[at])
         found = []
         for at, op in enumerate(timeline.ops):
-            if op.kind not in LAUNCHES:
+            if not op.launches:
                 continue
             launch, wait = self.line_of[at], line_of_wait[op.writes[0]]
             launched, waited = self.lines[launch].end, self.lines[wait].start
@@ -200,11 +204,13 @@ class PageProgram:
             found.append(
                 Collective(
                     op=at,
-                    kind=op.kind,
+                    kind=op.over if op.moves else op.kind,
                     backward=op.backward,
-                    unit=timeline.params_of(op)[0].unit,
+                    unit=self.lines[launch].unit if op.moves else timeline.params_of(op)[0].unit,
                     params=op.params,
-                    label=label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
+                    label=f"{op.moves} of {op.reads[0]}"
+                    if op.moves
+                    else label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
                     sent_bytes=timeline.bytes_sent(op),
                     launch=launch,
                     wait=wait,
@@ -212,7 +218,7 @@ class PageProgram:
                     waited=waited,
                     wire_seconds=wire,
                     exposed_seconds=exposed,
-                    why=why_there(op, self.explanations[op.params[0]]),
+                    why=why_there(op, self.explanations),
                     why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, behind),
                 )
             )

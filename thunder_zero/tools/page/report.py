@@ -115,7 +115,7 @@ def page_of(
             raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
         other = STAGES[beside.plan.policy.stage].name
         found.append(forecast(f"{other}, second" if other == found[0].name else other, beside))
-    parameters = sum(prod(param.shape) for param in traces.plan.params)
+    parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {

@@ -130,12 +130,14 @@ def _longer(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
     """The operations of a step with more blocks, as far as a simulation reads them, and their costs."""
-    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
-    links = [launched[op.reads[0]] if op.kind is Kind.WAIT else at for at, op in enumerate(timeline.ops)]
+    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.launches}
+    links = [launched[op.reads[0]] if op.waits else at for at, op in enumerate(timeline.ops)]
     ops: list[Op] = []
     found: list[Cost] = []
     base = 0
     for phase, marks in _phases(timeline, units):
+        for at in phase:  # backward may wait again for a collective of forward, which has ended
+            links[at] = links[at] if links[at] in phase else at
         signs = [(timeline.ops[at].kind, costs[at], at - links[at]) for at in phase]
         order, stretch = longer(signs, marks, copies)
         if stretch is not None:
@@ -144,9 +146,9 @@ def _longer(
             op, link = timeline.ops[phase[source]], links[phase[source]] - phase.start
             if op.kind is Kind.FREE:
                 continue
-            if op.kind in LAUNCHES or op.kind is Kind.WAIT:
+            if op.launches or op.waits:
                 handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
-                op = replace(op, reads=handle * (op.kind is Kind.WAIT), writes=handle * (op.kind in LAUNCHES))
+                op = replace(op, reads=handle * op.waits, writes=handle * op.launches)
             ops.append(op)
             found.append(costs[phase[source]])
         base += len(order)
