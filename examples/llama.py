@@ -78,14 +78,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (batch, tokens, features) -> the same
-        batch, tokens, width = x.shape
+        batch, tokens, _ = x.shape
         q, k, v = (
             projection(x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotated(q, cos, sin), rotated(k, cos, sin).repeat_interleave(self.groups, 1)
         y = F.scaled_dot_product_attention(q, k, v.repeat_interleave(self.groups, 1), is_causal=True)
-        mixed: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        mixed: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, tokens, -1))
         return mixed
 
 

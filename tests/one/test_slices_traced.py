@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
 import thunder_zero as tz
 from tests.harness.errors import refused
@@ -28,12 +29,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 class Pair(nn.Module):
     """Two layers between which torch slices, behind one that it does not."""
 
-    def __init__(self, width: int = 64, hidden: int = 256) -> None:
+    def __init__(self, width: int = 64, hidden: int = 256, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.first, self.up, self.down = nn.Linear(width, width), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(self.first(x)).relu())
+        return self.down(F.dropout(self.up(self.first(x)).relu(), self.dropout))
 
 
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -57,6 +59,15 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     sent = [op.sends for op in traces.timeline.ops if op.sends]
     assert sent == [2 * 7 * (8 * 64 * 4 // 8)] * 2  # the activation behind down, the gradient in front of up
     assert not dist.is_initialized()
+
+
+def test_slices_draw_masks_of_their_own() -> None:
+    with torch.device("meta"):
+        module, x = Pair(dropout=0.5), torch.empty(8, 64)
+    with tz.tools.fake_mesh((1, 2), rank=1) as mesh:
+        traces = tz.trace(parallelize_module(module, mesh["tp"], dict(STYLES)), x, mesh=mesh)
+    assert "generator_of_slice.default(1, " in str(traces.forward)
+    assert tz.tools.memory(traces).peak > 0
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,18 @@ def test_wire_protocol(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert (tmp_path / "wire_protocol_stage3.png").exists()
 
 
+def test_tensor_parallel(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """By closed forms: two layers all-reduce an activation twice forward, and five gradients of one backward."""
+    printed = run_main(ranks_pool, "tensor_parallel", "--steps", 5, "--out", tmp_path, ranks=4)
+    table = table_of(printed)
+    assert float(table["furthest from one process"][0]) < 1e-5
+    assert float(table["loss of the last step"][0]) < float(table["loss of the first step"][0])
+    activation = 4 * 64 * 64 * 4  # bytes of this rank's rows
+    assert table["bytes sent in a step for slices"] == (f"{2 * (2 + 5) * activation:,}",)
+    assert printed.count("_c10d_functional.all_reduce") == 1
+    assert (tmp_path / "tensor_parallel_stage3.html").read_text().count("of slices") > 1
+
+
 @needs("sklearn")
 def test_digits_checkpoint(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Saved by two ranks in ZeRO-3, resumed by one in ZeRO-1; the plain module reads as many digits right."""

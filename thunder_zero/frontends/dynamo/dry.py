@@ -6,7 +6,7 @@ In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -52,9 +52,11 @@ def export(
     *,
     for_gpu: bool = False,
     dynamic: bool = False,
+    slices: Collection[str] = (),
+    part: int = 0,
 ) -> Exported:
     """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too;
-    ``dynamic``: sizes of the arguments are symbols.
+    ``dynamic``: sizes of the arguments are symbols; ``slices``: paths of parameters that are slices, number ``part``.
 
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
@@ -71,7 +73,7 @@ def export(
         if for_gpu:
             as_on_gpu(graph)
         paths, inputs = paths_of(inputs), with_slices(graph, inputs)
-        joint = joint_of(graph, inputs)
+        joint = joint_of(graph, inputs, [at for at, path in enumerate(paths) if path in slices], part)
 
         def run(*args: Any) -> Sequence[Any]:
             markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())

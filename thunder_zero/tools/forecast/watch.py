@@ -18,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from thunder_zero.compat.aot import RUN_WITH_STATE
+from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.workspaces import hidden_bytes
 
 META = torch.device("meta")
+STATE_BYTES = len(torch.Generator().get_state())
 
 
 class NoForecast(RuntimeError):
@@ -82,6 +85,8 @@ class Watch(TorchDispatchMode):
         allocations: all storages, in the order of their allocation.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, kind: Holds, *, on_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
@@ -92,9 +97,15 @@ class Watch(TorchDispatchMode):
         self._brought: Any = WeakIdKeyDictionary()  # storages that do not count: what stands in for each on META
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on tensors without values."""
+        """Run an operator on tensors without values; what draws with a given generator draws nothing."""
+        if func is RUN_WITH_STATE:
+            _, func, *args = args
         args, kwargs = on_meta(func, args, kwargs, self._stand_in)
-        out = func(*args, **kwargs)
+        out = (
+            torch.empty(STATE_BYTES, dtype=torch.uint8, device=META)
+            if func is GENERATOR_OF_SLICE
+            else func(*args, **kwargs)
+        )
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.see(tensor)
