@@ -189,14 +189,7 @@ class ProgramSource:
         self._asked, plan = asked, asked.plan(asked.policy)
         with _standing_in(asked.module, plan, _as_captured):
             given = asked.inputs(plan, shape_of)
-            self._exported = export(
-                asked.module,
-                *given,
-                for_gpu=asked.for_gpu,
-                dynamic=asked.dynamic,
-                slices=asked.slices if asked.mesh.tensor.size > 1 else (),
-                part=asked.mesh.tensor.place,
-            )
+            self._exported = export(asked.module, *given, plan, for_gpu=asked.for_gpu, dynamic=asked.dynamic)
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:

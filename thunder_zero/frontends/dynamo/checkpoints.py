@@ -13,7 +13,7 @@ fewer bytes: masks are equal, as torch promises of a checkpoint.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -33,15 +33,16 @@ from thunder_zero.compat.aot import (
 )
 from thunder_zero.frontends.dynamo.random_slices import draw_by_slices
 from thunder_zero.frontends.dynamo.view_chains import shorten_view_chains
+from thunder_zero.plan.params import Plan
 from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
-def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], sliced: Collection[int] = (), part: int = 0) -> Joint:
-    """Return a graph of dynamo with its backward, which computes again what checkpoints tag. Random lines draw for
-    slice ``part`` where values are slices, as the inputs at the positions ``sliced`` are."""
+def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], paths: Sequence[str | None], plan: Plan) -> Joint:
+    """Return a graph of dynamo with its backward, which computes again what checkpoints tag; ``paths`` are those of
+    the inputs that are parameters."""
     joint = aot.export(graph, inputs)
-    if sliced:
-        draw_by_slices(joint, graph, sliced, part)
+    if plan.mesh.tensor.size > 1:
+        draw_by_slices(joint, graph, paths, plan)
     _compute_again(joint)
     shorten_view_chains(joint.graph.graph)
     return joint

@@ -6,7 +6,7 @@ In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from thunder_zero.frontends.dynamo.attention import as_on_gpu
 from thunder_zero.frontends.dynamo.captured import paths_of, restoring, with_slices
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import source_of
+from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
 from thunder_zero.sharded.slices import require_unhooked
 
@@ -49,14 +50,13 @@ def export(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    plan: Plan,
     *,
     for_gpu: bool = False,
     dynamic: bool = False,
-    slices: Collection[str] = (),
-    part: int = 0,
 ) -> Exported:
     """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too;
-    ``dynamic``: sizes of the arguments are symbols; ``slices``: paths of parameters that are slices, number ``part``.
+    ``dynamic``: sizes of the arguments are symbols.
 
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
@@ -73,7 +73,7 @@ def export(
         if for_gpu:
             as_on_gpu(graph)
         paths, inputs = paths_of(inputs), with_slices(graph, inputs)
-        joint = joint_of(graph, inputs, [at for at, path in enumerate(paths) if path in slices], part)
+        joint = joint_of(graph, inputs, paths, plan)
 
         def run(*args: Any) -> Sequence[Any]:
             markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())

@@ -159,15 +159,8 @@ class DynamoModule(ZeroModule):
         if (path := replaced(graph, inputs)) is not None:
             raise aot.Untraced(written(path))
         with metered() as spent:
-            joint = joint_of(graph, inputs, self._sliced(paths), self.state.plan.mesh.tensor.place)
+            joint = joint_of(graph, inputs, paths, self.state.plan)
         return self._graphs.keep(Captured(joint, frame, name, paths, of, alike[-1], shapes_of_inputs(graph), spent()))
-
-    def _sliced(self, paths: Sequence[str | None]) -> Sequence[int]:
-        """Return the positions of the inputs of which other ranks have other slices."""
-        plan = self.state.plan
-        if plan.mesh.tensor.size == 1:
-            return ()
-        return [at for at, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None]
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""

@@ -16,7 +16,7 @@ are slices up to the collectives that join them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,15 +24,17 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat.aot import RUN_WITH_STATE, Joint, generator_state, input_of, is_backward, users_value
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
+from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.slices import is_part
 from thunder_zero.traces.operators import draws_random_numbers, is_collective
 
 JOINS = ("all_reduce", "all_gather", "broadcast")  # collectives after which all ranks have the same
 
 
-def draw_by_slices(joint: Joint, graph: fx.GraphModule, sliced: Collection[int], part: int) -> None:
-    """Change the joint graph of a graph of dynamo, so that random lines of slices draw for slice ``part``; ``sliced``
-    has the positions of the inputs that are slices."""
+def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | None], plan: Plan) -> None:
+    """Change the joint graph of a graph of dynamo, so that random lines of slices draw for this rank's; ``paths`` are
+    those of the inputs that are parameters."""
+    sliced = {at for at, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None}
     looks = {
         (id(each.graph), node.name): node.meta.get("example_value")
         for each in graph.modules()
@@ -47,7 +49,7 @@ def draw_by_slices(joint: Joint, graph: fx.GraphModule, sliced: Collection[int],
         if _is_slice(node, slices, sliced, None if source is None else looks.get(source)):
             slices.add(node)
             if node.op == "call_function" and draws_random_numbers(node.target, node.args, node.kwargs):
-                _draw_for_slice(joint.graph.graph, node, part)
+                _draw_for_slice(joint.graph.graph, node, plan.mesh.tensor.place)
 
 
 def draws(joint: Joint) -> bool:
