@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
 
 Styles = Mapping[str, Any]
 
@@ -184,3 +188,87 @@ def masks(rank: int, world_size: int, checks: bool, options: dict[str, Any]) -> 
 
 def test_slices_draw_numbers_of_their_own(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, masks, True, {}, timeout=110)
+
+
+# Initial values
+
+
+class Drawn(nn.Module):
+    """Modules of several kinds, in which a slice's rows are uneven, and a parameter that nobody slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(10, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 10, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.norm(self.embed(tokens))).relu()))
+
+
+OF_DRAWN: Styles = {
+    "embed": RowwiseParallel(input_layouts=Replicate()),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def small(module: nn.Module) -> None:
+    """Scales what ``reset_parameters`` drew, as initialisers by depth do, and draws biases."""
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+        if module.bias is not None:
+            nn.init.normal_(module.bias)
+
+
+def drawn(rank: int, world_size: int, folder: Path) -> None:
+    """On the meta device, values are those of one process, whatever the mesh."""
+    for dp, tp, policy in ((world_size // 2, 2, tz.ZERO3), (1, world_size, tz.ZERO1), (world_size, 1, tz.DDP)):
+        mesh = mesh_of(dp, tp)
+        if world_size % tp or 10 % tp:
+            continue
+        for init in (None, small):
+            torch.manual_seed(1)
+            one = Drawn()
+            if init is not None:
+                one.apply(init)
+            torch.manual_seed(1)
+            with torch.device("meta"):
+                module = Drawn()
+            model = sliced(module, mesh, OF_DRAWN, policy, init=init)
+            exactly(model, one)
+        if rank == 0:
+            save_file(one.state_dict(), folder / "model.safetensors")
+        dist.barrier()
+        for weights in (one.state_dict(), folder):
+            with torch.device("meta"):
+                module = Drawn()
+            exactly(sliced(module, mesh, OF_DRAWN, policy, weights=weights), one)
+        exactly(sliced(Drawn(), mesh, OF_DRAWN, policy, weights=one.state_dict()), one)
+        model(torch.arange(6).view(2, 3)).sum().backward()
+
+    # what is not right is refused by name, on all ranks
+    mesh = mesh_of(1, world_size) if 10 % world_size == 0 else mesh_of(world_size // 2, 2)
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        module = Drawn()
+    with refused(RuntimeError, "the initial value of parameter 'embed.weight' differs between ranks", "seed every"):
+        sliced(module, mesh, OF_DRAWN)
+    wrong = {**one.state_dict(), "up.weight": torch.zeros(5, 6)}
+    with refused(ValueError, "weights has 'up.weight' with shape (5, 6)", "(10, 6)"):
+        sliced(Drawn(), mesh, OF_DRAWN, weights=wrong)
+    with refused(ValueError, "broadcast_from does not work beside torch's tensor parallelism yet"):
+        sliced(Drawn(), mesh, OF_DRAWN, broadcast_from=0)
+
+
+def exactly(model: Any, one: nn.Module) -> None:
+    found, right = tz.full_state_dict(model), one.state_dict()
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert found[name].equal(value), name
+
+
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
+def test_initial_values_are_those_of_one_process(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
+    ranks_pool.run(world_size, drawn, tmp_path, timeout=110)

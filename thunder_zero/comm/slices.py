@@ -69,7 +69,7 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that have no values, or hooks, or that the policy ignores.
+    """Refuse slices that have hooks, or that the policy ignores.
 
     Raises:
         ValueError: naming the parameter.
@@ -80,11 +80,6 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
             raise ValueError(
                 f"parameter {name!r} has hooks on its gradient, which are not its rows' hooks; register them on the "
                 f"parameters of the model that thunder_zero.compile returns"
-            )
-        if param.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, and thunder_zero gives slices no values yet; build the "
-                f"module with values, and then call parallelize_module"
             )
 
 

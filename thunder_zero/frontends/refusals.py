@@ -24,7 +24,6 @@ from thunder_zero.compat.torch_gaps import is_inside_function_transform
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.plan.policy import Policy
-from thunder_zero.sharded.initial_values import Sources
 from thunder_zero.sharded.sharded_model import is_transformed
 
 from thunder import compile_data
@@ -78,7 +77,7 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
     require_traceable(module, transform.parts())
 
 
-def require_for_slices(policy: Policy, sources: Sources) -> None:
+def require_for_slices(policy: Policy) -> None:
     """Refuse what is not known to be right beside torch's tensor parallelism.
 
     Raises:
@@ -87,7 +86,6 @@ def require_for_slices(policy: Policy, sources: Sources) -> None:
     fields = ("cpu_offload", "gather_format", "reduce_format", "frozen_format", "transport")
     given = [name for name in fields if getattr(policy, name)]
     given += ["broadcast_from"] * (policy.broadcast_from is not None)
-    given += ["init"] * (sources.init is not None) + ["weights"] * (sources.weights is not None)
     for name in given:
         raise ValueError(f"{name} does not work beside torch's tensor parallelism yet; leave it out")
 

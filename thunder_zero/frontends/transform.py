@@ -106,7 +106,7 @@ class ZeroTransform(ProgramTransform):
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
             if ranks.planned.is_sliced:
-                require_for_slices(self.policy, where.sources)
+                require_for_slices(self.policy)
             plan = make_plan(plain, self.policy, ranks.planned, self._slices(plain, ranks))
             if plan.mesh.is_sliced:
                 require_planned(plain, plan)

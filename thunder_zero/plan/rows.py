@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from thunder_zero.plan.params import Param, Plan
+
+
+def own_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's slice of a parameter that torch's tensor parallelism slices, as a copy; any other one itself."""
+    tensor = plan.mesh.tensor
+    if param.sliced is None or tensor.size == 1:
+        return whole
+    size = param.shape[param.sliced]
+    return whole.narrow(param.sliced, tensor.place * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:

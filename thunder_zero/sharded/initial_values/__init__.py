@@ -28,6 +28,7 @@ from thunder_zero.sharded.initial_values.data import (
     Sources,
     fitted,
     names_of,
+    whole_like,
 )
 from thunder_zero.sharded.initial_values.drawn import Drawn
 
@@ -106,7 +107,7 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
     """Read a tensor to the CPU; without values after a failure, since the other ranks may wait to receive it."""
-    room = torch.empty_like(tensor, device=CPU, requires_grad=False)
+    room = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
     with failures.remembered():
         first, *others = (name for name in names if name in weights)
         room.copy_(fitted(weights[first], tensor, f"weights has {first!r}"))

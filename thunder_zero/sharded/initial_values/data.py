@@ -17,10 +17,13 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import own_slice
+from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
@@ -107,6 +110,14 @@ def fitted(value: object, like: Tensor, what: str) -> Tensor:
     return value.detach().to(like.dtype)
 
 
+def whole_like(tensor: Tensor) -> Tensor:
+    """Return what a DTensor looks like with the slices of all ranks, on the meta device; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return parameter_like(tensor, whole)
+
+
 class Failures:
     """Remembers the first failure until all ranks are where they can hear of it."""
 
@@ -133,12 +144,16 @@ class Cuts:
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
         self._digests: dict[str, str] = {}
+        self._of_slices: set[str] = set()  # paths whose digests are those of this rank's slice
 
     def cut(self, full: Tensor, path: str) -> Tensor:
-        """The parameter as it is at rest: in full, or this rank's rows."""
+        """The parameter as it is at rest: in full, or this rank's rows; of its slice, which ``full`` may be."""
+        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+        is_slice = tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
             self._digests[path] = agree.digest(full)
-        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+            self._of_slices |= {path} if is_slice else set()
+        full = full if is_slice else own_slice(full, param, plan)
         if param.resident:
             return full.to(device)
         # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
@@ -148,9 +163,9 @@ class Cuts:
         """Raise on every rank if ranks cut different values; a collective, unless one rank sent them."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
-            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # by whether ranks have slices
+            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # by whether they are of slices
             for path, digest in self._digests.items():
-                facts[plan.by_name[path].sliced is not None].append(self._fact(path, digest))
+                facts[path in self._of_slices].append(self._fact(path, digest))
             agree.require_same(facts[False], ranks.world)
             if plan.mesh.is_sliced:
                 agree.require_same(facts[True], ranks.data)

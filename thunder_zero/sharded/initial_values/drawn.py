@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import decoded
-from thunder_zero.sharded.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted
+from thunder_zero.sharded.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted, whole_like
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
@@ -45,7 +47,8 @@ class Drawn:
     def full(self, tensor: Tensor) -> Tensor:
         """The value of a tensor that is held in full, and then no longer; one without elements may have none."""
         value = self._taken(tensor)
-        return torch.empty_like(tensor, device=self._model.device, requires_grad=False) if value is None else value
+        like = whole_like(tensor)
+        return torch.empty_like(like, device=self._model.device, requires_grad=False) if value is None else value
 
     def at_rest(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor that is held as it is at rest, and then no longer; None if it is not."""
@@ -111,6 +114,9 @@ class Drawn:
         if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
             value = self._transport.all_gather([value.to(self._model.device)], [param.rest_shape]).wait()[0]
             value = value if param.frozen_format is None else decoded(value, param, param.dtype)
+        slices = self._model.ranks.tensor
+        if param is not None and self._is_cut(tensor) and param.sliced is not None and slices is not None:
+            value = torch.cat(all_gather_tensor(value.contiguous(), slices.get_group()), param.sliced)
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
@@ -135,9 +141,9 @@ class Drawn:
                     )
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU of a tensor that keeps its own values."""
-    return tensor.detach().to(CPU, copy=True)
+def _copied(tensor: Tensor) -> Tensor | None:
+    """A copy on the CPU of a tensor that keeps its own values; None of one that is in slices."""
+    return None if isinstance(tensor, DTensor) else tensor.detach().to(CPU, copy=True)
 
 
 def given_to(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
@@ -218,7 +224,9 @@ def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[No
 
 
 def _like(meta: Tensor, full: Tensor | None) -> Tensor:
-    """A parameter or buffer like the module's, with its strides and these values; NaN, if there are none."""
+    """A parameter or buffer like the module's, with its strides and these values; NaN, if there are none. Of a DTensor
+    one with the slices of all ranks."""
+    meta = whole_like(meta)
     if full is None or full.stride() != meta.stride():
         nothing = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
         room = torch.full_like(meta, nothing, device=CPU, requires_grad=False)
