@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_zero as tz
 from tests.harness.errors import refused
@@ -272,3 +273,83 @@ def exactly(model: Any, one: nn.Module) -> None:
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_initial_values_are_those_of_one_process(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
     ranks_pool.run(world_size, drawn, tmp_path, timeout=110)
+
+
+# What is refused before anything is compiled
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(10, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.embed(tokens)).relu()))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:  # two heads of three
+        return self.o(self.q(x).unflatten(-1, (-1, 2)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2))
+
+
+MIDDLE: Styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+HEAD: Styles = {"head": ColwiseParallel(output_layouts=Replicate())}
+BOTH: Styles = {**MIDDLE, **HEAD, "embed": RowwiseParallel(input_layouts=Replicate())}
+
+
+def refusals(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1, 2)
+
+    def tied(styles: Styles) -> Any:
+        torch.manual_seed(3)
+        return parallelize_module(Tied(), mesh["tp"], dict(styles))
+
+    for styles in (HEAD, BOTH, {"embed": BOTH["embed"]}, {"embed": ColwiseParallel(), **HEAD}):
+        with refused(ValueError, "parameters 'embed.weight' and 'head.weight' were tied", "has made two of them"):
+            tz.compile(tied(styles), tz.ZERO3, mesh=mesh)
+    # sliced alike, and tied again: one parameter, which trains as in one process
+    module = tied(BOTH)
+    module.head.weight = module.embed.weight
+    torch.manual_seed(3)
+    model, one = tz.compile(module, tz.ZERO3, mesh=mesh), Tied()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, one)]
+    for step in range(3):
+        tokens = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(step))
+        for each, optimizer in zip((model, one), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+    found = tz.full_state_dict(model)
+    for name, value in one.state_dict().items():
+        assert (found[name] - value).abs().max() < 1e-5, name
+    assert found["head.weight"].equal(found["embed.weight"])
+
+    config = LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(config)
+    llama = parallelize_module(llama, mesh["tp"], {"lm_head": HEAD["head"]})
+    with refused(ValueError, "'model.embed_tokens.weight' and 'lm_head.weight' were tied"):
+        tz.compile(llama, tz.ZERO3, mesh=mesh, init=lambda part: None)
+
+    model = sliced(Heads(), mesh, {"q": ColwiseParallel(), "o": RowwiseParallel()})
+    with refused(RuntimeError, "cannot trace Heads", "unflatten", "(now 2) that divides the heads"):
+        model(torch.ones(1, 2, 6))
+
+    names = ("dp", "tp") if rank == 0 else ("dp", "cp")
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    part = parallelize_module(Net(), other[names[1]], dict(OF_NET))
+    with refused(RuntimeError, "the mesh's dimensions differs between ranks", "('dp', 'cp')"):
+        tz.compile(part, tz.ZERO3, mesh=other)
+
+
+def test_what_is_refused_before_a_step(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refusals, timeout=110)

@@ -103,18 +103,22 @@ def users_line(stack: str) -> tuple[str, int] | None:
     return frames[-1] if frames else None
 
 
-def failure(error: Exception, name: str) -> tuple[str, Exception]:
-    """Return, as one sentence, why a model of this name could not be traced, and the error that says so itself."""
+def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exception]:
+    """Return, as one sentence, why a model of this name could not be traced, and the error that says so itself.
+    ``slices``: the ranks of tensor parallelism."""
     cause: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     raised, frames = users_error(cause)
     text, _, lines = str(raised).partition("While executing")
     found = users_line(lines if raised is cause else "".join(format_list(frames)))
     where, text = f" at {found[0]}:{found[1]}" if found else "", " ".join(text.split()).rstrip(".")
     text = text if len(text) <= MOST else f"{text[:MOST]} ..."
-    return (
-        f"cannot trace {name}: {type(raised).__name__}{where}: {text}; if the plain module trains, put what torch "
-        f"cannot trace into a function under torch.compiler.disable"
-    ), raised
+    action = "if the plain module trains, put what torch cannot trace into a function under torch.compiler.disable"
+    if slices > 1 and isinstance(raised, (RuntimeError, ValueError)):
+        action = (
+            f"forward has slices: choose a number of ranks of tensor parallelism (now {slices}) that divides the "
+            f"heads, of queries and of keys"
+        )
+    return f"cannot trace {name}: {type(raised).__name__}{where}: {text}; {action}", raised
 
 
 @cache

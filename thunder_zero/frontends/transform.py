@@ -29,6 +29,7 @@ from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.slices import require_planned
+from thunder_zero.comm.split_ties import require_whole_ties
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.compat.uncapturable import RefusedPart
@@ -110,6 +111,7 @@ class ZeroTransform(ProgramTransform):
             plan = make_plan(plain, self.policy, ranks.planned, self._slices(plain, ranks))
             if plan.mesh.is_sliced:
                 require_planned(plain, plan)
+                require_whole_ties(plain, plan)
             device = device_for(plain, plan, ranks, where.device)
         plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
         if self.policy.cpu_offload and device.type == "cpu":

@@ -101,7 +101,7 @@ class DynamoModule(ZeroModule):
             name, inner = type(self.plain).__name__, getattr(error, "inner_exception", None)
             if isinstance(inner, aot.Untraced):
                 raise RuntimeError(f"cannot trace {name}: {inner}") from error
-            sentence, cause = dynamo.failure(error, name)
+            sentence, cause = dynamo.failure(error, name, self.state.plan.mesh.tensor.size)
             raise RuntimeError(sentence) from cause
         if self.state.plan.mesh.is_sliced:
             require_unhooked(self.state.placeholders)

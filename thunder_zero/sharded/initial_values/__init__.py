@@ -45,7 +45,8 @@ def initial_values(
     between two agreements takes part in the collectives up to the next one, where every rank raises."""
     group = ranks.world
     if group.size() > 1:
-        agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
+        facts = [*_given(plan, sources), *_named(ranks)]
+        agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # it has no buffers that are not persistent
@@ -86,6 +87,12 @@ def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
         )
         for name, value in (("init", sources.init), ("weights", sources.weights))
     ]
+
+
+def _named(ranks: Ranks) -> list[agree.Fact]:
+    """The names of a mesh's dimensions decide which parameters are slices."""
+    names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
+    return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
 
 
 def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:
