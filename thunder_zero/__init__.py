@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
     from thunder_zero.checkpoint.save import save as save
+    from thunder_zero.encodings.int8 import Int8 as Int8
+    from thunder_zero.encodings.nf4 import NF4 as NF4
     from thunder_zero.frontends.dynamo.compile import compile as compile
     from thunder_zero.frontends.plugin import Recipe as Recipe
     from thunder_zero.frontends.plugin import Zero as Zero
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from thunder_zero.optim.global_numbers import clip_grad_norm_ as clip_grad_norm_
     from thunder_zero.optim.global_numbers import global_mean as global_mean
     from thunder_zero.optim.optimizer import whole as whole
-    from thunder_zero.plan.encoding import NF4 as NF4
-    from thunder_zero.plan.encoding import Int8 as Int8
     from thunder_zero.plan.policy import DDP as DDP
     from thunder_zero.plan.policy import ZERO1 as ZERO1
     from thunder_zero.plan.policy import ZERO2 as ZERO2

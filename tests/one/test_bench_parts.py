@@ -29,7 +29,6 @@ from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measu
 from examples.bench.workspaces import MOST, alike, largest
 from examples.tensor_memory import Added
 from tests.harness.examples import ROOT, example_module, output_of, start
-from thunder_zero.comm.blocks import read
 
 DATA = ROOT / "docs/bench.json"
 TINY = Size(blocks=2, width=8, heads=2, vocabulary=32, sequences=1, tokens=4)
@@ -264,14 +263,12 @@ def test_the_bench_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == ["write, to nearest", "write, at random", "read", "read and add"]
 
     x, count = torch.linspace(-1, 1, 1000), 20
-    payload = torch.empty(tz.Int8().nbytes(1000), dtype=torch.uint8)
 
     def off(feedback: bool) -> float:
         total = torch.zeros(1000)
         with formats.gradients_to_nearest(feedback=feedback):
             for number in range(count):
-                formats.wire.write(tz.Int8(), x, payload, f"weight {number} 0 0")
-                read(tz.Int8(), payload, total, add=True)
+                tz.Int8().decode(tz.Int8().encode(x, key=f"0 weight {number} 0 0"), total, add=True)
         return (total - count * x).abs().max().item()
 
     step = 1 / 127

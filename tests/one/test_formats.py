@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import says
 from tests.harness.traced import traced
-from thunder_zero.comm.blocks import PIECE, read, write
-from thunder_zero.plan.encoding import Encoding, Int8
+from thunder_zero.encodings.encoding import PIECE, Encoding
+from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule import Kind
@@ -24,10 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def travelled(form: Int8, x: Tensor, key: str = "", piece: int = PIECE) -> Tensor:
     payload = torch.empty(form.nbytes(x.numel()), dtype=torch.uint8).fill_(255)
-    write(form, x, payload, key, piece)
-    out = torch.full(x.shape, 7.0)
-    read(form, payload, out, piece=piece)
-    return out
+    assert form.encode(x, out=payload, key=key, piece=piece) is payload
+    return form.decode(payload, torch.full(x.shape, 7.0), piece=piece)
 
 
 def scales(x: Tensor, form: Int8) -> Tensor:
@@ -60,6 +58,14 @@ def test_each_element_is_within_the_bound(
     assert bool((error <= step * (1.001 if key else 0.5005)).all())
 
 
+def test_a_cast_is_an_encoding_and_what_is_exact_is_not_copied() -> None:
+    x, exact, cast = torch.tensor([[1.0, 1 / 3]]), Encoding(torch.float32), Encoding(torch.bfloat16)
+    assert exact.encode(x) is x
+    payload = cast.encode(x)
+    assert payload.nbytes == cast.nbytes(x.numel()) == 4
+    assert torch.equal(cast.decode(payload, torch.empty(1, 2)), x.bfloat16().float())
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_block_that_is_not_finite_arrives_so(value: float) -> None:
     x = torch.ones(300)
@@ -73,10 +79,8 @@ def test_reductions_are_right_in_the_mean_and_the_same_again() -> None:
     """4,000 keys: the mean of uniform errors of one step is within 4 standard deviations of 0, of 1,000 elements."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     total, count = torch.zeros_like(x), 4000
-    payload = torch.empty(Int8().nbytes(1000), dtype=torch.uint8)
     for number in range(count):
-        write(Int8(), x, payload, f"w {number} 0", PIECE)
-        read(Int8(), payload, total, add=True, piece=PIECE)
+        Int8().decode(Int8().encode(x, key=f"w {number} 0"), total, add=True)
     off = (total / count - x) / scales(x, Int8())
     assert off.abs().max() < 4.5 * 0.5 / count**0.5
     assert abs(off.mean()) < 1e-3

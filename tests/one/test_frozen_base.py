@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import says
 from tests.harness.traced import traced
-from thunder_zero.comm.nf4 import LEVELS, decode, encode
+from thunder_zero.encodings.nf4 import LEVELS
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.schedule import Kind
@@ -52,15 +52,15 @@ def test_each_element_is_the_nearest_level_and_encodes_alike(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 10.0**exponent
     x = x.masked_fill(torch.rand(shape, generator=generator) < 0.3, 0.0).to(dtype)
-    payload = encode(form, x)
+    payload = form.encode(x)
     assert payload.shape == (rows, form.nbytes(prod(shape[1:])))
     right = nearest(x.float().view(rows, prod(shape[1:])), block).view(shape)
-    found = decode(form, payload, shape, torch.float32)
+    found = form.decode(payload, torch.empty(shape, dtype=torch.float32))
     torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
-    again = decode(form, payload, shape, dtype)
-    assert torch.equal(encode(form, again), payload), "decoded values have the same bytes"
+    again = form.decode(payload, torch.empty(shape, dtype=dtype))
+    assert torch.equal(form.encode(again), payload), "decoded values have the same bytes"
     if rows:
-        assert torch.equal(encode(form, x[-1:]), payload[-1:]), "whichever rank has the row"
+        assert torch.equal(form.encode(x[-1:]), payload[-1:]), "whichever rank has the row"
 
 
 def nearest(x: Tensor, block: int) -> Tensor:
@@ -77,16 +77,16 @@ def nearest(x: Tensor, block: int) -> Tensor:
 def test_a_block_that_is_not_finite_is_decoded_as_nan(value: float) -> None:
     form, x = tz.NF4(4), torch.ones(2, 10)
     x[0, 5] = value
-    payload = encode(form, x)
-    found = decode(form, payload, (2, 10), torch.float32)
+    payload = form.encode(x)
+    found = form.decode(payload, torch.empty((2, 10), dtype=torch.float32))
     assert found.isnan().nonzero().tolist() == [[0, 4], [0, 5], [0, 6], [0, 7]]
-    assert torch.equal(encode(form, found), payload)
+    assert torch.equal(form.encode(found), payload)
 
 
 def test_bytes_and_names() -> None:
     assert [tz.NF4(64).nbytes(numel) for numel in (0, 1, 64, 65, 1000)] == [0, 8, 36, 44, 564]
     assert (str(tz.NF4()), repr(tz.NF4(32))) == ("nf4/64", "NF4(block=32)")
-    first_is_upper = encode(tz.NF4(2), torch.tensor([[1.0, -1.0]]))
+    first_is_upper = tz.NF4(2).encode(torch.tensor([[1.0, -1.0]]))
     assert first_is_upper[0, 4] == 0xF0
 
 

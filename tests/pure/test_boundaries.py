@@ -54,21 +54,21 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
     Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
+    Room("encodings/",        IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/layout.py",    NOT,    NOT,     NOT,     NOTHING),
     Room("plan/precision.py", IMPORT, NOT,     NOT,     NOTHING),
-    Room("plan/encoding.py",  IMPORT, NOT,     NOT,     NOTHING),
-    Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("plan/encoding plan/precision")),
+    Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("encodings plan/precision")),
     Room("plan/policy.py",    TYPES,  NOT,     NOT,     rooms("plan/formats plan/precision")),
     Room("plan/mesh.py",      NOT,    NOT,     NOT,     rooms("plan/policy")),
     Room("plan/geometry.py",  NOT,    NOT,     NOT,     rooms("plan/layout plan/mesh")),
     Room("plan/sizes.py",     NOT,    NOT,     NOT,     rooms("plan/policy")),
-    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("plan/amounts plan/encoding plan/formats "
+    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("encodings plan/amounts plan/formats "
                                                               "plan/geometry plan/layout plan/mesh plan/policy "
                                                               "plan/precision plan/sizes")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
-    Room("schedule/",         TYPES,  NOT,     NOT,     rooms("plan")),
+    Room("schedule/",         TYPES,  NOT,     NOT,     rooms("encodings plan")),
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
     Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     rooms("compat/private")),
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
@@ -85,8 +85,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/private compat/torch_gaps")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
-    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("plan schedule comm compat/private compat/torch_gaps "
-                                                              "compat/casts compat/thunder")),
+    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
+                                                              "compat/torch_gaps compat/casts compat/thunder")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),

@@ -21,7 +21,6 @@ from tests.harness.models import Mlp, count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm import pairwise
-from thunder_zero.comm.blocks import read, write
 from thunder_zero.comm.handle import AVERAGER, in_background
 from thunder_zero.plan import layout
 from thunder_zero.schedule import Kind
@@ -44,9 +43,7 @@ def arrives(value: Tensor, world_size: int) -> Tensor:
     padded = value.new_zeros(layout.padded_shape(tuple(value.shape), world_size))
     padded[: len(value)] = value
     for rows in padded.chunk(world_size):
-        payload = torch.empty(tz.Int8(BLOCK).nbytes(rows.numel()), dtype=torch.uint8)
-        write(tz.Int8(BLOCK), rows.reshape(-1), payload)
-        read(tz.Int8(BLOCK), payload, rows.view(-1))
+        tz.Int8(BLOCK).decode(tz.Int8(BLOCK).encode(rows), rows)
     return padded[: len(value)]
 
 

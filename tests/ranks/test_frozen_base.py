@@ -20,7 +20,6 @@ from tests.harness.errors import says
 from tests.harness.models import count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.comm.nf4 import decode, encode
 from thunder_zero.schedule import Kind
 from thunder_zero.sharded.dtensors import local
 
@@ -67,7 +66,7 @@ def quantized(module: nn.Module) -> nn.Module:
     """The module, whose frozen base has the values that arrive."""
     for param in module.parameters():
         if not param.requires_grad and param.dim() > 1:
-            param.data = decode(FORM, encode(FORM, param), param.shape, param.dtype)
+            param.data = FORM.decode(FORM.encode(param), torch.empty(param.shape, dtype=param.dtype))
     return module
 
 
@@ -138,7 +137,7 @@ def state_is_decoded(model: Any, plain: nn.Module) -> None:
     assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
     other = {**values, "head.weight": torch.linspace(-1, 1, WIDTH).view(1, WIDTH)}
     model.load_state_dict(other)
-    arrived = decode(FORM, encode(FORM, other["head.weight"]), (1, WIDTH), torch.float32)
+    arrived = FORM.decode(FORM.encode(other["head.weight"]), torch.empty(1, WIDTH))
     assert torch.equal(tz.full_state_dict(model)["head.weight"], arrived)
     with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
         module.get_parameter("head.weight").copy_(values["head.weight"])
@@ -283,7 +282,7 @@ def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
     plain = peft.get_peft_model(llama(), adapters)
     for name, param in plain.named_parameters():
         if "base_layer" in name:
-            param.data = decode(FORM, encode(FORM, param), param.shape, param.dtype)
+            param.data = FORM.decode(FORM.encode(param), torch.empty(param.shape, dtype=param.dtype))
     optimizer, expected = torch.optim.AdamW(plain.parameters(), lr=1e-3), []
     for tokens in whole:
         loss = plain(input_ids=tokens, labels=tokens).loss
@@ -324,7 +323,9 @@ def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> No
     base = llama()
     for module in base.modules():
         if isinstance(module, nn.Linear) and module is not base.lm_head:
-            module.weight.data = decode(FORM, encode(FORM, module.weight), module.weight.shape, torch.bfloat16)
+            module.weight.data = FORM.decode(
+                FORM.encode(module.weight), torch.empty(module.weight.shape, dtype=torch.bfloat16)
+            )
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 40, (4, 8), generator=generator)
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["adapter_model.safetensors"]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_zero.plan.encoding import NF4, Int8
+from thunder_zero.encodings.int8 import Int8
+from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan.precision import around
 
 if TYPE_CHECKING:

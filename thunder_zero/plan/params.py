@@ -17,9 +17,11 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.encodings.int8 import Int8
+from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.encoding import NF4, Encoding, Int8
 from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import REPLICATE, SHARD, Mesh

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
+from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.encoding import Encoding
 from thunder_zero.plan.mesh import SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
 

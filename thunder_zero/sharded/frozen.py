@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.comm.nf4 import decode, encode
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import own_rows
 from thunder_zero.sharded.dtensors import dtensor_like, local
@@ -27,13 +26,13 @@ from thunder_zero.sharded.sharded_model import owner_of
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter as they rest: padded, and as bytes, if the plan says so."""
     rows = own_rows(full, param, plan)
-    return rows if param.frozen_format is None else encode(param.frozen_format, rows)
+    return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
 
 def decoded(payload: Tensor, param: Param, dtype: torch.dtype) -> Tensor:
     """What rows stand for that rest as bytes, in this dtype."""
     assert param.frozen_format is not None, "others rest as they are"
-    return decode(param.frozen_format, payload, param.shape, dtype)
+    return param.frozen_format.decode(payload, payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype))
 
 
 def frozen_param(tensor: object) -> Param | None:
@@ -65,7 +64,7 @@ def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, An
         if form and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
             start = shard.__create_chunk_list__()[0].offsets[0]
             rows = value[start : start + len(local(shard))].to(local(shard).device, param.dtype)
-            found[name] = dtensor_like(encode(form, rows), shard, shard.shape)
+            found[name] = dtensor_like(form.encode(rows), shard, shard.shape)
     return found
 
 

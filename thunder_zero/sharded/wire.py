@@ -12,8 +12,8 @@
 Each is a line of a trace, if the plan has it do anything. Shards are cast and copied before the gather, so that only
 shards are, and a copy lives only while its bytes travel; gradients after the reduction. On CUDA, shards in host memory
 are pinned, and casts run on the device, since a copy that also casts makes the host wait; the copies run in the stream
-of compute. ``HostCopies`` knows when they have ended. comm/blocks.py writes and reads the bytes of formats; those of a
-frozen base (comm/nf4.py) are what rests, and are sent as they are.
+of compute. ``HostCopies`` knows when they have ended. ``encodings/`` writes and reads the bytes; a frozen base rests as
+bytes, which are sent as they are.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.blocks import PIECE, PIECE_ON_GPU, read, weyl, write
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.nf4 import decode, pairs_on
 from thunder_zero.comm.transport import Transport, outside_autograd
-from thunder_zero.plan.encoding import Int8
+from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU, Encoding, piece_on
+from thunder_zero.encodings.int8 import Int8, weyl
+from thunder_zero.encodings.nf4 import pairs_on
 from thunder_zero.plan.mesh import REPLICATE, SHARD, Axis
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
@@ -99,7 +99,7 @@ class Wire:
         self._plan, self._device = plan, device
         self._writes_bytes = True
         self._reduced: Counter[str] = Counter()  # how often, by path
-        self._piece = PIECE if device.type == "cpu" else PIECE_ON_GPU  # elements that are written or read at a time
+        self._piece = piece_on(device)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
@@ -128,9 +128,15 @@ class Wire:
         """Return what all ranks read of this rank's rows."""
         if not self._writes(param):
             return rows
-        form, found = gather_format_of(param), torch.empty(rows.shape, device=rows.device)
-        read(form, self._written(form, rows.detach().reshape(-1)), found.view(-1), piece=self._piece)
-        return found
+        form = self._encoding(param)
+        payload = form.encode(rows, piece=self._piece)
+        return form.decode(payload, torch.empty(rows.shape, device=rows.device), piece=self._piece)
+
+    def _encoding(self, param: Param) -> Encoding:
+        """Return how rows are encoded for a gather; those of a frozen base rest as bytes."""
+        if param.gather_format is not None and self._writes(param):
+            return param.gather_format
+        return Encoding(param.rest_dtype if param.frozen_format else param.compute_dtype)
 
     @outside_autograd
     def encode(
@@ -138,14 +144,10 @@ class Wire:
     ) -> tuple[Tensor, ...]:
         """Return what is gathered of this rank's rows: bytes; or the rows, cast and copied, in their places in ``into``
         if that is given, buffers of all rows with padding."""
-        if self._writes(params[0]):
+        if into is None or self._writes(params[0]):
             sent = [
-                self._written(gather_format_of(param), self._on_device(shard, param).reshape(-1))
+                self._encoding(param).encode(self._on_device(shard, param), piece=self._piece)
                 for shard, param in zip(shards, params, strict=True)
-            ]
-        elif into is None:
-            sent = [
-                self._on_device(shard, param).to(sent_dtype(param)) for shard, param in zip(shards, params, strict=True)
             ]
         else:
             sent = [rows_in(buffer, param, self._plan) for buffer, param in zip(into, params, strict=True)]
@@ -177,13 +179,14 @@ class Wire:
             shape = self._plan.geometry(param).gathered
             full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
             for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
-                read(gather_format_of(param), part, rows.view(-1), piece=self._piece)
+                self._encoding(param).decode(part, rows, piece=self._piece)
             fulls.append(full[: param.shape[0]])
         return tuple(fulls)
 
     def _decoded(self, payload: Tensor, param: Param) -> Tensor:
         assert param.frozen_format is not None, "others rest as they are"
-        return decode(param.frozen_format, payload, param.shape, param.compute_dtype, piece=self._piece)
+        out = payload.new_empty((len(payload), *param.shape[1:]), dtype=param.compute_dtype)
+        return param.frozen_format.decode(payload, out, piece=self._piece)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
         """Return full parameters."""
@@ -216,7 +219,7 @@ class Wire:
         key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {sender}"
         others = grad.new_empty((axis.size - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
         for payload, rank in zip(others.unbind(), axis.peers, strict=True):
-            write(form, parts[rank], payload, key, piece=self._piece)
+            form.encode(parts[rank], out=payload, key=key, piece=self._piece)
         return GradientParts(parts[axis.place], others)
 
     def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
@@ -258,7 +261,8 @@ class Wire:
         @outside_autograd
         def spread(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
-            own = [self._written(reduce_format_of(param), self._mean(part, param, axis)) for part, param in parts]
+            means = [(self._mean(part, param, axis), reduce_format_of(param)) for part, param in parts]
+            own = [form.encode(mean, piece=self._piece) for mean, form in means]
             return transport.all_gather(own, [(axis.size * payload.numel(),) for payload in own])
 
         return self.transport.in_two(lambda transport: transport.trade(trade.outgoing, trade.incoming), spread, over)
@@ -270,7 +274,7 @@ class Wire:
             if rank == axis.place:
                 total.add_(parts.own)
             else:
-                read(reduce_format_of(param), next(arrived), total, add=True, piece=self._piece)
+                reduce_format_of(param).decode(next(arrived), total, add=True, piece=self._piece)
         return total.div_(axis.size)
 
     @outside_autograd
@@ -297,7 +301,7 @@ class Wire:
         shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
         for part, written in zip(mean, payload.chunk(copies), strict=True):
-            read(reduce_format_of(param), written, part, piece=self._piece)
+            reduce_format_of(param).decode(written, part, piece=self._piece)
         return mean.view(-1)[: prod(shape)].view(shape)
 
     def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
@@ -306,12 +310,6 @@ class Wire:
             handle = self.reduce(self.encode_grad(grads, params, over), params, over)
             grads = self.decode_grad(handle.wait(), params, over)
         return tuple(grads)
-
-    def _written(self, form: Int8, x: Tensor) -> Tensor:
-        """Return the payload of a flat tensor, rounded to nearest."""
-        payload = x.new_empty(form.nbytes(x.numel()), dtype=torch.uint8)
-        write(form, x, payload, piece=self._piece)
-        return payload
 
 
 class _Trade:
@@ -328,17 +326,6 @@ class _Trade:
         """Return what has arrived, once it has; what was sent is let go of."""
         self.outgoing.clear()
         return self._parts
-
-
-def sent_dtype(param: Param) -> torch.dtype:
-    """Return the dtype of what is gathered of a parameter that travels in no format."""
-    return param.rest_dtype if param.frozen_format else param.compute_dtype
-
-
-def gather_format_of(param: Param) -> Int8:
-    """Return the format in which a parameter is gathered that has one."""
-    assert param.gather_format is not None, f"{param.path} travels as it is"
-    return param.gather_format
 
 
 def reduce_format_of(param: Param) -> Int8:

@@ -1,0 +1,132 @@
+"""4-bit levels with a scale for each block: how rows of frozen parameters rest and travel.
+
+::
+
+    a row of n elements    [ scales, float32, one a block | two elements a byte, the first in its upper half | padding ]
+
+    encode   x (rows, n)   ->  bytes (rows, NF4.nbytes(n))    scale = max |x| of the block; level nearest to x / scale
+    decode   bytes         ->  x (rows, n)                    level * scale
+
+Each row has its own blocks, so that the bytes of a row do not depend on how many ranks share the parameter. Levels and
+order of elements are bitsandbytes', whose blocks run on from row to row. Encoding what was decoded, in the dtype of the
+original, gives the same bytes: the largest of a block is its scale times 1 or -1, exactly. A block with Inf or NaN is
+decoded as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from thunder_zero.encodings.encoding import SCALE_BYTES, Blocks, piece_on
+
+# Quantiles of a normal distribution, scaled to -1 and 1, with an exact 0 (Dettmers et al., QLoRA, 2023, appendix E).
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class NF4(Blocks):
+    """4 bits an element: one of the 16 levels of NormalFloat (Dettmers et al., QLoRA, 2023), times its block's scale,
+    the largest magnitude of the block.
+
+    Frozen parameters alone rest so, row by row. An element is off by 15.2% of the largest of its block at most; of
+    normally distributed ones each level stands for as many.
+
+    Attributes:
+        block: elements that share a scale, an even number; each row begins with a new block.
+
+    Raises:
+        ValueError: ``block`` is no even number of elements.
+    """
+
+    dtype: torch.dtype = field(default=torch.uint8, init=False)
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block % 2:
+            raise ValueError(f"block is {self.block}; give an even number of elements, as two share a byte")
+
+    def __str__(self) -> str:
+        return f"nf4/{self.block}"
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a row of so many elements, with its scales.
+
+        >>> NF4(64).nbytes(1000)
+        564
+        """
+        return SCALE_BYTES * self.blocks(numel) + -(-numel // (2 * SCALE_BYTES)) * SCALE_BYTES
+
+    def error(self, rounds: str) -> str:
+        """Return how far an element may be off, in words."""
+        return "15.2% of the largest in its block"
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
+        """Return the bytes of rows (rows, ...), floating-point: (rows, bytes of a row), uint8. ``piece``: elements at a
+        time (default: by the device)."""
+        width = prod(x.shape[1:])
+        flat, blocks = x.detach().reshape(len(x), width), self.blocks(width)
+        payload = torch.zeros(len(flat), self.nbytes(width), dtype=torch.uint8, device=flat.device)
+        levels = torch.tensor(LEVELS, device=flat.device)
+        borders = (levels[1:] + levels[:-1]) / 2
+        for start, stop in _pieces(flat, piece):
+            values = torch.zeros(stop - start, blocks * self.block, device=flat.device)
+            values[:, :width] = flat[start:stop]
+            values = values.view(stop - start, blocks, self.block)
+            scales = values.abs().amax(2)
+            scales.masked_fill_(scales.isinf(), torch.nan)
+            values /= scales.masked_fill(scales == 0, 1.0).unsqueeze(2)
+            codes = torch.bucketize(values, borders, out_int32=True).to(torch.uint8).view(stop - start, -1, 2)
+            payload[start:stop].view(torch.float32)[:, :blocks] = scales
+            pairs = (codes[..., 0] << 4) | codes[..., 1]
+            self._codes(payload[start:stop], width).copy_(pairs[:, : -(-width // 2)])
+        return payload
+
+    @torch.no_grad()
+    def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
+        """Read the bytes of rows into ``out`` (rows, ...), and return it."""
+        width = prod(out.shape[1:])
+        flat = out.view(len(out), width)
+        end = width // self.block * self.block
+        pairs = pairs_on(payload.device)
+        for start, stop in _pieces(flat, piece):
+            codes = self._codes(payload[start:stop], width)
+            scales = payload[start:stop].view(torch.float32)[:, : self.blocks(width)]
+            # One look-up a byte, which finds two levels.
+            levels = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(stop - start, -1)
+            levels = levels[:, :width]
+            levels[:, :end].unflatten(1, (-1, self.block)).mul_(scales[:, : end // self.block].unsqueeze(2))
+            levels[:, end:].mul_(scales[:, end // self.block :])
+            flat[start:stop] = levels
+        return out
+
+    def _codes(self, payload: Tensor, width: int) -> Tensor:
+        """Return the bytes of rows that hold their elements, as a view."""
+        begin = SCALE_BYTES * self.blocks(width)
+        return payload[:, begin : begin + -(-width // 2)]
+
+
+def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
+    """Yield where pieces of rows begin and end."""
+    step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
+    for start in range(0, len(flat), step):
+        yield start, min(start + step, len(flat))
+
+
+@cache
+def pairs_on(device: torch.device) -> Tensor:
+    """Return the two levels that each byte stands for, (256,), each pair in the memory of an int64; it stays in the
+    process."""
+    levels = torch.tensor(LEVELS)
+    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64).view(-1).to(device)
