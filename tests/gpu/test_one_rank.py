@@ -143,6 +143,15 @@ def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.
     assert torch.equal(full, rows)
 
 
+@pytest.mark.parametrize("form", [tz.Int8(), tz.Int8(block=24), tz.NF4()], ids=str)
+def test_encodings_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) -> None:
+    rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    payload = form.encode(rows.to(device))
+    assert torch.equal(payload.cpu(), form.encode(rows))
+    found = form.decode(payload, torch.empty(rows.shape, device=device))
+    assert torch.equal(found.cpu(), form.decode(form.encode(rows), torch.empty_like(rows)))
+
+
 # A step
 
 

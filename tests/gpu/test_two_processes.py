@@ -51,10 +51,15 @@ def all_tokens() -> Tensor:
     return torch.arange(3 * ROWS).view(ROWS, 3) % 9
 
 
-def on_one_device(rank: int, world_size: int, device: str, stage: int, offload: bool, dynamo: bool) -> Tensor:
+def on_one_device(
+    rank: int, world_size: int, device: str, stage: int, offload: bool, dynamo: bool, form: tz.Int8 | None = None
+) -> Tensor:
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     with late_wire():
-        on: dict[str, Any] = {"policy": tz.Policy(stage=stage, cpu_offload=offload), "device": torch.device(device)}
+        on: dict[str, Any] = {
+            "policy": tz.Policy(stage=stage, cpu_offload=offload, gather_format=form, reduce_format=form),
+            "device": torch.device(device),
+        }
         if dynamo:
             model: Any = tz.compile(fresh(Small), **on)
         else:
@@ -68,3 +73,10 @@ def on_one_device(rank: int, world_size: int, device: str, stage: int, offload: 
 def test_two_processes_train_as_one(processes: RanksPool, device: str, stage: int, offload: bool, dynamo: bool) -> None:
     found = torch.stack(processes.run(2, on_one_device, device, stage, offload, dynamo)).mean(0)
     assert error(found, train(fresh(Small), all_tokens())) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_processes_send_bytes_of_a_format(processes: RanksPool, device: str, stage: int) -> None:
+    found = torch.stack(processes.run(2, on_one_device, device, stage, False, True, tz.Int8(4))).mean(0)
+    off = error(found, train(fresh(Small), all_tokens()))
+    assert 1e-6 < off < 5e-2, "rounded, a little"

@@ -6,7 +6,7 @@
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
     NF4(block=64)                half a byte an element, 4 bytes a block; rows of frozen parameters, at rest too
 
-``plan/params.py`` asks ``nbytes`` for what a collective of a parameter sends: memory, forecasts, proofs and reports read
+``plan/params.py`` asks ``nbytes`` for what a collective of a parameter sends; memory, forecasts, proofs, reports read
 the plan. ``sharded/wire.py`` encodes and decodes.
 """
 
