@@ -1,4 +1,4 @@
-"""What an encoding is: the bytes that elements take, and how they are written and read. A cast is the plainest one.
+"""What an encoding is: how many bytes elements take, and how these are written and read; a cast is the plainest.
 
 ::
 

@@ -385,6 +385,35 @@ class Plan:
             return self.reduce_sends(param, over, self.mesh.shard.place)
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
+    def gather_work(self, param: Param) -> tuple[int, int]:
+        """Return the bytes of memory that the lines which encode and decode a parameter read and write when it is
+        gathered: by its cast, or for its format."""
+        rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
+        if param.frozen_format:
+            return 0, param.rest_bytes + param.full_bytes  # on one rank alone, too
+        if self.writes(param):
+            payload = self.payload_bytes(param)
+            decoded = self.mesh.shard.size * payload + full * param.compute_dtype.itemsize
+            return rows * param.dtype.itemsize + payload, decoded
+        return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
+
+    def reduce_work(self, param: Param, over: str) -> tuple[int, int]:
+        """Return the bytes of memory that the lines which encode and decode a gradient read and write when it is
+        reduced over an axis. In a format each part is written once and added up once; between copies the sum is
+        written once more, and read by all."""
+        rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1
+        mean = rows * param.dtype.itemsize
+        if self.trades(param, over):
+            part = self.part_bytes(param, over)
+            if over == SHARD:
+                return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean
+            return mean + peers * part, (2 * peers + 2) * part + mean
+        numel = prod(self.geometry(param).in_compute) if over == self.reduced_over(param)[0] else rows
+        cast = numel * (param.compute_dtype.itemsize + param.reduce_dtype.itemsize)
+        is_cast = over == self.reduced_over(param)[-1] and param.reduce_dtype is not param.dtype
+        uncast = rows * param.reduce_dtype.itemsize + mean
+        return cast * self._casts_gradient(param, over), uncast * is_cast
+
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """The default unit rule: the outermost repeated submodules that hold parameters, as paths in module order.

@@ -21,11 +21,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import prod
 
 import networkx as nx
 
-from thunder_zero.plan.amounts import itemsize, name_of
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 from thunder_zero.tools.devices.device import Device
@@ -99,27 +97,14 @@ def _read_bytes(name: str, timeline: Timeline) -> int:
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
-def _cast_bytes(op: Op, timeline: Timeline) -> int:
-    """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel, or to write
-    them as bytes and to read those."""
-    plan, total = timeline.plan, 0
-    for name, param in zip(op.reads, timeline.params_of(op), strict=True):
-        sends, value = timeline.travels_as(op, param), timeline.values.get(name)
-        has = value.dtype if value is not None else ""
-        rows = prod(plan.shard_shape(param))
-        if param.frozen_format and op.kind is Kind.GATHER:
-            total += param.rest_bytes + param.full_bytes  # decoded, on one rank alone, too
-        elif sends.block and plan.ranks_over(op.over) > 1:
-            there = plan.mesh.shard.size * rows
-            written, read = (rows, there) if op.kind is Kind.GATHER else (there, there)
-            if op.over == REPLICATE:  # the mean of a part is written, and read by all
-                written, read = rows, 2 * rows
-            total += written * itemsize(has or "float32") + sends.nbytes(written) + sends.nbytes(read)
-            total += read * param.compute_dtype.itemsize if op.kind is Kind.GATHER else rows * param.dtype.itemsize
-        elif has and has != name_of(sends.dtype):
-            numel = prod(param.shape) if op.kind is Kind.REDUCE and op.over != REPLICATE else rows
-            total += numel * (itemsize(has) + sends.dtype.itemsize)
-    return total
+def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
+    """Bytes that are read and written to encode what a launch sends, and to decode what arrives."""
+    plan = timeline.plan
+    work = [
+        plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
+        for param in timeline.params_of(op)
+    ]
+    return sum(encoded for encoded, _ in work), sum(decoded for _, decoded in work)
 
 
 def compute_dtype(op: Op, timeline: Timeline) -> str:
@@ -222,7 +207,7 @@ class Cost:
 
     Attributes:
         flops: of its products, attention and convolutions.
-        traffic_bytes: read from memory and written to it; of launches, by casts to the dtype on the wire.
+        traffic_bytes: read from memory and written to it; of launches, to encode what is sent and to decode it.
         sent_bytes: what the busiest rank sends.
         seconds: on the compute lane.
         wire: the lane and the seconds of a launch; None if nothing travels.
@@ -257,9 +242,14 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
         one_wire = not in_node(timeline.plan.mesh, device)
-        cost, cast = _cost_of_launch(ring(op, timeline), device, one_wire), _cast_bytes(op, timeline)
-        held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
-        return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
+        cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire), _coding(op, timeline)
+        before, after = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
+        return replace(
+            cost,
+            traffic_bytes=sum(coding),
+            launch_seconds=cost.launch_seconds + before,
+            finish_seconds=cost.finish_seconds + after,
+        )
     if op.kind is not Kind.COMPUTE or not runs:
         return Cost()
     work = Work.POINTWISE if nbytes and op.work in FREE else op.work  # the last line of a fused kernel may be a view
