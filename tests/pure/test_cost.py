@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param, model, program, split, timelines
+from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
@@ -219,15 +220,24 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert cost.sent_bytes == timeline.wire_bytes(op)
 
 
-def test_a_launch_takes_the_traffic_of_its_casts() -> None:
-    """A shard to bfloat16, a full gradient to float32, each read and written once; nothing if nothing is cast."""
-    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for kind, reads, numel in ((Kind.GATHER, "float32", 4), (Kind.REDUCE, "bfloat16", 8)):
-        launch = Op(kind, ("given",), ("handle",), ("w",))
-        for fields, dtype, traffic in ((half, reads, numel * 6), ({}, "float32", 0)):
-            plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
-            (cost,) = costs_of(Timeline((launch,), {"given": Value(numel * 4, dtype)}, plan), SECOND)
-            assert (cost.traffic_bytes, cost.launch_seconds) == (traffic, traffic), (kind, dtype)
+@pytest.mark.parametrize(
+    ("kind", "fields", "before", "after"),
+    [
+        (Kind.GATHER, {}, 0, 0),
+        (Kind.REDUCE, {}, 0, 0),
+        (Kind.GATHER, {"compute_dtype": torch.bfloat16}, 4 * 6, 0),  # the shard
+        (Kind.REDUCE, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 8 * 6, 0),  # the full gradient
+        (Kind.REDUCE, {"reduce_dtype": torch.bfloat16}, 8 * 6, 4 * 6),  # the mean comes back to float32
+        (Kind.GATHER, {"gather_format": Int8(4)}, 16 + 8, 2 * 8 + 32),  # a payload is 8 bytes
+        (Kind.REDUCE, {"reduce_format": Int8(4)}, 32 + 8, 8 + 16),  # the other rank's part
+    ],
+)
+def test_a_launch_has_the_traffic_of_both_ends(kind: Kind, fields: dict[str, object], before: int, after: int) -> None:
+    """Before it starts what encodes reads and writes, at its wait what decodes does."""
+    launch = Op(kind, ("given",), ("handle",), ("w",))
+    plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
+    (cost,) = costs_of(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND)
+    assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
 
 
 def test_a_copy_on_several_nodes_has_one_wire() -> None:

@@ -1,4 +1,4 @@
-"""What an encoding is: how many bytes elements take, and how these are written and read; a cast is the plainest.
+"""What an encoding is: how many bytes elements take, how these are written and read; a cast is one.
 
 ::
 
