@@ -105,6 +105,11 @@ ALONE: list[Row] = [
     ("", {"broadcast_from": WORLD}, (f"broadcast_from is {WORLD}", f"ranks 0 to {WORLD - 1}")),
     ("", {"device": "meta"}, ("backend", "supports no meta tensors")),
 ]
+REFUSED_BY_THE_POLICY: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 7}, "stage is 7"),
+    ({"stage": 3, "gather_format": "int8"}, "gather_format is 'int8'"),
+    ({"stage": 3, "fuse": "triton"}, "fuse is 'triton'"),
+]
 
 
 def change(net: Net, how: str) -> None:
@@ -152,6 +157,12 @@ def shard_differing(how: str, theirs: dict[str, Any]) -> list[tuple[str, str]]:
     return on_all_ranks(error)
 
 
+def compile_differing(theirs: dict[str, Any]) -> list[tuple[str, str]]:
+    """The error of each rank; the last one gives ``tz.compile`` other arguments."""
+    arguments = theirs if dist.get_rank() == WORLD - 1 else {"stage": 3}
+    return on_all_ranks(raised_as(lambda: tz.compile(Net(), **arguments)))
+
+
 def all_stop_if_one_differs(rank: int, world_size: int) -> None:
     for how, theirs, words in DIFFER:
         errors = shard_differing(how, theirs)
@@ -159,11 +170,13 @@ def all_stop_if_one_differs(rank: int, world_size: int) -> None:
         assert errors == [("RuntimeError", text)] * WORLD, (how, theirs, errors)
         wanted = (*words, "rank 0", f"rank {WORLD - 1}", "; ")
         assert [word for word in wanted if word not in text or "\n" in text] == [], (how, theirs, text)
-    for how, theirs, words in ALONE:  # otherwise the other ranks would wait in the first collective
-        (kind, text), *_, (_, own) = shard_differing(how, theirs)
-        assert kind == "RuntimeError", (how, theirs, text)
+    # Otherwise the other ranks would wait in the first collective.
+    alone = [(shard_differing(how, theirs), words) for how, theirs, words in ALONE]
+    alone += [(compile_differing(theirs), (word,)) for theirs, word in REFUSED_BY_THE_POLICY]
+    for ((kind, text), *_, (_, own)), words in alone:
+        assert kind == "RuntimeError", (own, text)
         assert text == f"rank {WORLD - 1} refused its module, so every rank stops: {own}"
-        assert [word for word in words if word not in own] == [], (how, theirs, own)
+        assert [word for word in words if word not in own] == [], own
     assert_all_have(norm(shard(Net())))
 
 

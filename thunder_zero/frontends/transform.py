@@ -18,6 +18,7 @@ ProgramTransform.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -56,6 +57,11 @@ from thunder_zero.sharded.state import State
 
 from thunder.core.module import ThunderModule
 from thunder.core.trace import is_tracing
+
+
+def transforming(module: nn.Module) -> AbstractContextManager[None]:
+    """Tag the collectives of the block as those that shard a module."""
+    return doing(f"the transform of {type(module).__name__}")
 
 
 class ZeroTransform(ProgramTransform):
@@ -98,7 +104,7 @@ class ZeroTransform(ProgramTransform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
-        with doing(f"the transform of {type(model._model).__name__}"):
+        with transforming(model._model):
             self._shard(model)
 
     def _shard(self, model: ThunderModule) -> None:

@@ -6,14 +6,15 @@ from typing import Literal, Unpack
 
 from torch import nn
 
-from thunder_zero.comm.group import Ranks
+from thunder_zero.comm import agree
+from thunder_zero.comm.group import Ranks, has_groups, ranks_of
 from thunder_zero.comm.slices import slices_of
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
 from thunder_zero.frontends.placement import Check, intact
 from thunder_zero.frontends.refusals import PARTS
-from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.frontends.transform import ZeroTransform, transforming
 from thunder_zero.frontends.zero_module import adopt
 from thunder_zero.plan.policy import Policy
 
@@ -90,7 +91,19 @@ def compile(
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
-    require_known(fuse)
-    transform = DynamoTransform(policy, fuse=fuse, dynamic=dynamic, **arguments)
+    try:
+        require_known(fuse)
+        transform = DynamoTransform(policy, fuse=fuse, dynamic=dynamic, **arguments)
+    except (TypeError, ValueError):
+        if has_groups():
+            _refuse_with_all(module, **arguments)
+        raise
     model: DynamoModule = thunder.jit(module, transforms=[transform])
     return model
+
+
+def _refuse_with_all(module: nn.Module, **arguments: Unpack[Arguments]) -> None:
+    """Raise the error that is handled where the other ranks shard the module, so that all of them hear of it."""
+    ranks = ranks_of(*(arguments.get(name) for name in ("process_group", "mesh", "dp_mesh_dims")))
+    with transforming(module), agree.all_or_none(ranks.world):
+        raise
