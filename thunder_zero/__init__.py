@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
 
+__version__ = "0.1.0"
+
 look_up, listed, __all__ = lazy(__name__)
 
 if not TYPE_CHECKING:  # a type checker must miss a name that there is not
