@@ -1,4 +1,4 @@
-"""``sharded``: a class of Hugging Face trainers, ``Trainer`` or one of TRL, whose model is sharded.
+"""``sharded``: trainers of Hugging Face with a sharded model; ``parallelize``: slices by a model's plan.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model once
 they are made. A trainer has two names for its model, so the code of any trainer finds what it expects::
@@ -6,11 +6,14 @@ they are made. A trainer has two names for its model, so the code of any trainer
     trainer.model            the plain module, whose parameters are DTensors now: its class, config, signature, adapters
     trainer.model_wrapped    the sharded model, in the place of DistributedDataParallel: what a step calls
 
-Nothing here imports transformers at run time: the class is the user's.
+``parallelize`` slices a model by its own plan for tensor parallelism, however the model was made.
+
+Nothing here imports transformers at run time, but ``parallelize``: the class is the user's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +26,7 @@ from thunder_zero.checkpoint.hugging_face import save_pretrained
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.comm.agree import on_rank_0
+from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import step_shards
@@ -30,7 +34,8 @@ from thunder_zero.sharded.optimizers import MIXED
 from thunder_zero.sharded.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel, Trainer
 else:
     Trainer = object
 
@@ -74,6 +79,30 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
     given = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
     made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_of_compile": given})
     return made  # type: ignore[no-any-return]
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
+    """Slice a model of transformers by its own plan for tensor parallelism, in place, as ``from_pretrained`` with a
+    ``DistributedConfig`` does; then give :func:`thunder_zero.compile` the whole mesh.
+
+    >>> parallelize(model, mesh["tp"])
+    >>> sharded_model = tz.compile(model, stage=3, mesh=mesh)
+
+    Each rank keeps its slices of the values that it has, so nothing is sent: ranks have to make equal models.
+
+    Args:
+        model: made of a config, or loaded whole by ``from_pretrained``.
+        mesh: one dimension, among whose ranks parameters are sliced.
+        plan: rules that differ from the model's own, as ``DistributedConfig.tp_plan``: paths, with ``*`` for numbers of
+            layers, and names of styles.
+
+    Raises:
+        TypeError: not a model of transformers, or not a mesh of one dimension.
+        ValueError: the model has no plan, and none is given; the plan names what the model does not have; the model is
+            sliced already; sizes that the ranks do not divide.
+        RuntimeError: a version of transformers without such plans.
+    """
+    apply_plan(model, mesh, plan)
 
 
 class ShardedTrainer(Trainer):

@@ -75,6 +75,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
     Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
     Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
     Room("compat/thunder/guards.py",IMPORT,NOT,NOT,     NOTHING),
     Room("compat/thunders_work.py",NOT,NOT,    IMPORT,  rooms("schedule")),
@@ -83,7 +84,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/thunder/",   IMPORT, NOT,     IMPORT,  rooms("compat/casts compat/imports compat/never_fuses "
                                                               "compat/private compat/uncapturable")),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
-    Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/private compat/torch_gaps")),
+    Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
+                                                              "compat/torch_gaps")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
                                                               "compat/torch_gaps compat/casts compat/thunder")),
@@ -92,7 +94,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private sharded optim")),
-    Room("hugging_face.py",   IMPORT, NOT,     NOT,     rooms("plan comm sharded frontends checkpoint")),
+    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint")),
     Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),

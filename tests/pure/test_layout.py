@@ -104,6 +104,14 @@ def test_the_geometry_of_a_parameter(
     assert found.is_spread == (is_cut and mesh.shard.size > 1)
 
 
+def test_parts_of_a_gradient_are_summed_over_slices() -> None:
+    mesh = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
+    cut, whole = (Geometry((12, 8), mesh, is_cut, is_partial=True) for is_cut in (True, False))
+    assert (cut.reduced_over, whole.reduced_over) == (("shard", "replicate", "tensor"), ("all", "tensor"))
+    assert (cut.summed_over, cut.divisor) == (("replicate", "shard", "tensor"), 6), "a sum over slices, no mean"
+    assert Geometry((12, 8), Mesh.of(2, 0, slices=1), True, is_partial=True).reduced_over == ("shard",)
+
+
 SLICED = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
 
 

@@ -58,7 +58,7 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
     for param in plan.params:
         value = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
         if plan.mesh.is_sliced:
-            value += f", sliced along {param.sliced}"
+            value += f", sliced along {param.sliced}{', its gradient in parts' * param.is_partial}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
             value += ", on the meta device"
         facts.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", value))

@@ -31,7 +31,7 @@ from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
-from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD
+from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Plan
 
 Make = Callable[[ProcessGroup, int], Transport]
@@ -73,6 +73,8 @@ def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make |
     groups = {SHARD: ranks.shard_group}
     if ranks.replicate_group is not None:
         groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.data}
+    if ranks.tensor is not None:
+        groups |= {TENSOR: ranks.tensor.get_group()}
     by_axis = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
@@ -206,7 +208,7 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 
 def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
     """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
-    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL)}
+    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
     groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
     by_axis = {over: SingleRank() if group.size() == 1 else UNSENT[backend](group) for over, group in groups.items()}
     return TaggedTransport(by_axis, model, groups[ALL], announces=False)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_zero.comm.group import Ranks
+from thunder_zero.compat.plans_of_transformers import meshes_of_sums
 from thunder_zero.plan.params import Plan
 
 
@@ -48,6 +49,26 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
         if (dim := _dimension_of(name, param, mesh.size())) is not None:
             slices[name] = dim
     return slices
+
+
+def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
+    """Return the parameters of whose gradients each rank of tensor parallelism makes a part, by all their names: those
+    of modules that a plan of Hugging Face places by ``replicated_with_grad_allreduce``.
+
+    Raises:
+        ValueError: they would be summed over another mesh, or a parameter is a DTensor.
+    """
+    if ranks.tensor is None:
+        return frozenset()
+    found = meshes_of_sums(module)
+    for name, mesh in found.items():
+        if mesh != ranks.tensor or isinstance(module.get_parameter(name), DTensor):
+            raise ValueError(
+                f"the plan of parameter {name!r} sums its gradient over {mesh}, and the model is sliced over "
+                f"{ranks.tensor}; give the plan this dimension of the mesh, and leave the parameter whole"
+            )
+    ids = {id(module.get_parameter(name)) for name in found}
+    return frozenset(name for name, each in module.named_parameters(remove_duplicate=False) if id(each) in ids)
 
 
 def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:

@@ -29,9 +29,10 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
-from thunder_zero.comm.slices import require_planned
+from thunder_zero.comm.slices import partial_of, require_planned
 from thunder_zero.comm.split_ties import require_whole_ties
 from thunder_zero.compat.casts import cast_borders, cast_inputs
+from thunder_zero.compat.plans_of_transformers import leave_to_plan
 from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments, check_arguments
@@ -114,7 +115,8 @@ class ZeroTransform(ProgramTransform):
             require_untransformed(model, self)
             if ranks.planned.is_sliced:
                 require_for_slices(self.policy)
-            plan = make_plan(plain, self.policy, ranks.planned, self._slices(plain, ranks))
+            slices = self._slices(plain, ranks)
+            plan = make_plan(plain, self.policy, ranks.planned, slices, partial_of(plain, ranks))
             if plan.mesh.is_sliced:
                 require_planned(plain, plan)
                 require_whole_ties(plain, plan)
@@ -128,6 +130,8 @@ class ZeroTransform(ProgramTransform):
             )
         values = initial_values(plain, plan, ranks, device, where.sources)
         self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
+        if plan.mesh.is_sliced:
+            leave_to_plan(plain)
         self._state = self._take_over(model, plan, ranks, device, values)
         share_found_inf()
         self.used = True

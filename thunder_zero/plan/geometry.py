@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from thunder_zero.plan import layout
-from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, Mesh
+from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,14 @@ class Geometry:
         mesh: the axes that its ranks are on.
         is_cut: at rest each rank along the axis ``shard`` has some rows, padded; otherwise each has all of them.
         sliced: the dimension that the axis ``tensor`` divides; None: its ranks have the same.
+        is_partial: each rank along ``tensor`` makes a part of its gradient, as of a norm of this rank's heads.
     """
 
     shape: tuple[int, ...]
     mesh: Mesh
     is_cut: bool
     sliced: int | None = None
+    is_partial: bool = False
 
     @property
     def in_compute(self) -> tuple[int, ...]:
@@ -104,15 +106,17 @@ class Geometry:
 
     @property
     def summed_over(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed: along them batches differ."""
-        return DATA
+        """The axes over which its gradient is summed: along the data axes batches differ, along ``tensor`` parts."""
+        return (*DATA, TENSOR) if self.is_partial else DATA
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that average its gradient, one after the other: first the one that cuts it."""
+        """The axes of the collectives that reduce its gradient, one after the other: first the one that cuts it. Over
+        the data axes they average; over ``tensor`` the last one sums."""
+        summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
-            return (SHARD,)
-        return (SHARD, REPLICATE) if self.is_cut else (ALL,)
+            return (SHARD, *summed)
+        return (SHARD, REPLICATE, *summed) if self.is_cut else (ALL, *summed)
 
     @property
     def divisor(self) -> int:

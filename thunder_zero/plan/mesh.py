@@ -23,6 +23,7 @@ from thunder_zero.plan.policy import is_count
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 ALL = "all"  # both, in one collective
+OF_MEANS = (REPLICATE, TENSOR)  # axes over which a reduction reads what another one has averaged
 DATA = (REPLICATE, SHARD)  # axes along which batches differ, so that gradients are summed; the slowest first
 
 

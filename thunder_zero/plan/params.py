@@ -24,7 +24,7 @@ from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.geometry import Geometry
-from thunder_zero.plan.mesh import REPLICATE, SHARD, Mesh
+from thunder_zero.plan.mesh import OF_MEANS, REPLICATE, SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
@@ -59,6 +59,7 @@ class Param:
         gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
         frozen_format: how its rows rest, and travel; None: in the dtypes above.
         sliced: the dimension along which torch's tensor parallelism slices it; None: each rank computes with all of it.
+        is_partial: each rank of tensor parallelism makes a part of its gradient, and the sum of these is its gradient.
     """
 
     path: str
@@ -77,6 +78,7 @@ class Param:
     reduce_format: Int8 | None = None
     frozen_format: NF4 | None = None
     sliced: int | None = None
+    is_partial: bool = False
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
@@ -148,7 +150,7 @@ class Plan:
 
     def geometry(self, param: Param) -> Geometry:
         """Return the shapes and rows of a parameter, and what its gradient is summed over."""
-        return Geometry(self.whole_shape(param), self.mesh, param.sharded, param.sliced)
+        return Geometry(self.whole_shape(param), self.mesh, param.sharded, param.sliced, param.is_partial)
 
     def whole_shape(self, param: Param) -> tuple[int, ...]:
         """Return the shape of a parameter with the slices of all ranks."""
@@ -267,7 +269,7 @@ class Plan:
         return self.mesh.over(over).size
 
     def reduced_over(self, param: Param) -> tuple[str, ...]:
-        """Return the axes over which the parameter's gradient is averaged, one collective after the other."""
+        """Return the axes over which the parameter's gradient is reduced, one collective after the other."""
         return self.geometry(param).reduced_over
 
     def encodes(self, *bucket: Param) -> bool:
@@ -353,8 +355,8 @@ class Plan:
             return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
         if over == SHARD and param.sharded:
             numel = layout.scatter_sends(param.shape, self.mesh.shard.size, rank)
-        elif over == REPLICATE:
-            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.mesh.replicate.size)
+        elif over in OF_MEANS:
+            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.ranks_over(over))
         else:
             numel = layout.all_reduce_sends(param.shape, self.ranks_over(over))
         return numel * encoding.dtype.itemsize
@@ -447,7 +449,13 @@ def _is_container(module: nn.Module) -> bool:
     return lists or type(module).__name__ == "Sequential"
 
 
-def make_plan(module: nn.Module, policy: Policy, mesh: Mesh, slices: Mapping[str, int] | None = None) -> Plan:
+def make_plan(
+    module: nn.Module,
+    policy: Policy,
+    mesh: Mesh,
+    slices: Mapping[str, int] | None = None,
+    partial: Container[str] = (),
+) -> Plan:
     """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
     Args:
@@ -455,6 +463,7 @@ def make_plan(module: nn.Module, policy: Policy, mesh: Mesh, slices: Mapping[str
         policy: how to shard it.
         mesh: the ranks that train it, and which one plans.
         slices: the dimensions along which torch's tensor parallelism slices parameters, by their names.
+        partial: names of parameters of whose gradients each rank of tensor parallelism makes a part.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
@@ -474,7 +483,7 @@ def make_plan(module: nn.Module, policy: Policy, mesh: Mesh, slices: Mapping[str
             )
     embeddings = embeddings_of(module)
     params = tuple(
-        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings, mesh, slices or {})
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings, mesh, slices or {}, partial)
         for param, paths in names.items()
     )
     plan = Plan(policy, mesh, params)
@@ -574,6 +583,7 @@ def _plan_param(
     embeddings: frozenset[str],
     mesh: Mesh,
     slices: Mapping[str, int],
+    partial: Container[str],
 ) -> Param:
     stage, sliced = STAGES[policy.stage], slices.get(names[0])
     shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
@@ -605,6 +615,7 @@ def _plan_param(
         reduce_format=reduce_format if param.requires_grad else None,
         frozen_format=frozen_format,
         sliced=sliced,
+        is_partial=any(name in partial for name in names),
     )
 
 

@@ -79,7 +79,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif op.kind is Kind.REDUCE:
             (param,) = timeline.params_of(op)
-            later = tuple(plan.reduce_encoding(param, over) for over in plan.reduced_over(param)[1:])
+            later = tuple((over, plan.reduce_encoding(param, over)) for over in plan.reduced_over(param)[1:])
             buckets.add(at, param.grad_bytes, param.unit, (_dtypes(timeline, op), later, param.sharded))
             reduced[op.writes[0]] = at
         elif timeline.ends(op, Kind.REDUCE):

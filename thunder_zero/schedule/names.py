@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
+from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
@@ -35,7 +35,7 @@ class ProgramName:
 def launch_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
     """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``; of means ``reduce ... over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{kind} {paths[0]}{more}{f' over {over}' * (over == REPLICATE)}"
+    return f"{kind} {paths[0]}{more}{f' over {over}' * (over in OF_MEANS)}"
 
 
 def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
@@ -45,7 +45,7 @@ def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
 
 def label_of(op: Op, timeline: Timeline) -> str:
     """The label of a launch of a timeline, or of its wait; of torch's tensor parallelism ``all_reduce over tensor``."""
-    if op.over == TENSOR:
+    if op.is_torchs:
         launch = timeline.collectives[op.reads[0]] if op.waits else op
         return f"{'wait for ' * op.waits}{launch.moves} over {TENSOR}"
     launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op

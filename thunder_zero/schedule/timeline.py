@@ -90,8 +90,8 @@ class Op:
             line, and of the one that encodes what a launch sends, or decodes what a wait brings. FREE: ().
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
-        over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" a REDUCE reads the means of the one before.
-            Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
+        over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of
+            another. Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
         sends: COMPUTE only: bytes that this rank sends in such a collective.
         moves: COMPUTE only: what such a collective does: "gather", "scatter", "all_reduce" or "all_to_all"; "" of the
             wait for one.
@@ -121,7 +121,12 @@ class Op:
     @property
     def waits(self) -> bool:
         """True if it waits for a collective."""
-        return self.kind is Kind.WAIT or (self.over == TENSOR and not self.moves)
+        return self.kind is Kind.WAIT or (self.is_torchs and not self.moves)
+
+    @property
+    def is_torchs(self) -> bool:
+        """True if it is a collective of torch's tensor parallelism, or the wait for one."""
+        return self.kind is Kind.COMPUTE and self.over == TENSOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
         raise fault(timeline, at, "mixes dtypes or formats in one bucket")
     if len({(param.sharded, param.resident) for param in params}) > 1:
         raise fault(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
+    if op.kind is Kind.REDUCE and len({timeline.plan.reduced_over(param) for param in params}) > 1:
+        raise fault(timeline, at, "mixes gradients that are reduced over different axes in one bucket")
     if len(params) > 1 and timeline.full_bytes(op) > limit:
         raise fault(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
 

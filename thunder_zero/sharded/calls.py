@@ -26,7 +26,7 @@ from torch import Tensor
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.compat import thunder as room
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
@@ -148,7 +148,7 @@ class Calls:
 
     def _sums(self, grads: Sequence[Tensor], params: Sequence[Param], over: str) -> Sequence[Tensor]:
         """Return gradients with their deferred sums, in the dtype in which they are reduced; means as they are."""
-        if over == REPLICATE:
+        if over in OF_MEANS:
             return grads
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
@@ -157,7 +157,7 @@ class Calls:
         """Start reducing gradients, with their deferred sums, or means inside of a copy, to their means over an
         axis."""
         params = self._of_bucket(paths)
-        if over != REPLICATE:
+        if over not in OF_MEANS:
             self._state.resident.expect_step()
             self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
         if (paths, over) not in self._encoded:
@@ -166,7 +166,7 @@ class Calls:
             sent = self._sums(cast(Sequence[Tensor], sent), params, over)
         with launching(Kind.REDUCE, paths, over):
             handle = self._state.clock.watched(self._wire.reduce(sent, params, over), paths[0], gather=False)
-        if over != REPLICATE:
+        if over not in OF_MEANS:
             self._state.labels.gradients_are_made(paths)
         return self._state.labels.watched(handle, Kind.REDUCE, paths, over)
 

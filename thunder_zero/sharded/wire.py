@@ -34,7 +34,7 @@ from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU, Encoding, piece_on
 from thunder_zero.encodings.int8 import Int8, weyl
 from thunder_zero.encodings.nf4 import pairs_on
-from thunder_zero.plan.mesh import REPLICATE, SHARD, Axis
+from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR, Axis
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
 
@@ -226,19 +226,21 @@ class Wire:
         """Average gradients over the ranks of an axis. The handle has means, or what :meth:`decode_grad` makes them of:
         inside of a copy the parts of all ranks for this one, between copies the bytes of all parts of the means."""
         if not self._trades(params[0], over):
-            if over == REPLICATE:
-                return self._average_rows(sent, params)
+            if over in OF_MEANS:
+                return self._reduce_rows(sent, params, over)
             return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
         return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
 
-    def _average_rows(self, means: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average means over the copies of the model; padding stays where it is."""
+    def _reduce_rows(self, means: Sequence[Tensor], params: Sequence[Param], over: str) -> Waitable:
+        """Average means over the copies of the model, or sum the parts of them; padding stays where it is."""
         rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
-        handle = self.transport.all_reduce(rows, REPLICATE)
+        handle = self.transport.all_reduce(rows, over)
+        parts = self._plan.ranks_over(over) if over == TENSOR else 1
 
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
-            return tuple(_with_padding(mean, rows) for mean, rows in zip(means, handle.wait(), strict=True))
+            arrived = [mean.mul_(parts) if parts > 1 else mean for mean in handle.wait()]
+            return tuple(_with_padding(mean, rows) for mean, rows in zip(means, arrived, strict=True))
 
         return WaitsBy(wait)
 

@@ -6,7 +6,7 @@ Dynamo captures a module once, for programs under many policies: for ``trace`` o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.comm.group import ranks_of
-from thunder_zero.comm.slices import require_in_plan, slices_of
+from thunder_zero.comm.slices import partial_of, require_in_plan, slices_of
 from thunder_zero.compat.casts import cast_inputs, casting_borders
+from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import check_arguments
 from thunder_zero.frontends.compiled import Traces
@@ -114,14 +115,15 @@ def trace(
         )
     _refuse_policy_fields(module, kwargs)
     planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), {}
+    partial: Container[str] = ()
     if mesh is not None or dp_mesh_dims is not None:
         if world_size is not None or rank or replicas != 1:
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
         ranks = ranks_of(None, mesh, dp_mesh_dims)
-        planned, slices = ranks.planned, slices_of(module, ranks)
+        planned, slices, partial = ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
     if slices and frontend != "dynamo":
         raise ValueError("parameters are DTensors, and Thunder's front end traces none; leave out frontend")
-    asked = Asked(module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices)
+    asked = Asked(module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices, partial)
     return FRONTENDS[frontend](asked)
 
 
@@ -140,6 +142,7 @@ class Asked:
     executors: Sequence[Executor] | None = None
     dynamic: bool = False
     slices: Mapping[str, int] = field(default_factory=dict)
+    partial: Container[str] = ()
 
     @property
     def for_gpu(self) -> bool:
@@ -150,7 +153,7 @@ class Asked:
         """The plan under another policy."""
         if not self.mesh.is_sliced:
             require_plain_tensors(self.module)
-        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices)
+        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices, self.partial)
         require_in_plan(self.module, plan)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
@@ -187,7 +190,7 @@ class ProgramSource:
     def __init__(self, asked: Asked) -> None:
         require_known(asked.fuse)
         self._asked, plan = asked, asked.plan(asked.policy)
-        with _standing_in(asked.module, plan, _as_captured):
+        with _standing_in(asked.module, plan, _as_captured), left_to_plan(asked.module):
             given = asked.inputs(plan, shape_of)
             self._exported = export(asked.module, *given, plan, for_gpu=asked.for_gpu, dynamic=asked.dynamic)
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compat.never_fuses import NeverFuses
-from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind, Op
@@ -238,8 +238,9 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return grad
 
     def axis(self, over: str) -> tuple[str, ...]:
-        """Return the last argument of a launch, which names its axis; none where the mesh has one axis."""
-        return (over,) if self.plan.mesh.replicate.size > 1 else ()
+        """Return the last argument of a launch, which names its axis; none where the mesh has one data axis
+        and it goes over that."""
+        return (over,) if self.plan.mesh.replicate.size > 1 or over == TENSOR else ()
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:

@@ -70,6 +70,8 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     if op.moves:
         moves = Sends(op.moves)
         return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is Sends.ALL_REDUCE)) * (ranks - 1), moves)
+    if op.over == TENSOR:
+        return Ring(Lane.TENSOR, ranks, 1, nbytes, 2 * (ranks - 1), Sends.ALL_REDUCE, len(op.params))
     lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
     steps, moves = 2 * (ranks - 1), Sends.ALL_REDUCE
     if op.over == REPLICATE:
@@ -83,7 +85,7 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE. Each tensor is read once,
     no more than the memory that it views (an expanded one), and of tensors that are indexed no more than is written (an
     embedding's rows). A fused region has its inputs and outputs."""
-    if op.kind is not Kind.COMPUTE or op.over == TENSOR or op.work in (Work.NONE, Work.VIEW):
+    if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
     read = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
@@ -147,7 +149,7 @@ def _stored_in(timeline: Timeline) -> dict[str, str]:
 
 
 def _is_fused(op: Op) -> bool:
-    is_line = op.kind is Kind.COMPUTE and op.over != TENSOR
+    is_line = op.kind is Kind.COMPUTE and not op.is_torchs
     return is_line and op.work in FUSED and not op.updates and bool(op.source)
 
 
@@ -238,10 +240,10 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
-    if op.over == TENSOR:
+    if op.is_torchs:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
-        one_wire = not in_node(timeline.plan.mesh, device)
+        one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)
         cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire), _coding(op, timeline)
         before, after = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
         return replace(

@@ -154,7 +154,7 @@ class PageProgram:
     def lanes(self) -> tuple[str, ...]:
         """Compute, collectives of slices, then each kind of launch on each wire that carries it."""
         found = {bar.lane for bar in self.bars}
-        launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE))
+        launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
         return (str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in found))
 
     @cached_property

@@ -136,7 +136,7 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         read = _merged(op.params if op.kind is not Kind.COMPUTE else _of(op.reads, values) for op in ops)
         made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
         reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
-        is_torchs = any(op.over == TENSOR for op in ops)
+        is_torchs = any(op.is_torchs for op in ops)
         launches = any(op.kind in LAUNCHES or op.sends for op in ops)
         sent = sum(map(timeline.bytes_sent, ops)) if launches else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)

@@ -1,0 +1,112 @@
+"""needed while: transformers applies plans by private names, and sums gradients by hooks.
+
+:func:`apply_plan` does what ``from_pretrained`` does with a ``DistributedConfig``, to any model.
+
+Its style ``replicated_with_grad_allreduce`` replaces the forward of a module by a function that registers, when it
+first runs, a hook on each parameter: an all-reduce of the gradient over the mesh of slices. Placeholders would get
+these hooks, and no gradient reaches those. So the plan has that sum, and forward is what it was::
+
+    q_norm.forward   tp_forward of transformers      ->  Qwen3RMSNorm.forward
+    q_norm.weight    a hook that sums its gradient   ->  zero_all_reduce(..., over='tensor')
+
+The function is known by its code, which is that of the style's own, never by a name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import getclosurevars
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+STYLES = "transformers.distributed.tensor_parallel"
+SUM = ("dist", "all_reduce", "grad", "get_group")  # what the hook reads: it sums, and does nothing else
+
+RIGHT = {  # styles that tests compare with one process
+    *("embedding_rowwise", "embedding_colwise", "colwise", "colwise_gather_output", "colwise_rep", "rowwise"),
+    *("rowwise_split_input", "rowwise_rep", "replicated_with_grad_allreduce"),
+}
+
+
+def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> None:
+    """Slice a model of transformers by its own plan; the raises are those of ``hugging_face.parallelize``."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError as error:
+        raise RuntimeError("no transformers with plans for tensor parallelism is installed; 5.24 has them") from error
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise TypeError(f"mesh is {mesh!r}; give one dimension of a mesh, such as mesh['tp']")
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{name} is no model of transformers; call torch's parallelize_module with styles of your own")
+    if found := next((path for path, each in model.named_parameters() if isinstance(each, DTensor)), None):
+        raise ValueError(f"parameter {found!r} is a DTensor already; slice a model once")
+    if not model.tp_plan and not plan:
+        raise ValueError(
+            f"{name} has no plan for tensor parallelism; give one as plan=, or slice its layers by torch's "
+            f"parallelize_module or distribute_module"
+        )
+    # transformers plans for one rank nothing, and mesh may have one
+    asked = DistributedConfig(tp_size=max(mesh.size(), 2), tp_plan=dict(plan) if plan else None)
+    styles, _, _ = model._resolve_parallel_plans(asked)
+    if wrong := next(((path, style) for path, style in styles.items() if style not in RIGHT), None):
+        raise ValueError(
+            f"the plan of {name} has the style {wrong[1]!r} for {wrong[0]!r}, which nobody has compared with one "
+            f"process; give plan= with another style, or slice the layer by torch's parallelize_module"
+        )
+    tied = {path for path, _ in model.named_parameters(remove_duplicate=False)} - {*dict(model.named_parameters())}
+    apply_tensor_parallelism(model, mesh, {path: style for path, style in styles.items() if path not in tied})
+    model.tie_weights(recompute_mapping=False)
+
+
+def meshes_of_sums(module: nn.Module) -> dict[str, DeviceMesh]:
+    """Return the mesh over which hooks of transformers would sum the gradient of each parameter, by its name."""
+    return {
+        f"{path}.{name}".removeprefix("."): getclosurevars(hook).nonlocals["mesh"]
+        for path, part, _, hook in _hooking(module)
+        for name, _ in part.named_parameters(recurse=False)
+    }
+
+
+def leave_to_plan(module: nn.Module) -> None:
+    """Give modules their forward back, without the hooks on their parameters."""
+    for _, part, forward, _ in list(_hooking(module)):
+        del part.forward
+        if forward != part.forward:  # replaced before
+            part.forward = forward
+
+
+@contextmanager
+def left_to_plan(module: nn.Module) -> Iterator[None]:
+    """Inside the block forward registers no such hooks."""
+    hooking = [(part, part.forward) for _, part, _, _ in _hooking(module)]
+    leave_to_plan(module)
+    try:
+        yield
+    finally:
+        for part, forward in hooking:
+            part.forward = forward
+
+
+def _hooking(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any, FunctionType]]:
+    """Yield each module whose forward registers such hooks: its path, itself, its own forward, the hook."""
+    style: Any = getattr(sys.modules.get(STYLES), "ReplicatedWithGradAllReduce", None)
+    install = vars(style).get("install_forward") if isinstance(style, type) else None
+    if not isinstance(install, FunctionType):
+        return  # not imported, so that nothing has used it
+    known = {code for code in install.__code__.co_consts if isinstance(code, CodeType)}
+    for path, part in module.named_modules():
+        forward = vars(part).get("forward")
+        if isinstance(forward, FunctionType) and forward.__code__ in known:
+            held = getclosurevars(forward).nonlocals
+            hook = held.get("_all_reduce_grad")
+            if isinstance(hook, FunctionType) and hook.__code__ in known and hook.__code__.co_names == SUM:
+                yield path, part, held["original_forward"], hook
