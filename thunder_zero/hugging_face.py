@@ -1,4 +1,4 @@
-"""``sharded``: trainers of Hugging Face with a sharded model; ``parallelize``: slices by a model's plan.
+"""``sharded``: Hugging Face's trainers with a sharded model; ``parallelize``: a model's own plan.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model once
 they are made. A trainer has two names for its model, so the code of any trainer finds what it expects::
