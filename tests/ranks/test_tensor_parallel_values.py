@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_zero as tz
-from tests.harness.errors import refused
+from tests.harness.errors import refused, says
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 
@@ -148,7 +148,7 @@ CHUNKS: Styles = {  # each rank takes its part of a sequence without a collectiv
 def masks(rank: int, world_size: int, checks: bool, options: dict[str, Any]) -> None:
     mesh = mesh_of(world_size // 2, 2)
     peers = [each for each in range(world_size) if each // 2 == rank // 2]
-    for styles in (SLICES, PARTS, CHUNKS):
+    for styles in (SLICES,) if options else (SLICES, PARTS, CHUNKS):
         torch.manual_seed(0)
         module = Drops()
         module.checks = checks
@@ -187,8 +187,81 @@ def masks(rank: int, world_size: int, checks: bool, options: dict[str, Any]) -> 
         assert off < 1e-3, (off, is_parts)
 
 
-def test_slices_draw_numbers_of_their_own(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, masks, True, {}, timeout=110)
+@pytest.mark.parametrize(
+    ("world_size", "checks", "options"),
+    [
+        (4, True, {}),
+        *slow((2, True, {"fuse": "inductor"}), (2, False, {"recompute": "units"})),
+    ],
+)
+def test_slices_draw_numbers_of_their_own(
+    ranks_pool: RanksPool, world_size: int, checks: bool, options: dict[str, Any]
+) -> None:
+    ranks_pool.run(world_size, masks, checks, options, timeout=110)
+
+
+class Attends(nn.Module):
+    """Attention with dropout, whose weights are equal: what a rank returns says what it dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        return heads, self.o(heads.transpose(1, 2).flatten(2))
+
+
+def attention(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1, 2)
+    module = Attends()
+    for name, param in module.named_parameters():
+        nn.init.constant_(param, 1.0 if name in ("v.bias", "o.weight") else 0.0)
+    model = sliced(module, mesh, {**{name: ColwiseParallel() for name in "qkv"}, "o": RowwiseParallel()})
+    torch.manual_seed(5)
+    heads, y = model(torch.ones(2, 16, 8))
+    one, other = from_all(heads)
+    assert not one.equal(other), "both heads drop the same"
+    first, second = from_all(torch.get_rng_state())
+    assert first.equal(second), "generators went out of step"
+    heads.sum().backward()  # of a bias: the sum of what was kept
+    grad: Any = model.plain.v.bias.grad
+    near = grad.full_tensor().chunk(2)[rank] - heads.detach().sum((0, 1, 2))
+    assert near.abs().max() < 1e-3, near
+    y.sum()
+
+
+@pytest.mark.slow
+def test_heads_drop_weights_of_their_own(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, attention, timeout=110)
+
+
+def of_symbols(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = sliced(Drops(), mesh_of(1, 2), SLICES, dynamic=True)
+    says(lambda: model(torch.ones(2, 4, 8)), "RuntimeError: cannot trace Drops: RecursionError", "pass dynamic=False")
+
+
+@pytest.mark.slow
+def test_slices_of_sizes_that_are_symbols(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, of_symbols, timeout=110)
+
+
+def elsewhere(rank: int, world_size: int) -> None:
+    """A rank that does something else while others compare batches is named, and nobody waits for ever."""
+    torch.manual_seed(0)
+    model = sliced(Net(), mesh_of(1, 2), OF_NET)
+    says(
+        lambda: tz.full_state_dict(model) if rank else model(torch.ones(2, 6)),
+        "RuntimeError: the ranks do different things: rank 0 is in the comparison of the batches",
+        "rank 1 is in full_state_dict",
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_elsewhere_is_named(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, elsewhere, timeout=110)
 
 
 # Initial values

@@ -113,11 +113,13 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
     where, text = f" at {found[0]}:{found[1]}" if found else "", " ".join(text.split()).rstrip(".")
     text = text if len(text) <= MOST else f"{text[:MOST]} ..."
     action = "if the plain module trains, put what torch cannot trace into a function under torch.compiler.disable"
-    if slices > 1 and isinstance(raised, (RuntimeError, ValueError)):
+    if slices > 1 and type(raised) in (RuntimeError, ValueError):
         action = (
             f"forward has slices: choose a number of ranks of tensor parallelism (now {slices}) that divides the "
             f"heads, of queries and of keys"
         )
+    if slices > 1 and isinstance(raised, RecursionError):
+        action = "torch cannot trace slices of sizes that are symbols: pass dynamic=False, or give batches one shape"
     return f"cannot trace {name}: {type(raised).__name__}{where}: {text}; {action}", raised
 
 

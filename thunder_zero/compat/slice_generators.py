@@ -33,4 +33,10 @@ def generator_of_slice(part: int, device: torch.device) -> Tensor:
     return generator.get_state()
 
 
+@torch.library.register_fake(NAME)
+def _fake(part: int, device: torch.device) -> Tensor:
+    """Return what the state looks like."""
+    return torch.empty(len(torch.get_rng_state()) if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
+
+
 GENERATOR_OF_SLICE: Any = torch.ops.thunder_zero.generator_of_slice.default
