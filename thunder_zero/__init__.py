@@ -14,6 +14,7 @@ tz.tools.plan_training, fit, memory, estimate   which stage fits, its bytes and 
 help(tz.Policy), docs/reference.md              each field with its default; each name with an example
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from thunder_zero.compat.imports import let_thunder_import
@@ -58,4 +59,19 @@ look_up, listed, __all__ = lazy(__name__)
 if not TYPE_CHECKING:  # a type checker must miss a name that there is not
     __getattr__, __dir__ = look_up, listed
 
-let_thunder_import()
+
+def _register_plugins() -> None:
+    """Let ``thunder.compile(module, plugins="zero3")`` find the plugins by name."""
+    from thunder.plugins import register_plugin
+
+    for stage in (1, 2, 3):
+        register_plugin(f"zero{stage}", partial(_plugin, stage))
+
+
+def _plugin(stage: int) -> "Zero":
+    from thunder_zero.frontends.plugin import Zero
+
+    return Zero(stage=stage)
+
+
+let_thunder_import(_register_plugins)

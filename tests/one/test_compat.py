@@ -29,11 +29,11 @@ def test_a_version_outside_of_what_was_tested(package: str) -> None:
 
 
 def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    imports.let_thunder_import()
+    imports.let_thunder_import(lambda: None)
     assert not [warning for warning in recwarn if "thunder_zero" in str(warning.message)], "these versions were tested"
     monkeypatch.setattr(imports, "version", {"torch": "9.9", "lightning-thunder": "0.2.6"}.__getitem__)
     with pytest.warns(UserWarning, match="9.9") as caught:
-        imports.let_thunder_import()
+        imports.let_thunder_import(lambda: None)
     assert [str(warning.message) for warning in caught] == [imports.untested("torch", "9.9")]
 
 
@@ -44,7 +44,7 @@ def test_half_of_thunder_is_told_from_thunder(monkeypatch: pytest.MonkeyPatch) -
     with refused(
         ImportError, "an earlier `import thunder` failed", "restart Python and", "`import thunder_zero` before"
     ):
-        imports.let_thunder_import()
+        imports.let_thunder_import(lambda: None)
 
 
 THUNDER_FIRST = r"""

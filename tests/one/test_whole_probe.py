@@ -209,10 +209,20 @@ def test_all_shapes_are_tried() -> None:
 
 def test_hooks_of_the_user_are_not_called() -> None:
     calls: list[int] = []
+
+    class Hooked(Planted):
+        def __init__(self, params: Any, lr: Any = 0.1) -> None:
+            super().__init__(params, lr)
+            self.register_step_pre_hook(lambda *_: calls.append(2))
+            self.register_step_post_hook(lambda *_: calls.append(2))
+
     handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
     try:
         found(Planted)
         assert calls == []
+        found(Hooked)
+        assert set(calls) == {2}, "its own"
+        calls.clear()
         optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()
         assert calls == [1]
     finally:

@@ -89,7 +89,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
                                                               "compat/torch_gaps compat/casts compat/thunder")),
-    Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan comm sharded")),
+    Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch_gaps comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
@@ -130,7 +130,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                               "tools/page tools/planner tools/printing tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
-    Room("__init__.py",       NOT,    NOT,     NOT,     ALL),
+    Room("__init__.py",       NOT,    NOT,     IMPORT,  ALL),
 )
 # fmt: on
 

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -90,8 +89,8 @@ def _apply_in_python() -> Iterator[None]:
             del torch.autograd.Function.apply
 
 
-def let_thunder_import() -> None:
-    """Let an ``import thunder`` from now on find what it needs, and register the plugins by name.
+def let_thunder_import(and_then: Callable[[], None]) -> None:
+    """Let an ``import thunder`` from now on find what it needs, and call ``and_then`` once Thunder is imported.
 
     Thunder itself is not imported: whoever only asks for help, or reads a plan, need not wait for it.
     """
@@ -104,13 +103,16 @@ def let_thunder_import() -> None:
         if sentence := untested(package, version(package)):
             warnings.warn(sentence, stacklevel=3)
     if "thunder" in sys.modules:
-        _register_plugins()
+        and_then()
     else:
-        sys.meta_path.insert(0, Finder())
+        sys.meta_path.insert(0, Finder(and_then))
 
 
 class Finder(MetaPathFinder):
     """Finds Thunder as the other finders do, so that its import, whenever it comes, runs with what is missing."""
+
+    def __init__(self, and_then: Callable[[], None]) -> None:
+        self._and_then = and_then
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Thunder's; None for all other modules."""
@@ -119,25 +121,16 @@ class Finder(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(_import_with_parts, spec.loader.exec_module)  # type: ignore[method-assign]
+            run = partial(_import_with_parts, spec.loader.exec_module, self._and_then)
+            spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
 
 
-def _import_with_parts(import_into: Callable[[ModuleType], None], thunder: ModuleType) -> None:
+def _import_with_parts(
+    import_into: Callable[[ModuleType], None], and_then: Callable[[], None], thunder: ModuleType
+) -> None:
     with _apply_in_python(), _dropped_methods(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
-    _register_plugins()
-
-
-def _register_plugins() -> None:
-    """``thunder.compile(module, plugins="zero3")`` works once thunder_zero is imported."""
-    from thunder.plugins import register_plugin
-
-    for stage in (1, 2, 3):
-        register_plugin(f"zero{stage}", partial(_plugin, stage))
-
-
-def _plugin(stage: int) -> Any:
-    return import_module("thunder_zero.frontends.plugin").Zero(stage=stage)
+    and_then()

@@ -177,6 +177,19 @@ def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None
     _libraries.append(library)
 
 
+def step_alone(optimizer: Optimizer) -> None:
+    """Step an optimizer without the hooks that were registered for all optimizers; call its own.
+
+    Torch calls both kinds in a wrapper around ``step`` of the class, which it marks as hooked.
+    """
+    step: Any = type(optimizer).step
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        hook(optimizer, (), {})
+    (step.__wrapped__ if vars(step).get("hooked") else step)(optimizer)
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (), {})
+
+
 # needed while: torch shares what a scaler finds by the first gradient alone, sharded or not.
 # A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler``, and all that is
 # built on it, look at the gradients of a device and dtype with one operator, for which DTensor has a handler. Where the

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
 from torch.utils._pytree import tree_map
 
 PARAMETERS = ("params", "param_names")  # entries of a group that are no options
@@ -56,18 +54,6 @@ def changed(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, st
     """The names of what differs, or is there only before or after, in one of several mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
-
-
-@contextmanager
-def without_hooks() -> Iterator[None]:
-    """Inside the block optimizers step without the hooks of all optimizers: those of this package, and the users'."""
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    kept = {name: vars(of_torch)[name] for name in names}
-    vars(of_torch).update((name, {}) for name in names)  # torch may be walking through those kept
-    try:
-        yield
-    finally:
-        vars(of_torch).update(kept)
 
 
 def _told(amounts: bool, value: Any) -> Any:

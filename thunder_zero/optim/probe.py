@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of, without_hooks
+from thunder_zero.compat.torch_gaps import step_alone
+from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of
 from thunder_zero.optim.stepper import GroupedParams
 
 SIDE = 32  # the most rows or columns of a probe parameter
@@ -119,8 +120,7 @@ class _ProbeRun:
         before = [param.detach().clone() for param in self._params]
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
-        step: Any = self._optimizer.step
-        step()
+        step_alone(self._optimizer)
         return [param.detach() - old for param, old in zip(self._params, before, strict=True)]
 
     def moves_all(self) -> bool:
@@ -228,10 +228,10 @@ class NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers go on as before. Inside the block no warnings, and no hooks of all optimizers."""
+    """Afterwards random numbers go on as before. Inside the block no warnings."""
     numpy = sys.modules.get("numpy")
     state, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with without_hooks(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield

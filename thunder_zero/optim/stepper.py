@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words, without_hooks
+from thunder_zero.compat.torch_gaps import step_alone
+from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words
 from thunder_zero.optim.owners import Member, Values
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
@@ -104,8 +105,7 @@ class BucketStepper:
         try:
             optimizer = self._with_groups(groups, given, states)
             self._give_states(optimizer, states)
-            with without_hooks():  # they belong to the optimizer over the shards
-                optimizer.step()
+            step_alone(optimizer)  # hooks of all optimizers belong to the one over the shards
             self._take_states(optimizer, states)
             updated = {of.param.path: param.data for of, param in self._owned if of.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
