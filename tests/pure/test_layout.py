@@ -104,6 +104,12 @@ def test_the_geometry_of_a_parameter(
     assert found.is_spread == (is_cut and mesh.shard.size > 1)
 
 
+def test_an_axis_that_no_mesh_has_is_named() -> None:
+    assert Mesh.of(2).over("replicate").size == 1
+    with pytest.raises(ValueError, match="no mesh has an axis 'dp'; name one of all, replicate, shard, tensor"):
+        Mesh.of(2).over("dp")
+
+
 def test_parts_of_a_gradient_are_summed_over_slices() -> None:
     mesh = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
     cut, whole = (Geometry((12, 8), mesh, is_cut, is_partial=True) for is_cut in (True, False))

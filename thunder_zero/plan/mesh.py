@@ -112,7 +112,13 @@ class Mesh:
         return any(axis.name == TENSOR for axis in self.axes)
 
     def over(self, name: str) -> Axis:
-        """Return the axis over which a collective goes, :data:`ALL` among them."""
+        """Return the axis over which a collective goes, :data:`ALL` among them.
+
+        Raises:
+            ValueError: no mesh has such an axis.
+        """
+        if name not in (ALL, *DATA, TENSOR):
+            raise ValueError(f"no mesh has an axis {name!r}; name one of {', '.join((ALL, *DATA, TENSOR))}")
         return Axis(ALL, self.batches, self.place(DATA)) if name == ALL else self._axis(name)
 
     @cached_property
