@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
-from thunder_zero.checkpoint import save
+from thunder_zero.checkpoint import background
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
 from thunder_zero.plan.mesh import Mesh
@@ -78,10 +78,9 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
 ) -> None:
     seen: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
-    monkeypatch.setattr(save, "group_like", lambda group, device: group)
-    monkeypatch.setattr(save, "write_checkpoint", lambda path, items, keep, group: path)
+    monkeypatch.setattr(background, "group_like", lambda group, device: group)
     device = torch.device("cuda:1")
-    save.BackgroundSaves(two_fake_ranks, device).start(Path("x"), {}, None).result(timeout=10)
+    background.BackgroundSaves(two_fake_ranks, device).start({}, lambda entries, group: Path("x")).result(timeout=10)
     ((thread, chosen),) = seen
     assert thread.startswith("thunder_zero-save")
     assert chosen == device

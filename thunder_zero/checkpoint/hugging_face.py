@@ -39,7 +39,7 @@ from thunder_zero.checkpoint.whole_files import (
     split_into_files,
     write_parts,
 )
-from thunder_zero.comm.agree import all_or_none, require_same_arguments
+from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
@@ -95,14 +95,13 @@ def save_pretrained(
     """
     sharded = sharded_model(model)
     state = sharded.state
-    with all_or_none(state.group, SAVE):
+    with all_alike_or_none(state.group, SAVE) as facts:
         state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         found = sharded.plain.state_dict(keep_vars=True)
-    arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
-    require_same_arguments(arguments, state.group)
+        facts += argument_facts({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         writes = state.group.rank() == 0
         weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype) if writes else ({}, {})

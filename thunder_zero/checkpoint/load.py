@@ -3,7 +3,7 @@
 In: a folder; a model, optimizers and extras, which then have the saved values. Out: the extras that were saved. A
 collective, in which ranks agree before each next step, so that all refuse what one refuses::
 
-    agreed                all ranks were given the same arguments
+    given                 the arguments, checked, and the same on all ranks                     preamble.py
     _find_checkpoint      rank 0 finds the folder; each rank compares some of the files with their SHA-256
     read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py)
     _write_all_or_none    only now something changes: first states, which may raise, then tensors
@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.background import wait_for_last
 from thunder_zero.checkpoint.contents import pickled
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.optimizer_states import Optimizers
+from thunder_zero.checkpoint.preamble import NO_EXTRAS, given, require_at_rest
 from thunder_zero.checkpoint.read import States, read_checkpoint
-from thunder_zero.checkpoint.save import NO_EXTRAS, agreed, error_of_last, require_at_rest
-from thunder_zero.comm.agree import all_or_none
+from thunder_zero.comm.agree import all_alike_or_none, all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
@@ -103,9 +104,10 @@ def load(
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
     """
     state = sharded_model(model).state
-    contents, optimizers = agreed("load from", Path(path), model, optimizer, extra, verify_files=verify_files)
-    with all_or_none(state.group, "to load"):
-        error_of_last(state)  # which the next save raises
+    with all_alike_or_none(state.group, "to load") as facts:
+        others = {"verify_files": verify_files}
+        contents, optimizers = given(facts, "load from", Path(path), model, optimizer, extra, **others)
+        wait_for_last(state)  # the next save raises its error
         require_at_rest(state, "load", extra)
         _require_loadable(extra)
     where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,25 +71,44 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
 def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
     """If the block raises on one rank, every rank raises at its end; a collective. ``what`` completes "rank 1 refused
     ..." in the message on the other ranks, which quotes that of the first."""
+    with all_alike_or_none(group, what):
+        yield
+
+
+@contextmanager
+def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
+    """:func:`all_or_none`, which yields a list: the facts that the block appends must be equal on all ranks. One
+    collective; if facts differ, they travel in another."""
+    facts: list[Fact] = []
     failure: Exception | None = None
     try:
-        yield
+        yield facts
     except Exception as error:
         failure = error
-    refusals = all_gather_object(None if failure is None else str(failure), group)
+    told = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
     if failure is not None:
         raise failure
-    for rank, refusal in enumerate(refusals):
+    for rank, (refusal, _) in enumerate(told):
         if refusal is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
+    if len({digest for _, digest in told}) > 1:
+        _name_difference(all_gather_object(facts, group))
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
     """Raise on every rank if any rank's facts differ from rank 0's, naming the first that does; a collective. If they
     agree, only digests travel."""
-    if len(set(all_gather_object(hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest(), group))) == 1:
-        return
-    on_rank_0, *others = all_gather_object(facts, group)
+    if len(set(all_gather_object(_digest_of(facts), group))) > 1:
+        _name_difference(all_gather_object(facts, group))
+
+
+def _digest_of(facts: Sequence[Fact]) -> str:
+    return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+
+
+def _name_difference(facts: Sequence[Sequence[Fact]]) -> NoReturn:
+    """Raise an error that names the first fact in which a rank differs from rank 0."""
+    on_rank_0, *others = facts
     rank, expected, found = next(
         (rank, expected, found)
         for rank, theirs in enumerate(others, 1)
@@ -106,9 +125,9 @@ def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
     )
 
 
-def require_same_arguments(arguments: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank gave an argument another value than rank 0; a collective."""
-    require_same([Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()], group)
+def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
+    """Return the facts that arguments, by name, are the same on every rank."""
+    return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:

@@ -1,0 +1,70 @@
+"""Saves copies in a thread, by a process group whose collectives do not meet training's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_zero.checkpoint.dcp_write import Entries
+from thunder_zero.comm.agree import all_or_none
+from thunder_zero.comm.group import group_like
+from thunder_zero.sharded.state import State
+
+Write = Callable[[Entries, dist.ProcessGroup], Path]
+
+
+class BackgroundSaves:
+    """A model's asynchronous saves, one after the other: their thread, their process group, and the last of them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.last: Future[Path] | None = None
+        self._group = group_like(group, device)
+        # A new thread's current CUDA device is the first one: what it did on it would take memory there.
+        choose = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", choose)
+
+    def start(self, entries: Entries, write: Write) -> Future[Path]:
+        """Save in the thread; warn of an error at once, and raise it from the next save, too."""
+        self.last = self._thread.submit(write, entries, self._group)
+        self.last.add_done_callback(_warn_of_error)
+        return self.last
+
+
+_saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
+
+
+def save_in_thread(state: State, entries: Entries, write: Write) -> Future[Path]:
+    """Write copies of the entries, which training does not change; a collective."""
+    if state not in _saves:
+        _saves[state] = BackgroundSaves(state.group, state.device)
+    with all_or_none(state.group, "to save"):
+        copies = {
+            key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in entries.items()
+        }
+    return _saves[state].start(copies, write)
+
+
+def wait_for_last(state: State) -> BaseException | None:
+    """Wait for an asynchronous save of a model that is running; return its error, if it failed."""
+    last = _saves[state].last if state in _saves else None
+    return None if last is None else last.exception()
+
+
+def raise_error_of_last(state: State) -> None:
+    """Wait for the last asynchronous save of a model, and raise its error once, if it failed."""
+    if (error := wait_for_last(state)) is not None:
+        _saves[state].last = None
+        raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
+
+
+def _warn_of_error(saved: Future[Path]) -> None:
+    if (error := saved.exception()) is not None:
+        warnings.warn(f"an asynchronous save failed: {error}; the next save raises this error", stacklevel=2)

@@ -1,0 +1,57 @@
+"""Checks what ``tz.save`` and ``tz.load`` were given, and names it for the comparison of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_zero.checkpoint.contents import Contents, contents_of
+from thunder_zero.checkpoint.optimizer_states import Optimizers
+from thunder_zero.comm.agree import Fact, argument_facts
+from thunder_zero.optim.ema import EMA
+from thunder_zero.sharded.sharded_model import sharded_model
+from thunder_zero.sharded.state import State
+
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+
+
+def given(
+    facts: list[Fact],
+    action: str,
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any],
+    **others: object,
+) -> tuple[Contents, list[Optimizer]]:
+    """Return what this rank has of the model, and the optimizers as a list. Append what ranks must agree on: the path
+    of an action such as "save at", the extras' names, how many optimizers there are, and other arguments by name."""
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    facts += argument_facts(
+        {
+            f"the path to {action}": path,
+            "the list of names in extra": sorted(extra),
+            "the number of optimizers": len(optimizers),
+            **others,
+        }
+    )
+    return contents_of(sharded_model(model)), optimizers
+
+
+def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
+    """Raise in the middle of an accumulation, if the parameters are averages, or if an EMA is of another model."""
+    state.require_own_values(action)
+    state.require_reduced(action)
+    for name, ema in extra.items():
+        if isinstance(ema, EMA) and ema.state is not state:
+            raise ValueError(
+                f"the extra {name!r} is an EMA of {ema.state.name}, and the model is {state.name}; pass the model that "
+                f"it averages"
+            )
