@@ -20,9 +20,18 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
-from thunder_zero.tools.planner.plan_training import best_of
+from thunder_zero.tools.planner.models import (
+    KNOWN,
+    Llama,
+    ModelSizes,
+    Subject,
+    cross_entropy,
+    of_module,
+    subject_of,
+)
+from thunder_zero.tools.planner.plan_training import OWN_SLICES, best_of
 from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
+from thunder_zero.tools.planner.slicing import in_slices, sliced_copy
 from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
@@ -82,6 +91,66 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
     assert held.phase == memory.peak_line.phase
     assert dict(held.by_kind) == {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
+
+
+def llama(blocks: int) -> Subject:
+    with torch.device("meta"):
+        module = Llama(ModelSizes(blocks, 16, 4, 4, 32, 64, 8))
+        return of_module(module, (torch.empty(2, 8, dtype=torch.long),), loss=cross_entropy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "recompute", "replicas"), [(3, "none", 1), (2, "units", 2), (0, "cheap", 1)])
+def test_repeated_blocks_in_slices_have_the_figures_of_the_model_traced_whole(
+    stage: int, recompute: str, replicas: int
+) -> None:
+    one, mesh = llama(BLOCKS), MeshShape(replicas, 2, 2)
+    of = SubjectPrograms(one, tz.Policy(mixed_precision=PRECISION), 2, H100, lambda what: None, 2)
+    policy = of.policy(stage, recompute)
+    names = ("dp_replicate", "dp_shard", "tp")
+    with tz.tools.fake_mesh((replicas, 2, 2), names) as ranks:
+        part = sliced_copy(one.module, ranks["tp"], in_slices)
+        traces = tz.trace(part, *one.args, policy=policy, mesh=ranks, device=H100)
+    # Sums of norms' gradients over slices come as early as their parts, or blocks were reduced at the end alone.
+    together = [set(op.params) for op in traces.timeline.ops if op.kind == "reduce"]
+    assert any({"blocks.1.mlp_norm.weight", "blocks.1.mlp.down.weight"} <= params for params in together)
+    found, exact = of.evaluate(policy, mesh), tz.tools.estimate(traces, H100)
+    assert found.traced < BLOCKS
+    assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
+    for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds"):
+        assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
+    assert found.estimate.exposed_on == pytest.approx(exact.exposed_on, rel=1e-9)
+    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
+    held = found.held
+    assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
+
+
+@pytest.mark.slow
+def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
+    one = llama(2)
+    how = {"world_size": 8, "devices_per_node": 4, "loss": one.loss, "stages": (3,), "tp": (1, 2, 4)}
+    found = tz.tools.plan_training(one.module, *one.args, tp_plan=in_slices, **how)
+    meshes = [(str(row.mesh), row.mesh.ranks) for row in found.rows]
+    assert meshes == [("2 x 4", 8), ("8", 8), ("2 x 2, tp 2", 8), ("4, tp 2", 8), ("2, tp 4", 8)]
+    whole, halves, quarters = (row for row in found.rows if row.mesh.replicas == 1)
+    assert whole.tokens_per_second == pytest.approx(one.tokens / whole.seconds)
+    assert halves.tokens_per_second == pytest.approx(one.tokens / halves.seconds / 2)
+    # All parameters but the norms' are in slices, so ranks hold alike at rest, and less in a step.
+    assert halves.at_rest_bytes == pytest.approx(whole.at_rest_bytes, rel=0.1)
+    assert whole.peak_bytes > halves.peak_bytes > quarters.peak_bytes
+    assert max(map(len, str(found).splitlines())) <= 80
+    assert "tp again" in found.table()
+    assert any("tensor parallelism" in text for text in found.assumed)
+    code = code_of(halves, tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1), one.build, OWN_SLICES)
+    assert '"cuda", (4, 2), mesh_dim_names=("dp", "tp")' in code
+    assert code.index("in_slices(module") < code.index("tz.compile(module, policy, mesh=mesh)")
+    pasted(code)
+    with refused(ValueError, "tp is 2, and nothing says how to slice Llama"):
+        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=2)
+    with refused(ValueError, "3 ranks of tensor parallelism do not divide 9 ranks in nodes of 8"):
+        tz.tools.plan_training(one.module, *one.args, world_size=9, devices_per_node=9 - 1, tp=3, tp_plan=in_slices)
+    with refused(ValueError, "tp is (0,)"):
+        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=(0,), tp_plan=in_slices)
 
 
 def traffic(estimate: tz.tools.Estimate) -> int:

@@ -99,7 +99,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/fake_mesh.py",NOT,    IMPORT,  NOT,     rooms("plan comm")),
+    Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
     Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded frontends "
                                                               "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
@@ -115,9 +115,9 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces frontends tools/printing "
                                                               "tools/devices tools/cost tools/forecast")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
-    Room("tools/planner/",    IMPORT, NOT,     NOT,     rooms("plan schedule frontends tools/printing tools/devices "
-                                                              "tools/cost tools/dry_run tools/forecast "
-                                                              "tools/from_file")),
+    Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule frontends tools/printing "
+                                                              "tools/devices tools/cost tools/dry_run "
+                                                              "tools/absent_ranks tools/forecast tools/from_file")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/dry_run tools/forecast tools/cost tools/ask "
                                                               "tools/planner")),

@@ -18,6 +18,7 @@ from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
     from thunder_zero.frontends.compiled import Traces as Traces
+    from thunder_zero.tools.absent_ranks import fake_mesh as fake_mesh
     from thunder_zero.tools.ask.diff import diff as diff
     from thunder_zero.tools.ask.difference import Difference as Difference
     from thunder_zero.tools.ask.explanation import Explanation as Explanation
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from thunder_zero.tools.devices.device import Link as Link
     from thunder_zero.tools.devices.named import load_device as load_device
     from thunder_zero.tools.devices.named import save_device as save_device
-    from thunder_zero.tools.fake_mesh import fake_mesh as fake_mesh
     from thunder_zero.tools.fitting.candidate import Prices as Prices
     from thunder_zero.tools.fitting.fit import DoesNotFit as DoesNotFit
     from thunder_zero.tools.fitting.fit import fit as fit

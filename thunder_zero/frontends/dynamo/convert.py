@@ -29,6 +29,7 @@ from torch.types import py_sym_types
 from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, users_value
 from thunder_zero.compat.dynamo import users_line
 from thunder_zero.compat.private import OpOverload
+from thunder_zero.frontends.dynamo.early_sums import with_early_sums
 from thunder_zero.frontends.dynamo.names import SAME, first_free, is_output, names_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import draws_random_numbers, is_view, line, read_for_shape
@@ -111,7 +112,7 @@ class _Conversion:
     def run(self) -> Converted:
         joint = self.joint
         self._refuse_writes()
-        nodes, tangents = list(joint.graph.graph.nodes), joint.tangents()
+        nodes, tangents = with_early_sums(list(joint.graph.graph.nodes)), joint.tangents()
         outputs = joint.results[: joint.outputs]
         computed = [node for node in nodes if node.op in ("call_function", "get_attr") and self._is_part(node)]
         trace = TraceCtx()

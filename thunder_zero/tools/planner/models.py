@@ -74,21 +74,32 @@ def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return x * cosines + torch.cat((-second, first), -1) * sines
 
 
+class GatedMlp(nn.Module):
+    """Llama's two layers, of which one has a gate."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of (batch, length, width)."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
 class LlamaBlock(nn.Module):
     """Attention and a gated MLP, each behind an RMSNorm."""
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
-        self.attention = Attention(sizes)
-        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+        self.attention, self.mlp = Attention(sizes), GatedMlp(sizes)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Of (batch, length, width)."""
         x = x + self.attention(self.attention_norm(x), turns)
-        y = self.mlp_norm(x)
-        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 

@@ -30,9 +30,11 @@ TRAFFIC = 7  # shards: AdamW reads parameter, gradient and two averages, and wri
 STATE = 3  # shards that rest: parameter and two averages
 
 
-def overhead_bytes(copies: int, storages: int) -> int:
-    """Bytes that no tensor has, with so many copies of the model; each storage is rounded up by less than a block."""
-    return CONTEXT + (1 if copies == 1 else 3) * COMMUNICATOR + SEGMENTS + storages * BLOCK
+def overhead_bytes(copies: int, storages: int, slices: int = 1) -> int:
+    """Bytes that no tensor has, with so many copies of the model, and ranks of tensor parallelism; each storage is
+    rounded up by less than a block."""
+    communicators = (1 if copies == 1 else 3) + (slices > 1)
+    return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
 def adamw_traffic(plan: Plan) -> int:

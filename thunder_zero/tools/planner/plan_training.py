@@ -7,8 +7,7 @@ gets its bytes and seconds, and the least recompute that fits; out comes a table
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from torch import Tensor, nn
 
 from thunder_zero.plan.amounts import bytes_of, name_of
 from thunder_zero.plan.formats import Formats
-from thunder_zero.plan.params import make_plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.planner.models import Subject, subject_of
+from thunder_zero.tools.planner.models import KNOWN, Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
+from thunder_zero.tools.planner.slicing import Slicing, in_slices
 from thunder_zero.tools.planner.training_plan import (
     AS_FAST,
     MeshShape,
@@ -54,6 +53,8 @@ def plan_training(
     reduce_format: Formats = None,
     frozen_format: Formats = None,
     stages: Sequence[int] = tuple(range(len(STAGES))),
+    tp: int | Sequence[int] = 1,
+    tp_plan: Slicing | None = None,
     **kwargs: Any,
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
@@ -79,21 +80,29 @@ def plan_training(
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, of stages 1 to 3 (default: None).
         frozen_format: likewise, of stages 2 and 3.
         stages: to compare (default: 0 to 3).
+        tp: ranks of tensor parallelism, inside a node: a number, or several to compare, such as ``(1, 2, 4, 8)``.
+        tp_plan: how torch slices a module: styles by names, as for ``parallelize_module``, or a function that takes a
+            copy of the module without values, and a mesh, and slices it. A model by name has its own.
 
     Raises:
         ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes; no stages; options
-            that do not belong to this kind of model; a model in which nothing is trained.
+            that do not belong to this kind of model; a model in which nothing is trained; ``tp`` that does not divide
+            nodes, or without a plan.
         TypeError: neither a plain module nor a string; no device.
+        RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     subject = subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=micro_batch)
-    rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
+    sizes, how = _known_slices(tp), in_slices if tp_plan is None else tp_plan
+    if max(sizes) > 1 and tp_plan is None and model not in KNOWN:
+        raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
+    rows = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     with show_steps("tz.tools.plan_training", rows) as steps:
         asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
         asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subject, world_size, described, memory, asked, steps).plan(stages)
+        return _Comparison(subject, world_size, described, memory, asked, steps, how).plan(stages, sizes)
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -101,6 +110,13 @@ def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
+
+
+def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = tp if isinstance(tp, Sequence) else (tp,)
+    if not sizes or any(not is_count(size) or not size for size in sizes):
+        raise ValueError(f"tp is {tp!r}; give a number of ranks, at least 1, or several")
+    return tuple(dict.fromkeys(sizes))
 
 
 def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
@@ -122,15 +138,22 @@ class _Comparison:
     memory_bytes: int
     asked: Policy  # its precision and its formats
     steps: Steps
+    how: Slicing
+    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by ranks of tensor parallelism
 
-    def plan(self, stages: Sequence[int]) -> TrainingPlan:
-        by_stage: dict[int, list[PlanRow]] = {}
-        least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
-        for stage in sorted(stages, reverse=True):
-            by_stage[stage] = self._rows(stage, least)
-            least = least[least.index(by_stage[stage][-1].recompute) :]
-        rows = tuple(row for stage in stages for row in by_stage[stage])
-        chosen, build = best_of(rows), self.subject.build
+    def plan(self, stages: Sequence[int], sizes: Sequence[int]) -> TrainingPlan:
+        found: dict[tuple[int, int], list[PlanRow]] = {}
+        for slices in sizes:
+            least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not in a lower one
+            for stage in sorted(stages, reverse=True):
+                found[stage, slices] = self._rows(stage, slices, least)
+                least = least[least.index(found[stage, slices][-1].recompute) :]
+        rows = tuple(row for stage in stages for slices in sizes for row in found[stage, slices])
+        chosen, code = best_of(rows), ""
+        if chosen is not None:
+            policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
+            code = code_of(chosen, policy, self.subject.build, OWN_SLICES if self.how is in_slices else SLICES)
+        returns_loss = self._programs(sizes[0]).returns_loss()
         return TrainingPlan(
             model=self.subject.name,
             parameters=sum(param.numel() for param in self.subject.module.parameters()),
@@ -143,29 +166,37 @@ class _Comparison:
             rows=rows,
             chosen=chosen,
             reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
-            code=code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), build) if chosen else "",
-            assumed=assumed(self.subject, self.asked, self.device, returns_loss=self._programs.returns_loss()),
+            code=code,
+            assumed=(
+                *assumed(self.subject, self.asked, self.device, returns_loss=returns_loss),
+                *((OF_SLICES,) if max(sizes) > 1 else ()),
+            ),
             is_bound=not isinstance(self.device, Calibrated),
         )
 
-    @cached_property
-    def _programs(self) -> SubjectPrograms:
-        shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return SubjectPrograms(self.subject, self.asked, shards, self.device, self.steps.tell)
+    def _programs(self, slices: int) -> SubjectPrograms:
+        if slices not in self.programs:
+            shards = meshes(3, self.world_size, self.device.devices_per_node, slices)[0].shards
+            self.programs[slices] = SubjectPrograms(
+                self.subject, self.asked, shards, self.device, self.steps.tell, slices, self.how
+            )
+        return self.programs[slices]
 
-    def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
+    def _rows(self, stage: int, slices: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
         shards, so that each starts with what the one before computes again."""
         found: list[PlanRow] = []
-        for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
-            plan = make_plan(self.subject.module, self._programs.policy(stage, "none"), mesh.at_rank_0())
+        programs = self._programs(slices)
+        for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
+            plan = programs.plan(programs.policy(stage, "none"), mesh)
             resident = sum(param.full_bytes for param in plan.params if param.resident)
             if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # which a rank holds at rest in any case
                 levels = levels[-1:]
             while True:
-                policy = self._programs.policy(stage, levels[0])
-                one = self._programs.evaluate(policy, mesh)
-                needed = max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
+                policy = programs.policy(stage, levels[0])
+                one = programs.evaluate(policy, mesh)
+                beside = overhead_bytes(mesh.replicas, one.held.storages, slices)
+                needed = max(one.held.peak, one.held.optimizer_step) + beside
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
@@ -176,7 +207,7 @@ class _Comparison:
 
     def _row(self, policy: Policy, mesh: MeshShape, one: Evaluated, needed: int, traffic: int) -> PlanRow:
         held, estimate, speed = one.held, one.estimate, self.device.memory_bytes_per_second
-        loss, optimizer = self._programs.loss_bytes / speed, traffic / speed
+        loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
             stage=policy.stage,
@@ -194,10 +225,19 @@ class _Comparison:
             loss_seconds=loss,
             optimizer_seconds=optimizer,
             seconds=seconds,
-            tokens_per_second=self.subject.tokens / seconds,
+            tokens_per_second=self.subject.tokens / seconds / mesh.slices,
             mfu=estimate.model_seconds / seconds,
             traced_blocks=one.traced,
         )
+
+
+OWN_SLICES = """from thunder_zero.tools.planner.slicing import in_slices
+in_slices(module, mesh["tp"])"""
+SLICES = 'parallelize_module(module, mesh["tp"], ...)  # torch\'s; yours: tp_plan'
+OF_SLICES = (
+    "ranks of tensor parallelism (tp) have one batch; their collectives go over the links of a node, as the next lines "
+    "wait for them, and they have one NCCL communicator more"
+)
 
 
 def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:

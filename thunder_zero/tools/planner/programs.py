@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from thunder_zero.comm.group import ranks_of
+from thunder_zero.comm.slices import slices_of
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
-from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.tools.absent_ranks import fake_mesh
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, programs_of
@@ -20,6 +23,7 @@ from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
+from thunder_zero.tools.planner.slicing import Slicing, in_slices, sliced_copy
 from thunder_zero.tools.planner.training_plan import MeshShape
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
@@ -37,13 +41,16 @@ class Evaluated:
 @dataclass(frozen=True)
 class SubjectPrograms:
     """The compiled programs of a subject, with the precision and the formats of ``asked``. ``shards`` are ranks of a
-    copy, for the compilation: the schedule does not depend on how many. ``tell`` says what is done now."""
+    copy, for the compilation: the schedule does not depend on how many. ``tell`` says what is done now. With more than
+    one rank of tensor parallelism (``slices``), ``how`` slices the subject over them."""
 
     subject: Subject
     asked: Policy
     shards: int
     device: Device
     tell: Callable[[str], None]
+    slices: int = 1
+    how: Slicing = in_slices
     captured: dict[int, ProgramSource] = field(default_factory=dict)
     compiled: dict[tuple[Policy, bool, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)
@@ -52,7 +59,20 @@ class SubjectPrograms:
     def block_bytes(self) -> int:
         """Of the largest block, which no policy of the table changes."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
-        return make_plan(self.subject.module, policy, Mesh.of(self.shards)).largest_block_bytes
+        return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
+
+    def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
+        """The plan of the whole model, as the first rank sees it."""
+        return make_plan(self.subject.module, policy, mesh.at_rank_0(), self._sliced)
+
+    @cached_property
+    def _sliced(self) -> Mapping[str, int]:
+        """The dimensions along which parameters of the whole model are sliced."""
+        if self.slices == 1:
+            return {}
+        self.tell(f"slices {self.subject.name} for {self.slices} ranks")
+        with fake_mesh((1, self.slices)) as mesh:
+            return slices_of(sliced_copy(self.subject.module, mesh["tp"], self.how), ranks_of(None, mesh))
 
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
@@ -105,8 +125,8 @@ class SubjectPrograms:
             with self.subject.with_blocks(traced), uncollected():
                 captured = self._captured(traced)
                 self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
-                small = Mesh.of(self.shards, replicas=1 + has_copies)
-                self.compiled[policy, has_copies, traced] = captured.under(policy, small)
+                small = MeshShape(1 + has_copies, self.shards, self.slices)
+                self.compiled[policy, has_copies, traced] = captured.under(policy, small.at_rank_0())
         traces = self.compiled[policy, has_copies, traced]
         return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
 
@@ -114,10 +134,22 @@ class SubjectPrograms:
         """The module with few blocks, captured once for all policies and meshes."""
         if traced not in self.captured:
             self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
-            policy = self.policy(3, "none")
+            policy, small = self.policy(3, "none"), MeshShape(1, self.shards, self.slices).at_rank_0()
             one = self.subject
-            mesh = Mesh.of(self.shards)
-            self.captured[traced] = programs_of(one.module, one.args, one.kwargs, policy, mesh, device=self.device)
+            given: dict[str, Any] = {
+                "args": one.args,
+                "kwargs": one.kwargs,
+                "policy": policy,
+                "mesh": small,
+                "device": self.device,
+            }
+            if self.slices == 1:
+                self.captured[traced] = programs_of(one.module, **given)
+            else:
+                with fake_mesh((1, self.slices)) as mesh:
+                    part = sliced_copy(one.module, mesh["tp"], self.how)
+                    sliced = slices_of(part, ranks_of(None, mesh))
+                    self.captured[traced] = programs_of(part, **given, slices=sliced)
         return self.captured[traced]
 
 

@@ -6,7 +6,8 @@
     ZeRO-2 128 x 8     cheap 70.9 GiB 46.7 GiB 48.7 ms 668 ms   12,268 74.5% yes
     ZeRO-3 16 x 64     cheap 40.7 GiB 57.4 GiB 21.8 ms 630 ms   13,010 79.0% chosen
 
-``128 x 8``: 128 copies of the model, each sharded over the 8 devices of a node.
+``128 x 8``: 128 copies of the model, each sharded over the 8 devices of a node. With tensor parallelism a
+column ``tp`` has its ranks, and ``recompute`` is called ``again``.
 """
 
 from __future__ import annotations
@@ -33,26 +34,34 @@ COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """``shards`` ranks hold one copy of the model, of which there are ``replicas``."""
+    """``shards`` times ``slices`` ranks hold one copy of the model, of which there are ``replicas``; ``slices`` are
+    ranks of torch's tensor parallelism."""
 
     replicas: int
     shards: int
+    slices: int = 1
 
     @property
     def ranks(self) -> int:
         """Of all copies."""
-        return self.replicas * self.shards
+        return self.replicas * self.shards * self.slices
 
     def at_rank_0(self) -> Mesh:
         """Return the mesh of a plan, as its first rank sees it."""
-        return Mesh.of(self.shards, replicas=self.replicas)
+        return Mesh.of(self.shards, replicas=self.replicas, slices=self.slices if self.slices > 1 else None)
 
-    def __str__(self) -> str:
+    @property
+    def data(self) -> str:
+        """The data axes: ``16 x 64``."""
         return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
+    def __str__(self) -> str:
+        return self.data if self.slices == 1 else f"{self.data}, tp {self.slices}"
 
-def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[MeshShape, ...]:
-    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one."""
+
+def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) -> tuple[MeshShape, ...]:
+    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one. Each with ``slices`` ranks of
+    tensor parallelism, inside a node."""
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
     if world_size > devices_per_node and world_size % devices_per_node:
@@ -60,14 +69,20 @@ def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[MeshShap
             f"{world_size} ranks do not fill nodes of {devices_per_node} devices; give a multiple of "
             f"{devices_per_node}, or another number of devices per node"
         )
-    whole = (MeshShape(1, world_size),)
+    if devices_per_node % slices or world_size % slices:
+        raise ValueError(
+            f"{slices} ranks of tensor parallelism do not divide {world_size} ranks in nodes of {devices_per_node} "
+            f"devices; give numbers that do"
+        )
+    data = world_size // slices
+    whole = (MeshShape(1, data, slices),)
     if not STAGES[stage].sharded or world_size <= devices_per_node:
         return whole
     found = []
-    shards = devices_per_node
-    while shards < world_size:
-        if world_size % shards == 0:
-            found.append(MeshShape(world_size // shards, shards))
+    shards = devices_per_node // slices if slices < devices_per_node else APART
+    while shards < data:
+        if data % shards == 0:
+            found.append(MeshShape(data // shards, shards, slices))
         shards *= APART
     return (*found, *whole)
 
@@ -92,7 +107,7 @@ class PlanRow:
         loss_seconds: of the loss and its gradient.
         optimizer_seconds: of AdamW's step.
         seconds: of the step: the sum of the four.
-        tokens_per_second: of a rank.
+        tokens_per_second: of a rank: those of its batch, shared among the ranks of tensor parallelism.
         mfu: share of the step that the model's FLOPs would take at the device's peak.
         traced_blocks: of the alike blocks, those that were traced; the others repeat them.
     """
@@ -128,7 +143,8 @@ class PlanRow:
     @property
     def name_with_ranks(self) -> str:
         """``ZeRO-3 on 128 x 8 ranks``."""
-        return f"{self.name} rank{'s' if self.mesh.ranks > 1 else ''}"
+        slices = f" of data, each of {self.mesh.slices} in slices (tp)" if self.mesh.slices > 1 else ""
+        return f"{STAGES[self.stage].name} on {self.mesh.data} rank{'s' if self.mesh.ranks > 1 else ''}{slices}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,12 +205,16 @@ class TrainingPlan:
 
     def table(self) -> str:
         """A line for each row, of 80 columns."""
-        return text_of_table(table_of(COLUMNS, map(self._cells, self.rows), ("stage", "fits"), apart=1), NARROW)
+        columns, rows = list(COLUMNS), [self._cells(row) for row in self.rows]
+        if any(row.mesh.slices > 1 for row in self.rows):
+            columns[2:3] = ["tp", "again"]  # narrower than recompute
+            rows = [(*cells[:2], str(row.mesh.slices), *cells[2:]) for row, cells in zip(self.rows, rows, strict=True)]
+        return text_of_table(table_of(columns, rows, ("stage", "fits"), apart=1), NARROW)
 
     def _cells(self, row: PlanRow) -> tuple[str, ...]:
         return (
             STAGES[row.stage].name,
-            str(row.mesh),
+            row.mesh.data,
             row.recompute,
             size(row.needed_bytes),
             size(row.sent_bytes),
@@ -314,16 +334,26 @@ def _format(asked: Formats) -> str:
     return f"tz.{asked!r}" if asked else ""
 
 
-def code_of(row: PlanRow, policy: Policy, build: str) -> str:
+def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
     """Python to paste: imports, the policy, the module, the mesh, and the model. ``build`` makes
-    ``module``: lines that import, and one that makes it."""
+    ``module``: lines that import, and one that makes it; ``slicing``, likewise, slices it over ``mesh["tp"]``."""
     *imports, made = build.splitlines()
     where, mesh = "", []
-    if row.mesh.replicas > 1:
-        shape = row.mesh.replicas, row.mesh.shards
+    shape: tuple[int, ...] = (row.mesh.replicas, row.mesh.shards)
+    names: tuple[str, ...] = ("replicate", "shard")
+    if row.mesh.slices > 1:
+        has_copies = row.mesh.replicas > 1
+        shape = (*(shape if has_copies else shape[1:]), row.mesh.slices)
+        names = ("dp_replicate", "dp_shard", "tp") if has_copies else ("dp", "tp")
+    if row.mesh.replicas > 1 or row.mesh.slices > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
-        mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=("replicate", "shard")', ")"]
+        dims = ", ".join(f'"{name}"' for name in names)
+        mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=({dims})', ")"]
         where = ", mesh=mesh"
+    if row.mesh.slices > 1:
+        *more, sliced = slicing.splitlines()
+        imports += more
+        mesh.append(sliced)
     precision = policy.mixed_precision
     lines = [
         "import torch",

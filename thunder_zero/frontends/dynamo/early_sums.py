@@ -1,0 +1,61 @@
+"""Moves sums of gradients over slices to where their parts are made.
+
+Autograd makes the DTensors of parameters first, so it comes to their backward last: torch would sum the gradients of
+all norms, of each of which a rank has a part, at the end of backward, and ZeRO could reduce none of them before::
+
+    part_1; ..; part_0; ..; sum_1 = all_reduce(part_1); sum_0 = all_reduce(part_0); return sum_1, sum_0
+    part_1; sum_1 = all_reduce(part_1); ..; part_0; sum_0 = all_reduce(part_0); ..; return sum_1, sum_0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from thunder_zero.compat.aot import is_backward
+from thunder_zero.traces.operators import is_collective
+
+SUMS = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+
+
+def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a joint graph with the sums that only gradients read as early as their inputs allow, and with
+    them what only they read, and what reads them."""
+    moved = _moved(nodes)
+    if not moved:
+        return list(nodes)
+    missing = {node: len(node.all_input_nodes) for node in moved}
+
+    def placed(node: fx.Node) -> Iterator[fx.Node]:
+        yield node
+        for user in node.users:
+            if user in missing:
+                missing[user] -= 1
+                if not missing[user]:
+                    yield from placed(user)
+
+    return [each for node in nodes if node not in moved for each in placed(node)]
+
+
+def _moved(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    behind: set[fx.Node] = set()  # what gradients alone are made of
+    for node in reversed(nodes):
+        if _may_move(node) and all(user.op == "output" or user in behind for user in node.users):
+            behind.add(node)
+    moved: set[fx.Node] = set()
+    for node in nodes:
+        if node in behind and (node.target in SUMS or not moved.isdisjoint(node.all_input_nodes)):
+            moved.add(node)
+    for node in reversed(nodes):
+        if node in behind and moved.issuperset(node.users):
+            moved.add(node)
+    return moved
+
+
+def _may_move(node: fx.Node) -> bool:
+    """Return whether a node computes in backward, with what backward has made, and does nothing else."""
+    if node.op != "call_function" or not node.users or not any(map(is_backward, node.all_input_nodes)):
+        return False
+    return is_collective(node.target) or not node.is_impure()
