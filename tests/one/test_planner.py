@@ -147,8 +147,8 @@ def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
     pasted(code)
     with refused(ValueError, "tp is 2, and nothing says how to slice Llama"):
         tz.tools.plan_training(one.module, *one.args, world_size=8, tp=2)
-    with refused(ValueError, "3 ranks of tensor parallelism do not divide 9 ranks in nodes of 8"):
-        tz.tools.plan_training(one.module, *one.args, world_size=9, devices_per_node=9 - 1, tp=3, tp_plan=in_slices)
+    with refused(ValueError, "3 ranks of tensor parallelism do not divide 8 ranks in nodes of 8"):
+        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=3, tp_plan=in_slices)
     with refused(ValueError, "tp is (0,)"):
         tz.tools.plan_training(one.module, *one.args, world_size=8, tp=(0,), tp_plan=in_slices)
 
