@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -370,6 +371,36 @@ def shown(rank: int, world_size: int) -> None:
 @pytest.mark.timeout(240)
 def test_the_trace_shows_collectives_of_slices(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, shown, timeout=200)
+
+
+class Counting(Mlp):
+    """Sums a number over the data ranks, as code of a user's own does."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.data = mesh.get_group("dp").group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + functional.all_reduce(x.detach().mean(), "sum", self.data)
+
+
+def labelled(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1, 2)
+    models = [sliced(plain(build), mesh, OF_MLP, tz.ZERO3) for build in (Mlp, lambda: Counting(mesh))]
+    found = []
+    for model in models:
+        model(torch.ones(ROWS, 6, dtype=torch.float64)).sum().backward()
+        found.append(tz.traces_of(model).timeline)
+    slices, own = ([op for op in each.ops if op.is_torchs] for each in found)
+    assert [(op.moves, op.sends) for op in slices] == [(op.moves, op.sends) for op in own]
+    if rank == 0:  # others print nothing
+        tz.print_trace(models[1], file=(text := StringIO()))
+        assert text.getvalue().count("_c10d_functional.all_reduce") == sum(bool(op.moves) for op in own) + 1
+
+
+@pytest.mark.slow
+def test_a_users_own_collective_is_none_of_slices(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, labelled, timeout=110)
 
 
 class Wide(nn.Module):

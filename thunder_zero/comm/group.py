@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,7 +67,15 @@ class Ranks:
         """The mesh of a plan: the sizes of these groups, and this rank's numbers in them."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
-        return Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
+        mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
+        return mesh if self.tensor is None else replace(mesh, of_slices=_names_of(self.tensor.get_group()))
+
+
+def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the names of all groups of the same ranks: a DTensor may be on an equal mesh that was made apart."""
+    ranks = dist.get_process_group_ranks(group)
+    same = (each for each in all_groups() if dist.get_process_group_ranks(each) == ranks)
+    return frozenset(each.group_name for each in same)
 
 
 def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:

@@ -15,7 +15,7 @@ computes with its slice of a parameter, by torch's own tensor parallelism (``par
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -53,9 +53,11 @@ class Mesh:
 
     Attributes:
         axes: the dimensions, the slowest first.
+        of_slices: what torch calls process groups of the ranks along ``tensor``, in lines of its collectives.
     """
 
     axes: tuple[Axis, ...]
+    of_slices: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @staticmethod
     def of(

@@ -119,7 +119,7 @@ def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
 def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
     """A computation, with what its line says of its work."""
     repeatable, work = is_repeatable(bsym), work_of(bsym)
-    is_torchs = facts.plan.mesh.is_sliced and is_collective(operator_of(bsym))
+    is_torchs = facts.plan.mesh.is_sliced and _is_of_slices(bsym, facts.plan)
     return Op(
         Kind.COMPUTE,
         tuple(read_by(bsym)),
@@ -135,6 +135,14 @@ def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts)
         sends=_sent_by(bsym, facts.plan) if is_torchs else 0,
         moves=MOVES.get(bsym.sym.name, "") if is_torchs else "",
     )
+
+
+def _is_of_slices(bsym: BoundSymbol, plan: Plan) -> bool:
+    """Return whether a line is a collective of torch's tensor parallelism, or waits for what may be one."""
+    if not is_collective(operator_of(bsym)):
+        return False
+    name = bsym.sym.name
+    return name == "wait_tensor" or (name in MOVES and bsym.args[-1] in plan.mesh.of_slices)
 
 
 MOVES = {  # what collectives of torch's tensor parallelism do
@@ -180,9 +188,14 @@ def proxies_in(tree: Any) -> list[Proxy]:
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Gives waits the parameters of their launches."""
+    """Gives waits the parameters of their launches; those for other collectives of torch than slices' are no waits."""
     params: dict[str, tuple[str, ...]] = {}
+    of_slices: set[str] = set()
     for op in ops:
+        if op.moves:
+            of_slices.update(op.writes)
+        elif op.is_torchs and of_slices.isdisjoint(op.reads):
+            op = replace(op, over=SHARD)
         if op.kind in (Kind.GATHER, Kind.REDUCE):
             params[op.writes[0]] = op.params
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
