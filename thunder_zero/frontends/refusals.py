@@ -83,7 +83,7 @@ def require_for_slices(policy: Policy) -> None:
     Raises:
         ValueError: naming it.
     """
-    fields = ("cpu_offload", "gather_format", "reduce_format", "frozen_format", "transport")
+    fields = ("cpu_offload", "frozen_format", "transport")
     given = [name for name in fields if getattr(policy, name)]
     given += ["broadcast_from"] * (policy.broadcast_from is not None)
     for name in given:
