@@ -217,6 +217,14 @@ def refusals(rank: int, world_size: int) -> None:
         "ValueError",
         "style 'packed_colwise' for 'model.layers.0.mlp.up_proj.weight'",
     )
+    module = built("qwen3").float()
+    parallelize(module, mesh["tp"])
+    formats = {"*q_norm.weight": tz.Int8(8)}
+    says(
+        lambda: tz.compile(module, stage=3, mesh=mesh, reduce_format=formats),
+        "ValueError",
+        "reduce_format does not sum the parts of the gradient of parameter 'model.layers.0.self_attn.q_norm.weight'",
+    )
     # A hook whose code is not that of transformers' style is not taken for its sum.
     module = built("qwen3")
     parallelize(module, mesh["tp"])

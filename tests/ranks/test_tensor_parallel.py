@@ -582,7 +582,6 @@ def refusals(rank: int, world_size: int) -> None:
     says(of(parts(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
     for name, value in (
         ("cpu_offload", True),
-        ("gather_format", tz.Int8()),
         ("broadcast_from", 0),
     ):
         says(of(parts(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallelism yet")

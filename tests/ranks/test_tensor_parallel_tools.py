@@ -4,6 +4,7 @@ on them; what ranks send and store."""
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def saved(rank: int, world_size: int, folder: Path) -> None:
     for number, (model, optimizer) in enumerate(models):
         step_of(model, optimizer, number)
         tz.save(folder / str(number), model, optimizer)
-        rights.append(parts_of(model, optimizer, FULL))
+        rights.append(deepcopy(parts_of(model, optimizer, FULL)))  # the load writes to what they may share
     for number, right in enumerate(rights):
         for model, optimizer in models:
             tz.load(folder / str(number), model, optimizer)
@@ -219,14 +220,14 @@ def formats(rank: int, world_size: int) -> None:
         with counted_lines() as lines:
             model = in_slices(OWN, mesh, 3, False, torch.float32, **{field: {"*": tz.Int8(32)}})
             loss_of(model, tokens_of(0).chunk(2)[rank // (world_size // 2)]).backward()
-        launches = tz.traces_of(model).timeline.launches.values()
         timeline = tz.traces_of(model).timeline
-        assert [line.nbytes for line in lines] == [timeline.bytes_sent(op) for op in launches]
-        off = 0.0
+        assert [line.nbytes for line in lines] == [timeline.bytes_sent(op) for op in timeline.launches.values()]
+        off = {}
         for name, param in model.named_parameters():
             value = right.grads[name]
-            off = max(off, ((param.grad.full_tensor() - value).abs().max() / value.abs().max()).item())
-        assert 0 < off <= limit, (field, off)
+            size = value.abs().max().clamp(min=1e-6)  # the gradient of a bias of keys is zero but for rounding
+            off[name] = ((param.grad.full_tensor() - value).abs().max() / size).item()
+        assert 0 < max(off.values()) <= limit, (field, off)
 
 
 @pytest.mark.slow

@@ -105,11 +105,17 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
 
 
 def require_in_plan(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that the policy ignores.
+    """Refuse slices that the policy ignores, and gradients in a format of which each rank makes a part.
 
     Raises:
         ValueError: naming the parameter.
     """
+    for planned in plan.params:
+        if planned.is_partial and planned.reduce_format:
+            raise ValueError(
+                f"reduce_format does not sum the parts of the gradient of parameter {planned.path!r} that ranks of "
+                f"tensor parallelism make; leave it out with a pattern for it, {{..., {planned.path!r}: None}}"
+            )
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor) and name not in plan.by_name:
             raise ValueError(
