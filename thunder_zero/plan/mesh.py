@@ -53,7 +53,8 @@ class Mesh:
 
     Attributes:
         axes: the dimensions, the slowest first.
-        of_slices: what torch calls process groups of the ranks along ``tensor``, in lines of its collectives.
+        of_slices: what torch calls process groups of the ranks along ``tensor``, in lines of its collectives;
+            none of a mesh that is only planned, where every collective of torch's counts as one of slices.
     """
 
     axes: tuple[Axis, ...]
