@@ -15,9 +15,12 @@ import torch
 from torch import fx
 
 from thunder_zero.compat.aot import is_backward
-from thunder_zero.traces.operators import is_collective
+from thunder_zero.schedule.timeline import Work
+from thunder_zero.traces.operators import is_collective, work_of_operator
 
 SUMS = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
+
+CHEAP = (Work.VIEW, Work.POINTWISE)  # what lies between a gradient and its sum: no other line of backward moves
 
 
 def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -55,7 +58,7 @@ def _moved(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _may_move(node: fx.Node) -> bool:
-    """Return whether a node computes in backward, with what backward has made, and does nothing else."""
+    """Return whether a node is a collective, a view or pointwise, of what backward has made, and does nothing else."""
     if node.op != "call_function" or not node.users or not any(map(is_backward, node.all_input_nodes)):
         return False
-    return is_collective(node.target) or not node.is_impure()
+    return is_collective(node.target) or (work_of_operator(node.target) in CHEAP and not node.is_impure())
