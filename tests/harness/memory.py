@@ -30,8 +30,8 @@ from tests.harness.models import (
 )
 from tests.harness.timelines import in_flight_bytes
 from tests.harness.traced import fuser
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.calls import Calls

@@ -15,8 +15,8 @@ from tests.harness.errors import says
 from tests.harness.traced import traced
 from thunder_zero.encodings.encoding import PIECE, Encoding
 from thunder_zero.encodings.int8 import Int8
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule import Kind
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,9 @@ import thunder_zero as tz
 from tests.harness.errors import says
 from tests.harness.traced import traced
 from thunder_zero.encodings.nf4 import LEVELS
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule import Kind
 from thunder_zero.tools.cost.costs import costs_of
 

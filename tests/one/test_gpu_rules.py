@@ -25,8 +25,8 @@ from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import background
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import make_plan
 from thunder_zero.sharded.dtensors import part_of
 from thunder_zero.sharded.initial_values.data import Cuts, PlainModel, names_of
 from thunder_zero.sharded.resident import lay_out

@@ -22,8 +22,8 @@ from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Policy
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule import Kind, Op, Timeline
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.tools import Traces

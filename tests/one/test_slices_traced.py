@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import thunder_zero as tz
 from tests.harness.errors import refused
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Lane, ring
 from thunder_zero.tools.page.report import page_of

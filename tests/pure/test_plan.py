@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_zero.plan.make_plan import make_plan, repeated_blocks
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import ROOT, Plan, make_plan, repeated_blocks
+from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.plan.precision import MixedPrecision
 

@@ -19,8 +19,9 @@ from tests.harness.models import Mlp, count_sends, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.plan import layout
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.rows import real_rows
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import local

@@ -4,7 +4,7 @@ In: a module that ``thunder.jit`` has wrapped, and the arguments of the transfor
 whose parameters are shards. Thunder calls ``transform_module`` once; it is a collective::
 
     ranks_of            the process groups                            comm/group.py
-    make_plan           shape, shard, unit and lifetime of each       plan/params.py
+    make_plan           shape, shard, unit and lifetime of each       plan/make_plan.py
     initial_values      full ones, or this rank's rows                sharded/initial_values/
     State               shards, placeholders, transport               sharded/state.py
     place_parameters    shards into the plain module                  placement.py
@@ -49,7 +49,8 @@ from thunder_zero.frontends.placement import (
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import PARTS, refuse_tools, require_for_slices, require_untransformed
 from thunder_zero.frontends.zero_module import ZeroModule, adopt
-from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.make_plan import make_plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
 from thunder_zero.sharded.calls import Calls

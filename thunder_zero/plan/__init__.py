@@ -1,7 +1,7 @@
 """What is decided before anything is traced: the policy, and the plan of each parameter.
 
 In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms ask. Doors:
-``policy.Policy``, ``params.make_plan``, ``Plan.geometry``, ``Plan.sizes``; ``rows.py`` cuts tensors accordingly::
+``policy.Policy``, ``make_plan.make_plan``, ``Plan.geometry``, ``Plan.sizes``; ``rows.py`` cuts tensors accordingly::
 
     Policy(stage=3) -- STAGES --> sharded, not resident, not kept unsharded
     module --------- make_plan -> Param('h.0.w', shape (5, 4), unit 'h.0', sharded), ...

@@ -120,7 +120,7 @@ class Policy:
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
         unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together; the
             other parameters form the root unit. Default: the repeated blocks
-            (:func:`thunder_zero.plan.params.repeated_blocks`).
+            (:func:`thunder_zero.plan.make_plan.repeated_blocks`).
         ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
             reduced; each rank trains its own (default none).
         replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all of

@@ -15,10 +15,10 @@ Each pass is a pure function in a module of its own, and ``verify.py`` proves th
                                                        free    v
 """
 
+from thunder_zero.plan.make_plan import make_plan as make_plan
 from thunder_zero.plan.mesh import Mesh as Mesh
 from thunder_zero.plan.params import Param as Param
 from thunder_zero.plan.params import Plan as Plan
-from thunder_zero.plan.params import make_plan as make_plan
 from thunder_zero.plan.policy import Times as Times
 from thunder_zero.schedule.timeline import Kind as Kind
 from thunder_zero.schedule.timeline import Op as Op

@@ -28,8 +28,9 @@ from thunder_zero.frontends.dynamo.dry import export
 from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import PARTS
+from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import Param, Plan, make_plan
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
 from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors

@@ -13,7 +13,8 @@ from thunder_zero.comm.group import ranks_of
 from thunder_zero.comm.slices import slices_of
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
-from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.make_plan import make_plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.absent_ranks import fake_mesh
 from thunder_zero.tools.cost.estimate import Estimate

@@ -1,0 +1,246 @@
+"""Plans each parameter of a module: units by the module's tree, all else by the policy.
+
+``make_plan(module, policy, mesh)`` reads the module tree once. In stage 3 on four ranks::
+
+    h.0.weight, shape (10, 8)    ->    Param("h.0.weight", unit="h.0", sharded=True, resident=False,
+                                             kept_unsharded=False, ...)    of whose rows each rank stores three
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING
+
+from thunder_zero.plan import layout
+from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
+from thunder_zero.plan.geometry import Geometry
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.precision import MixedPrecision, around
+
+if TYPE_CHECKING:
+    from torch import nn
+
+from thunder_zero.plan.params import ROOT, Param, Plan
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """The default unit rule: the outermost repeated submodules that hold parameters, as paths in module order.
+
+    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
+    the same class (transformer blocks, the blocks of a ResNet's stages). A leaf counts only if a sibling in the same
+    container has its class (the layers of an MLP). The rule searches inside everything else.
+    """
+    members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
+    everywhere = Counter(type(member) for member in members)
+    blocks: list[str] = []
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        here = Counter(type(child) for child in parent.children())
+        for name, child in parent.named_children():
+            is_leaf = next(child.children(), None) is None
+            repeats = (here if is_leaf else everywhere)[type(child)] > 1
+            has_parameters = next(child.parameters(), None) is not None
+            if _is_container(parent) and repeats and has_parameters and not _is_container(child):
+                blocks.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return tuple(blocks)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """A ModuleList or a plain Sequential; a subclass of Sequential is a block."""
+    lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
+    return lists or type(module).__name__ == "Sequential"
+
+
+def make_plan(
+    module: nn.Module,
+    policy: Policy,
+    mesh: Mesh,
+    slices: Mapping[str, int] | None = None,
+    partial: Container[str] = (),
+) -> Plan:
+    """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
+
+    Args:
+        module: the module to shard.
+        policy: how to shard it.
+        mesh: the ranks that train it, and which one plans.
+        slices: the dimensions along which torch's tensor parallelism slices parameters, by their names.
+        partial: names of parameters of whose gradients each rank of tensor parallelism makes a part.
+
+    Returns:
+        The plan; its parameters are in the order of ``module.named_parameters()``.
+
+    Raises:
+        ValueError: a module without parameters, a unit path that is not a submodule, an ignored path that the module
+            does not have, a pattern that fits nothing.
+    """
+    modules = {path for path, _ in module.named_modules()}
+    names = _names(module, policy, modules)
+    units = (policy.unit_of or repeated_blocks)(module)
+    for unit in units:
+        if unit not in modules:
+            raise ValueError(
+                f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
+                f"named_modules() has them"
+            )
+    embeddings = embeddings_of(module)
+    params = tuple(
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings, mesh, slices or {}, partial)
+        for param, paths in names.items()
+    )
+    plan = Plan(policy, mesh, params)
+    _require_units(plan, module)
+    _require_formats(plan)
+    return plan
+
+
+def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
+    """The names of each parameter that the policy does not ignore; refuses paths that the module does not have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
+    _require_there(policy.ignored, paths, module)
+    _require_fitting("replicated names", policy.replicated, paths, module)
+    with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
+    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
+    for field in FORMATS:
+        asked = getattr(policy, field)
+        _require_fitting(field, asked if isinstance(asked, Mapping) else (), paths, module)
+    names = {
+        param: paths
+        for param, paths in names.items()
+        if not any(part in policy.ignored for path in paths for part in around(path))
+    }
+    if not names:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
+            f"nothing to shard or to reduce"
+        )
+    return names
+
+
+def _require_units(plan: Plan, module: nn.Module) -> None:
+    for field in ("recompute_units", "keep_unsharded"):
+        for path in getattr(plan.policy, field):
+            if path == ROOT or path not in plan.units:
+                raise ValueError(
+                    f"{field} names {path!r}, which is no unit of {type(module).__name__}; its units are "
+                    f"{', '.join(repr(unit) for unit in plan.units if unit != ROOT) or 'none'}"
+                )
+
+
+KINDS = {
+    "gather_format": "sharded floating-point parameters",
+    "reduce_format": "sharded floating-point parameters that train",
+    "frozen_format": "frozen, sharded floating-point parameters of two dimensions or more that get smaller by it",
+}
+
+
+def _require_formats(plan: Plan) -> None:
+    """Refuse a format that no parameter takes: who asks for it counts on its bytes."""
+    for field, kind in KINDS.items():
+        asked = getattr(plan.policy, field)
+        for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
+            named = [param for param in plan.params if fits(pattern, param.names)]
+            if form is not None and not any(getattr(param, field) for param in named):
+                raise ValueError(
+                    f"{field} asks for {form!r} of {pattern!r}, and no parameter there can have it{_largest(named)}: "
+                    f"it is for {kind}, without a pattern of two dimensions or more that are no embeddings; name "
+                    f"others, freeze or unfreeze them before the model is sharded, or leave {field} out"
+                )
+
+
+def _largest(named: Sequence[Param]) -> str:
+    if not named:
+        return ""
+    first = max(named, key=lambda param: prod(param.shape))
+    how = "not sharded" if not first.sharded else "trains" if first.requires_grad else "frozen"
+    return f" ({first.path!r} is {tuple(first.shape)} {first.dtype}, {how})"
+
+
+def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
+    for path in ignored:
+        if path not in there or path == ROOT:
+            raise ValueError(
+                f"ignored names {path!r}, which is no parameter and no submodule of {type(module).__name__}; "
+                f"give paths as its named_parameters() and named_modules() have them"
+            )
+
+
+def _require_fitting(field: str, patterns: Iterable[str], there: set[str], module: nn.Module) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in there - {ROOT}):
+            raise ValueError(
+                f"{field} {pattern!r}, which fits no parameter and no submodule of "
+                f"{type(module).__name__}; give a path or a pattern of paths, such as 'blocks.*.norm'"
+            )
+
+
+def _plan_param(
+    param: nn.Parameter,
+    names: tuple[str, ...],
+    policy: Policy,
+    unit: str,
+    embeddings: frozenset[str],
+    mesh: Mesh,
+    slices: Mapping[str, int],
+    partial: Container[str],
+) -> Param:
+    stage, sliced = STAGES[policy.stage], slices.get(names[0])
+    shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
+    is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes
+    parts = {part for name in names for part in around(name)}
+    replicated = any(fnmatchcase(part, pattern) for part in parts for pattern in policy.replicated)
+    sharded = stage.sharded and layout.is_sharded(shape) and not (is_small or replicated)
+    precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
+    compute_dtype = precision.param_dtype or param.dtype
+    gather_format, reduce_format = (
+        format_of(name, getattr(policy, name), names, param, embeddings) if sharded else None
+        for name in ("gather_format", "reduce_format")
+    )
+    frozen_format = frozen_format_of(policy.frozen_format, names, param, embeddings) if sharded else None
+    return Param(
+        path=names[0],
+        aliases=names[1:],
+        shape=shape,
+        dtype=param.dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=precision.reduce_dtype or compute_dtype,
+        requires_grad=param.requires_grad,
+        unit=unit,
+        sharded=sharded,
+        resident=sharded and stage.resident,
+        kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
+        gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
+        gather_format=None if frozen_format else gather_format,
+        reduce_format=reduce_format if param.requires_grad else None,
+        frozen_format=frozen_format,
+        sliced=sliced,
+        is_partial=any(name in partial for name in names),
+    )
+
+
+def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
+    """Overrides may not differ for the names of a tied parameter."""
+    found = {name: other for name in names if (other := precision.of(name)) is not precision}
+    different = [name for name, other in found.items() if other != found[next(iter(found))]]
+    if different:
+        raise ValueError(
+            f"mixed_precision has different overrides for {next(iter(found))!r} and {different[0]!r}, which are one "
+            f"tied parameter; give both the same"
+        )
+    return next(iter(found.values()), precision)
+
+
+def _unit_of(path: str, units: tuple[str, ...]) -> str:
+    """The innermost unit that holds the parameter."""
+    return max((unit for unit in units if path.startswith(f"{unit}.")), key=len, default=ROOT)
