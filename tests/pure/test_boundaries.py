@@ -63,10 +63,10 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/mesh.py",      NOT,    NOT,     NOT,     rooms("plan/policy")),
     Room("plan/geometry.py",  NOT,    NOT,     NOT,     rooms("plan/layout plan/mesh")),
     Room("plan/sizes.py",     NOT,    NOT,     NOT,     rooms("plan/policy")),
-    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("encodings plan/amounts plan/geometry plan/layout plan/mesh "
-                                                              "plan/policy plan/sizes")),
-    Room("plan/make_plan.py", TYPES,  NOT,     NOT,     rooms("plan/amounts plan/formats plan/geometry plan/layout plan/mesh "
-                                                              "plan/params plan/policy plan/precision")),
+    Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("encodings plan/amounts plan/geometry plan/layout "
+                                                              "plan/mesh plan/policy plan/sizes")),
+    Room("plan/make_plan.py", TYPES,  NOT,     NOT,     rooms("plan/amounts plan/formats plan/geometry plan/layout "
+                                                              "plan/mesh plan/params plan/policy plan/precision")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("encodings plan")),
@@ -94,7 +94,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
-    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private sharded optim")),
+    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch_gaps "
+                                                              "sharded optim")),
     Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint")),
     Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.compat.private import StorageInfo, narrow_tensor_by_index
+from thunder_zero.compat.torch_gaps import slice_of_file
 from thunder_zero.sharded.dtensors import local
 
 DESCRIBES = "torch.distributed.checkpoint.metadata"  # its classes may be in metadata
@@ -120,7 +121,7 @@ def _read_file(path: Path, metadata: Metadata, reads: Iterable[ReadItem], values
     with path.open("rb") as stream:
         for read in reads:
             place, key = metadata.storage_data[read.storage_index], read.dest_index.fqn
-            raw = reader._slice_file(stream, place)
+            raw = slice_of_file(reader, stream, place)
             content = reader.transforms.transform_load_stream(read, place.transform_descriptors or (), raw)
             seekable = content if content.seekable() else io.BytesIO(content.read(-1))
             value = torch.load(seekable, map_location="cpu", weights_only=True)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
+from thunder_zero.compat.torch_gaps import timeout_of
+
 CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
@@ -134,9 +136,3 @@ def _is_closed(peer: int, group: ProcessGroup) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of the group's collectives of tensors on this device; torch has no public way to ask for it."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout

@@ -7,8 +7,7 @@ that torch made:
 
 - of tensors ``_base``, ``_is_view``, ``_version`` and hooks; of storages ``_cdata``, which says whether two are one
 - of modules ``_parameters``, ``_buffers``, ``_modules`` and hooks; of recurrent layers ``_flat_weights``
-- of DTensors ``_local_tensor``; of operators ``_schema``; of process groups ``_get_backend``
-- of readers of checkpoints ``_slice_file``; of ``torch.autograd.profiler`` ``_is_profiler_enabled``, which changes
+- of DTensors ``_local_tensor``; of operators ``_schema``; of ``torch.autograd.profiler`` ``_is_profiler_enabled``
 
 >>> from thunder_zero.compat.private import aot_stage2_compile
 """
