@@ -80,6 +80,12 @@ def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]
     assert "<- chosen" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("group")
+def test_the_note_on_tensors_runs() -> None:
+    (program,) = blocks(DOCS / "notes.md")
+    exec(compile(program, "notes.md", "exec"), {})
+
+
 @pytest.mark.slow
 def test_the_page_on_lengths_runs() -> None:
     train, fit = blocks(DOCS / "lengths.md")
