@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/bench/copies.py
 
-Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, the transport's tensor operations
-on the computing thread, and how much of its buffers' memory was new from the kernel; and the time that weight
-gradients would save if matmuls wrote them into existing memory.
+Prints tables: for stages 2 and 3, the transport's tensor operations on the computing thread, and how much of its
+buffers' memory was new from the kernel; and the time that weight gradients would save if matmuls wrote them into
+existing memory.
 """
 
 from __future__ import annotations
