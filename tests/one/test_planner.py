@@ -153,6 +153,22 @@ def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
         tz.tools.plan_training(one.module, *one.args, world_size=8, tp=(0,), tp_plan=in_slices)
 
 
+@pytest.mark.slow
+def test_ranks_of_tensor_parallelism_are_compared_at_one_global_batch() -> None:
+    found = tz.tools.plan_training(
+        "gpt-1.3b", world_size=8, sequence_length=64, global_batch=16, stages=(3,), tp=(1, 4)
+    )
+    whole, quarters = found.rows
+    assert found.global_tokens == 16 * 64
+    for row in (whole, quarters):
+        assert row.tokens_per_second * row.seconds * 8 == pytest.approx(found.global_tokens)
+    assert "1,024 tokens of all ranks a step" in str(found).replace("\n", " ")
+    alone = tz.tools.plan_training("gpt-1.3b", world_size=8, sequence_length=64, micro_batch=8, stages=(3,), tp=4)
+    assert alone.rows == (quarters,)
+    assert (whole.tensor_exposed_seconds, quarters.tensor_exposed_seconds > 0) == (0.0, True)
+    assert quarters.tensor_exposed_seconds <= quarters.exposed_seconds
+
+
 def traffic(estimate: tz.tools.Estimate) -> int:
     return sum(cost.traffic_bytes for cost in estimate.costs)
 
@@ -277,7 +293,8 @@ def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: A
         "fits": needed <= 80,
         "peak_phase": "backward",
         **dict.fromkeys(("sent_bytes", "traced_blocks"), 1),
-        **dict.fromkeys(("compute_seconds", "exposed_seconds", "loss_seconds", "optimizer_seconds", "mfu"), 0.1),
+        **dict.fromkeys(("compute_seconds", "exposed_seconds", "tensor_exposed_seconds", "mfu"), 0.1),
+        **dict.fromkeys(("loss_seconds", "optimizer_seconds"), 0.1),
     }
     nbytes = dict.fromkeys(("needed_bytes", "peak_bytes", "at_rest_bytes"), needed << 30)
     rest = {"by_kind": kinds, "seconds": 1.0, "tokens_per_second": tokens, **nbytes}
@@ -375,6 +392,10 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (plans(devices_per_node=0), ValueError, ("devices_per_node is 0", "give the number of devices of a node")),
     (plans(devices_per_node=2.0), ValueError, ("devices_per_node is 2.0", "give the number")),
     (plans(micro_batch=2), ValueError, ("micro_batch belongs to models by name", "change the shapes of the inputs")),
+    (plans(global_batch=16), ValueError, ("micro_batch belongs to models by name",)),
+    (plans(model="gpt-1.3b", global_batch=0), ValueError, ("global_batch is 0", "give a number of sequences")),
+    (plans(model="gpt-1.3b", global_batch=8, micro_batch=2), ValueError, ("and global_batch are given; leave one",)),
+    (plans(model="gpt-1.3b", global_batch=4, tp=(1, 2)), ValueError, ("the 8 ranks of data at tp=1", "give tp=[2]")),
     (plans(sequence_length=2), ValueError, ("sequence_length belongs to models by name",)),
     (plans(model="gpt-1.3b", loss=torch.sum), ValueError, ("gpt-1.3b comes with a loss", "give loss= with")),
     (plans(torch.zeros(1), model="gpt-1.3b"), ValueError, ("give inputs with a module alone",)),

@@ -20,6 +20,10 @@ from tests.harness.errors import says
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.hugging_face import parallelize
+from thunder_zero.tools.planner.models import of_module
+from thunder_zero.tools.planner.programs import SubjectPrograms
+from thunder_zero.tools.planner.slicing import sliced_copy
+from thunder_zero.tools.planner.training_plan import MeshShape
 
 import thunder
 
@@ -243,3 +247,24 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_what_is_refused_of_plans(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, refusals, timeout=280)
+
+
+@pytest.mark.slow
+def test_a_plan_of_training_sums_what_a_models_own_plan_sums() -> None:
+    with torch.device("meta"):
+        module, rows = built("qwen3"), torch.empty(2, LENGTH, dtype=torch.long)
+    given, precision = {"input_ids": rows, "labels": rows}, tz.MixedPrecision()
+    subject = of_module(module, (), given, loss=lambda output: output.loss)
+    programs = SubjectPrograms(
+        subject, tz.Policy(mixed_precision=precision), 2, tz.tools.DEVICES["h100"], print, 2, parallelize
+    )
+    policy, mesh = programs.policy(3, "none"), MeshShape(1, 2, 2)
+    with tz.tools.fake_mesh((2, 2)) as ranks:
+        part = sliced_copy(module, ranks["tp"], parallelize)
+        traces = tz.trace(part, policy=policy, mesh=ranks, device="h100", **given)
+    found = programs.evaluate(policy, mesh).estimate
+    summed = {path for op in found.timeline.ops if op.over == "tensor" for path in op.params}
+    assert summed == {name for name, _ in module.named_parameters() if "q_norm" in name or "k_norm" in name}
+    assert found.sent_bytes == tz.tools.estimate(traces, "h100").sent_bytes
+    whole_plan = programs.plan(policy, mesh)
+    assert {param.path for param in whole_plan.params if param.is_partial} == summed

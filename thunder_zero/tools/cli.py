@@ -183,6 +183,7 @@ def _plan(add: Add) -> None:
     show.add_argument("--devices-per-node", type=int, help="(default: the device's)")
     show.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
     show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
+    show.add_argument("--global-batch", type=int, help="sequences of all ranks in a step, for each --tp alike")
     show.add_argument("--loss", metavar="FILE.py:function", help="from what forward returns to a loss")
     show.add_argument("--stages", type=int, nargs="+", default=(0, 1, 2, 3), help="to compare (default: 0 to 3)")
     show.add_argument("--tp", type=int, nargs="+", default=(1,), help="ranks of tensor parallelism, of a model by name")

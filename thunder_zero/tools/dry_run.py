@@ -176,10 +176,14 @@ def programs_of(
     fuse: Fuser | None = None,
     device: Device | str | None = None,
     slices: Mapping[str, int] | None = None,
+    partial: Container[str] = (),
 ) -> ProgramSource:
     """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
-    ``mesh`` is that of the rank, and ``slices`` are the dimensions along which parameters are sliced."""
-    return ProgramSource(Asked(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}))
+    ``mesh`` is that of the rank, ``slices`` are the dimensions along which parameters are sliced, and ``partial`` the
+    parameters whose gradients are summed over slices."""
+    return ProgramSource(
+        Asked(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}, partial=partial)
+    )
 
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ gets its bytes and seconds, and the least recompute that fits; out comes a table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from thunder_zero.plan.amounts import bytes_of, name_of
 from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -48,6 +49,7 @@ def plan_training(
     devices_per_node: int | None = None,
     sequence_length: int | None = None,
     micro_batch: int = 1,
+    global_batch: int | None = None,
     precision: MixedPrecision = PRECISION,
     gather_format: Formats = None,
     reduce_format: Formats = None,
@@ -75,6 +77,8 @@ def plan_training(
         devices_per_node: None: the device's.
         sequence_length: tokens of a sequence, of a model by name; None: the model's.
         micro_batch: sequences of a rank in a step, of a model by name.
+        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. Each ``tp`` has the same then; by
+            default twice the ranks of ``tp`` have half the batch.
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
             optimizer's state keep their own.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, of stages 1 to 3 (default: None).
@@ -87,22 +91,31 @@ def plan_training(
     Raises:
         ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes; no stages; options
             that do not belong to this kind of model; a model in which nothing is trained; ``tp`` that does not divide
-            nodes, or without a plan.
+            nodes, or without a plan; ``global_batch`` that the ranks of data do not divide.
         TypeError: neither a plain module nor a string; no device.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    subject = subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     sizes, how = _known_slices(tp), in_slices if tp_plan is None else tp_plan
-    if max(sizes) > 1 and tp_plan is None and model not in KNOWN:
-        raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
     rows = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
+    batches = dict.fromkeys(sizes, micro_batch)
+    if global_batch is not None:
+        if micro_batch != 1:
+            raise ValueError("micro_batch and global_batch are given; leave one out")
+        batches = _shares(global_batch, world_size, sizes)
+    made = {
+        batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
+        for batch in set(batches.values())
+    }
+    subjects = {size: made[batch] for size, batch in batches.items()}
+    if max(sizes) > 1 and tp_plan is None and model not in KNOWN:
+        raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
     with show_steps("tz.tools.plan_training", rows) as steps:
         asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
         asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subject, world_size, described, memory, asked, steps, how).plan(stages, sizes)
+        return _Comparison(subjects, world_size, described, memory, asked, steps, how).plan(stages, sizes, global_batch)
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -119,6 +132,19 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
+    """Return the sequences of a rank of data, for each number of ranks of tensor parallelism."""
+    if not is_count(global_batch) or not global_batch:
+        raise ValueError(f"global_batch is {global_batch!r}; give a number of sequences, at least 1")
+    if wrong := [size for size in sizes if global_batch % (world_size // size)]:
+        right = [size for size in sizes if size not in wrong]
+        raise ValueError(
+            f"global_batch is {global_batch:,}, which the {world_size // wrong[0]:,} ranks of data at tp={wrong[0]} do "
+            f"not divide; {f'give tp={right}' if right else 'give more ranks of tp'}, or another batch"
+        )
+    return {size: global_batch * size // world_size for size in sizes}
+
+
 def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
     """The device, in nodes of this many."""
     if devices_per_node is None:
@@ -132,7 +158,7 @@ def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
 class _Comparison:
     """Evaluates the rows of a table."""
 
-    subject: Subject
+    subjects: Mapping[int, Subject]  # by ranks of tensor parallelism: their batches differ
     world_size: int
     device: Device
     memory_bytes: int
@@ -141,7 +167,8 @@ class _Comparison:
     how: Slicing
     programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by ranks of tensor parallelism
 
-    def plan(self, stages: Sequence[int], sizes: Sequence[int]) -> TrainingPlan:
+    def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None) -> TrainingPlan:
+        subject = self.subjects[sizes[0]]
         found: dict[tuple[int, int], list[PlanRow]] = {}
         for slices in sizes:
             least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not in a lower one
@@ -152,23 +179,24 @@ class _Comparison:
         chosen, code = best_of(rows), ""
         if chosen is not None:
             policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
-            code = code_of(chosen, policy, self.subject.build, OWN_SLICES if self.how is in_slices else SLICES)
+            code = code_of(chosen, policy, subject.build, OWN_SLICES if self.how is in_slices else SLICES)
         returns_loss = self._programs(sizes[0]).returns_loss()
         return TrainingPlan(
-            model=self.subject.name,
-            parameters=sum(param.numel() for param in self.subject.module.parameters()),
-            blocks=self.subject.blocks,
+            model=subject.name,
+            parameters=sum(param.numel() for param in subject.module.parameters()),
+            blocks=subject.blocks,
             world_size=self.world_size,
             device=self.device.name,
             devices_per_node=self.device.devices_per_node,
             memory_bytes=self.memory_bytes,
-            tokens=self.subject.tokens,
+            tokens=subject.tokens,
+            global_tokens=None if global_batch is None else subject.tokens * (self.world_size // sizes[0]),
             rows=rows,
             chosen=chosen,
-            reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
+            reason=reason_of(rows, chosen, self.memory_bytes, subject.batch),
             code=code,
             assumed=(
-                *assumed(self.subject, self.asked, self.device, returns_loss=returns_loss),
+                *assumed(subject, self.asked, self.device, returns_loss=returns_loss),
                 *((OF_SLICES,) if max(sizes) > 1 else ()),
             ),
             is_bound=not isinstance(self.device, Calibrated),
@@ -178,7 +206,7 @@ class _Comparison:
         if slices not in self.programs:
             shards = meshes(3, self.world_size, self.device.devices_per_node, slices)[0].shards
             self.programs[slices] = SubjectPrograms(
-                self.subject, self.asked, shards, self.device, self.steps.tell, slices, self.how
+                self.subjects[slices], self.asked, shards, self.device, self.steps.tell, slices, self.how
             )
         return self.programs[slices]
 
@@ -222,21 +250,23 @@ class _Comparison:
             sent_bytes=estimate.sent_bytes,
             compute_seconds=estimate.compute_seconds,
             exposed_seconds=estimate.exposed_seconds,
+            tensor_exposed_seconds=estimate.exposed_on.get(Lane.TENSOR, 0.0),
             loss_seconds=loss,
             optimizer_seconds=optimizer,
             seconds=seconds,
-            tokens_per_second=self.subject.tokens / seconds / mesh.slices,
+            tokens_per_second=self.subjects[mesh.slices].tokens / seconds / mesh.slices,
             mfu=estimate.model_seconds / seconds,
             traced_blocks=one.traced,
         )
 
 
 OWN_SLICES = """from thunder_zero.tools.planner.slicing import in_slices
-in_slices(module, mesh["tp"])"""
+in_slices(module, mesh["tp"])  # a Llama's logits: Shard(-1), for loss_parallel"""
 SLICES = 'parallelize_module(module, mesh["tp"], ...)  # torch\'s; yours: tp_plan'
 OF_SLICES = (
     "ranks of tensor parallelism (tp) have one batch; their collectives go over the links of a node, as the next lines "
-    "wait for them, and they have one NCCL communicator more"
+    "wait for them, and they have one NCCL communicator more; a Llama's loss is torch's loss_parallel, without "
+    "its sums of one number a token"
 )
 
 

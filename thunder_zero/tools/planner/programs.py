@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thunder_zero.comm.group import ranks_of
-from thunder_zero.comm.slices import slices_of
+from thunder_zero.comm.slices import partial_of, slices_of
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.make_plan import make_plan
@@ -64,16 +64,18 @@ class SubjectPrograms:
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
         """The plan of the whole model, as the first rank sees it."""
-        return make_plan(self.subject.module, policy, mesh.at_rank_0(), self._sliced)
+        return make_plan(self.subject.module, policy, mesh.at_rank_0(), *self._sliced)
 
     @cached_property
-    def _sliced(self) -> Mapping[str, int]:
-        """The dimensions along which parameters of the whole model are sliced."""
+    def _sliced(self) -> tuple[Mapping[str, int], frozenset[str]]:
+        """The dimensions along which parameters of the whole model are sliced, and those whose gradients are summed
+        over slices."""
         if self.slices == 1:
-            return {}
+            return {}, frozenset()
         self.tell(f"slices {self.subject.name} for {self.slices} ranks")
         with fake_mesh((1, self.slices)) as mesh:
-            return slices_of(sliced_copy(self.subject.module, mesh["tp"], self.how), ranks_of(None, mesh))
+            part, ranks = sliced_copy(self.subject.module, mesh["tp"], self.how), ranks_of(None, mesh)
+            return slices_of(part, ranks), partial_of(part, ranks)
 
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
@@ -149,8 +151,9 @@ class SubjectPrograms:
             else:
                 with fake_mesh((1, self.slices)) as mesh:
                     part = sliced_copy(one.module, mesh["tp"], self.how)
-                    sliced = slices_of(part, ranks_of(None, mesh))
-                    self.captured[traced] = programs_of(part, **given, slices=sliced)
+                    ranks = ranks_of(None, mesh)
+                    given |= {"slices": slices_of(part, ranks), "partial": partial_of(part, ranks)}
+                    self.captured[traced] = programs_of(part, **given)
         return self.captured[traced]
 
 

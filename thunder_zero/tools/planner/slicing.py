@@ -6,7 +6,8 @@
     attention.out                  rows: the outputs of all ranks are summed   mlp.down        rows
 
 Between them each rank of Llama has a part of the sequence (sequence parallelism), so that norms and what they save are
-in slices, too. GPT-2 has all of it there, as its embedding is its head.
+in slices, too; so are its logits, by words, as for torch's ``loss_parallel``. GPT-2 has
+all of it there, as its embedding is its head.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def in_slices(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def styles_of_llama() -> dict[str, ParallelStyle]:
-    """Llama's, with a part of the sequence on each rank between its layers."""
+    """Llama's, with a part of the sequence on each rank between its layers, and of the words in its logits."""
     part, whole = Shard(1), Replicate()
     return {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=part),
@@ -56,7 +57,7 @@ def styles_of_llama() -> dict[str, ParallelStyle]:
         **{f"blocks.*.{name}": ColwiseParallel() for name in COLUMNS[:-1]},
         **{f"blocks.*.{name}": RowwiseParallel(output_layouts=part) for name in ROWS[:-1]},
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1)),
     }
 
 

@@ -104,6 +104,7 @@ class PlanRow:
         sent_bytes: that a rank sends.
         compute_seconds: of forward and backward.
         exposed_seconds: how long compute waits for communication.
+        tensor_exposed_seconds: how much of that for collectives of tensor parallelism.
         loss_seconds: of the loss and its gradient.
         optimizer_seconds: of AdamW's step.
         seconds: of the step: the sum of the four.
@@ -124,6 +125,7 @@ class PlanRow:
     sent_bytes: int
     compute_seconds: float
     exposed_seconds: float
+    tensor_exposed_seconds: float
     loss_seconds: float
     optimizer_seconds: float
     seconds: float
@@ -159,7 +161,8 @@ class TrainingPlan:
         device: its name.
         devices_per_node: devices of a node.
         memory_bytes: of a rank.
-        tokens: of a rank in a step.
+        tokens: of a rank of data in a step; with a global batch, at the first ``tp``.
+        global_tokens: of all ranks in a step; None without a global batch.
         rows: stages and meshes, in the order of the table.
         chosen: the recommended row; None if none fits.
         reason: why, in one sentence.
@@ -176,6 +179,7 @@ class TrainingPlan:
     devices_per_node: int
     memory_bytes: int
     tokens: int
+    global_tokens: int | None
     rows: tuple[PlanRow, ...]
     chosen: PlanRow | None
     reason: str
@@ -245,10 +249,12 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
 def _heading(plan: TrainingPlan) -> str:
     traced = max(row.traced_blocks for row in plan.rows)
     repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
+    tokens = f"{plan.tokens:,} tokens of a rank a step"
+    if plan.global_tokens is not None:
+        tokens = f"{plan.global_tokens:,} tokens of all ranks a step"
     return (
         f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
-        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {plan.tokens:,} tokens of a rank a "
-        f"step{repeated}"
+        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {tokens}{repeated}"
     )
 
 
