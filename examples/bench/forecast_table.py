@@ -106,18 +106,21 @@ def with_tables(text: str, rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """The table, the ranks and the versions, in Markdown."""
-    lines = [HEADERS, ("---", "---:", "---:", "---:", "---:", "---:", "---:", "---:"), *map(cells, rows)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    words = []
-    for where in dict.fromkeys(row.where for row in rows):
-        here = [row for row in rows if row.where == where]
-        wrong = misranked(here)
-        pairs = ", ".join(f"stage {slow} before stage {fast}" for fast, slow in wrong)
-        order = f"ranks {pairs}" if wrong else "ranked as measured"
-        worst = max(here, key=lambda row: abs(row.off))
-        words.append(f"- {place(worst)}: at most {abs(worst.off):.1%} off; {order}\n")
-    return table + "\n" + "".join(words) + "\n" + "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"
+    """The table, a line for each network, and the versions, in Markdown."""
+    stages = sorted({row.stage for row in rows})
+    headers = ("ranks, network", *(f"stage {stage}" for stage in stages), "ranked")
+    networks = dict.fromkeys(row.where for row in rows)
+    lines = [headers, ["---"] * len(headers), *(line(rows, where, stages) for where in networks)]
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return table + "\n" + "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"
+
+
+def line(rows: Iterable[Row], where: tuple[int, str], stages: Iterable[int]) -> list[str]:
+    """The cells of one network: each stage's measured and forecast time, how far off and how ranked."""
+    here = {row.stage: row for row in rows if row.where == where}
+    pairs = ", ".join(f"stage {slow} before stage {fast}" for fast, slow in misranked(here.values()))
+    times = (f"{row.step:.3f}, {row.seconds:.3f} ({row.off:+.1%})" if (row := here.get(n)) else "" for n in stages)
+    return [place(next(iter(here.values()))), *times, pairs or "as measured"]
 
 
 def place(row: Row) -> str:
@@ -125,7 +128,7 @@ def place(row: Row) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table, under HEADERS."""
+    """What the screen shows of a row, under HEADERS."""
     return (
         place(row),
         str(row.stage),

@@ -171,7 +171,7 @@ def test_rows_of_forecasts_are_written_ranked_and_replaced(tmp_path: Path) -> No
     assert forecast_table.misranked((first, replace(slower, measured=(2.9,)))) == []  # one step of stage 0 took 3 s
     text = page.read_text()
     assert "+10.0%" in text
-    assert "at most 38.6% off; ranks stage 3 before stage 0" in text
+    assert "-38.6%) | stage 3 before stage 0 |" in text
     assert "old" not in text
     other, slow = replace(first, network="loopback"), replace(first, network="250mbit")
     assert forecast_table.merged((first, tied, other, slow), (slower,)) == (slow, slower, other)
