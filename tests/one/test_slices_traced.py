@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.names import label_of
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Lane, ring
+from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.report import page_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
@@ -136,6 +139,58 @@ def test_what_shows_a_step_shows_slices(tmp_path: Path) -> None:
     assert [one.slices for one in change.total] == [0, 2]
     assert [one.slice_bytes for one in change.total] == [0, 2 * ACTIVATION]
     assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(change)
+
+
+SLOW = replace(tz.tools.DEVICES["h100"], intra_node=tz.tools.Link(1e9))
+
+
+def forecast() -> tuple[tz.tools.Estimate, Counter[int]]:
+    """A step of many gathers, and how long compute waits at each operation for slices."""
+    found = tz.tools.estimate(pair(2, 2, tz.Policy(3, bucket_bytes=1, prefetch=1)), SLOW)
+    waits: Counter[int] = Counter()
+    for span in found.spans:
+        if span.waits and found.timeline.ops[span.op].is_torchs:
+            waits[span.op] += span.seconds
+    assert len(waits) == 2
+    return found, waits
+
+
+def test_measured_times_have_waits_for_slices() -> None:
+    found, waits = forecast()
+    timeline = found.timeline
+    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER]
+    wires = sum(cost.wire[1] for op, cost in zip(timeline.ops, found.costs, strict=True) if op in gathers and cost.wire)
+    for slower in (1.0, 3.0):
+        times: tuple[dict[str, float], dict[str, float]] = {}, {}
+        ends = [at for at, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
+        for at, following in pairwise(ends):
+            op = timeline.ops[at]
+            if op.backward is timeline.ops[following].backward:
+                stretch = range(at + 1, following)
+                times[op.backward][op.params[0]] = slower * sum(
+                    found.costs[one].seconds + waits[one] for one in stretch
+                )
+        speed = sum(map(timeline.wire_bytes, gathers)) / wires
+        measured = by_times(found, tz.schedule.Times(*times, speed))
+        assert measured.compute_seconds == pytest.approx(slower * found.compute_seconds)
+        assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * found.exposed_on[Lane.TENSOR])
+
+
+def test_a_profile_has_waits_for_slices() -> None:
+    found, waits = forecast()
+    events, now, gap = [], 1.0, 1e-3
+    for at, (op, cost) in enumerate(zip(found.timeline.ops, found.costs, strict=True)):
+        now += 2 * (cost.seconds + waits[at])
+        if op.kind in LAUNCHES or op.kind is Kind.WAIT:
+            events.append({"name": label_of(op, found.timeline), "ts": now * 1e6, "dur": gap * 1e6})
+            now += gap
+    measured = by_profile(found, events)
+    assert measured.compute_seconds - gap * sum(op.kind in LAUNCHES for op in found.timeline.ops) == pytest.approx(
+        2 * found.compute_seconds
+    )
+    assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * found.exposed_on[Lane.TENSOR])
+    rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
+    assert [found.timeline.ops[span.op].moves for span in rings] == ["all_reduce"] * 2
 
 
 def test_what_is_refused() -> None:

@@ -1,7 +1,8 @@
 """When operations run by measurements: the times of ``measure_times``, or a profile of a step.
 
 In: the forecast of a step, and what was measured between the waits of its collectives. Out: an estimate with these
-times. Lines between two measured moments share the time between them as they do in the forecast.
+times. Lines between two measured moments share the time between them as they do in the forecast; so do waits for
+collectives of torch's tensor parallelism, which nobody measures.
 """
 
 from __future__ import annotations
@@ -26,19 +27,29 @@ def by_times(forecast: Estimate, times: Times) -> Estimate:
     """The step with measured seconds of compute between the waits of gathers, and the measured speed of gathers. What
     has no measurement (before the first wait of a phase, after the last, reductions) is as much slower than the
     forecast, or faster, as what has one."""
-    ops, costs = forecast.timeline.ops, list(forecast.costs)
+    ops, costs = forecast.timeline.ops, [_scaled(cost, 1.0, 1.0) for cost in forecast.costs]
+    held = _held(replace(forecast, costs=tuple(costs)))
     factors: list[float | None] = [None] * len(ops)
     for stretch, seconds in _stretches(forecast.timeline, times):
-        total = sum(costs[at].seconds for at in stretch)
+        total = sum(held[at] for at in stretch)
         factors[stretch.start : stretch.stop] = [seconds / total if total else None] * len(stretch)
     known = [at for at, factor in enumerate(factors) if factor is not None and ops[at].kind is Kind.COMPUTE]
-    before = sum(costs[at].seconds for at in known)
-    usual = sum(costs[at].seconds * (factors[at] or 0.0) for at in known) / before if before else 1.0
+    before = sum(held[at] for at in known)
+    usual = sum(held[at] * (factors[at] or 0.0) for at in known) / before if before else 1.0
     slower = _slower_wires(forecast, times)
     for at, cost in enumerate(costs):
-        factor = factors[at]
-        costs[at] = _scaled(cost, usual if factor is None else factor, slower)
+        factor = usual if (own := factors[at]) is None else own
+        costs[at] = _scaled(cost, factor, factor if ops[at].is_torchs else slower)
     return replace(forecast, costs=tuple(costs))
+
+
+def _held(forecast: Estimate) -> list[float]:
+    """Return for how long each operation computes, or waits for a collective of torch's tensor parallelism."""
+    ops, found = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
+    for span in forecast.spans:
+        if span.waits and ops[span.op].is_torchs:
+            found[span.op] += span.seconds
+    return found
 
 
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
@@ -96,19 +107,25 @@ def _moments(event: Mapping[str, Any]) -> tuple[float, float]:
 
 def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> Iterator[Span]:
     """Waits and launches where they were measured; computations between them share the time."""
-    timeline, costs = forecast.timeline, forecast.costs
+    timeline, costs, held = forecast.timeline, forecast.costs, _held(forecast)
     bounds = [*moments, len(timeline.ops)]
-    first, speed = bounds[0], _usual(forecast, moments)
-    zero = moments[first][0] - sum(costs[at].seconds for at in range(first)) * speed
-    now = 0.0
+    first, speed = bounds[0], _usual(held, moments)
+    zero = moments[first][0] - sum(held[:first]) * speed
+    now, launched = 0.0, dict[int, float]()  # collectives of tensor parallelism, until their wait
     for begin, stop in pairwise([-1, *bounds]):
         computing = [at for at in range(begin + 1, stop) if timeline.ops[at].kind is Kind.COMPUTE]
-        total = sum(costs[at].seconds for at in computing)
+        total = sum(held[at] for at in computing)
         until = moments[stop][0] - zero if stop in moments else now + total * speed
         factor = (until - now) / total if total else 0.0
         for at in computing:
-            yield Span(at, Lane.COMPUTE, now, now + costs[at].seconds * factor)
-            now += costs[at].seconds * factor
+            op = timeline.ops[at]
+            if op.is_torchs and op.launches:
+                launched[at] = now
+            start, now = now, now + held[at] * factor
+            if held[at] or not op.is_torchs:
+                yield Span(at, Lane.COMPUTE, start, now, None, op.is_torchs)
+            if op.is_torchs and op.waits and (launch := timeline.writer[op.reads[0]]) in launched:
+                yield Span(launch, Lane.TENSOR, launched.pop(launch), now)
         if stop in moments:
             start, end = (moment - zero for moment in moments[stop])
             op = timeline.ops[stop]
@@ -120,9 +137,9 @@ def _placed(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> I
             now = end
 
 
-def _usual(forecast: Estimate, moments: Mapping[int, tuple[float, float]]) -> float:
-    """How much longer compute takes between measured moments than in the forecast."""
+def _usual(held: Sequence[float], moments: Mapping[int, tuple[float, float]]) -> float:
+    """How much longer lines take between measured moments than in the forecast."""
     marked = list(moments)
     between = sum(moments[after][0] - moments[at][1] for at, after in pairwise(marked))
-    costs = sum(forecast.costs[at].seconds for at in range(marked[0], marked[-1]))
-    return between / costs if costs else 1.0
+    seconds = sum(held[marked[0] : marked[-1]])
+    return between / seconds if seconds else 1.0
