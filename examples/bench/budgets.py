@@ -30,10 +30,8 @@ HEADERS = (
     "measured peak",
     "MiB sent",
     "GFLOP done again",
-    "cost, MiB",
     "units kept",
     "computed again",
-    "MiB in flight",
 )
 SECTION = ("budgets", "examples.bench.budgets")
 
@@ -54,9 +52,8 @@ class Fitted:
     def cells(self) -> tuple[str, ...]:
         """Those of its line in the table."""
         chosen = len(self.policy.keep_unsharded), len(self.policy.recompute_units)
-        in_flight = mib(self.policy.in_flight_bytes)
         bytes_ = tuple(map(mib, (self.budget, self.forecast, self.measured, self.sent)))
-        return (*bytes_, f"{self.flops / 1e9:.2f}", mib(round(self.cost)), *map(str, chosen), in_flight)
+        return (*bytes_, f"{self.flops / 1e9:.2f}", *map(str, chosen))
 
 
 def choice(memory_bytes: int) -> tz.Policy:

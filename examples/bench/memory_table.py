@@ -13,11 +13,8 @@ from examples.bench.page import with_section
 MiB, KiB = 1 << 20, 1 << 10
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "memory.json", DOCS / "memory.md"
-HEADERS = (
-    *("model and setting", "at rest", "forecast", "peak", "forecast", "off by"),
-    *("optimizer's step", "forecast", "off by", "FSDP2's peak"),
-)
-HIDING = ("operator", "inputs → results", "shown, MiB", "hidden, MiB")
+HEADERS = ("model and setting", "measured", "forecast off by", "FSDP2's")
+HIDING = ("operator", "inputs → results", "forecast, MiB", "more, MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +111,13 @@ def with_tables(text: str, data: Data) -> str:
 
 
 def places(data: Data) -> Mapping[str, str]:
-    """What each marked place of the page holds."""
+    """What each marked place of the page holds: no rows of the small GPT; of each operator's workspaces the largest."""
+    by_operator = {one.operator: one for one in sorted(data.workspaces, key=lambda one: one.hidden)}
+    largest = sorted(by_operator.values(), key=lambda one: -one.hidden)
     return {
-        "measurements": markdown(HEADERS, map(cells, data.rows)) + f"\n{versions_of(data.rows)}\n",
-        "misses": misses(data.rows),
-        "workspaces": markdown(HIDING, map(workspace_cells, data.workspaces)) + f"\n{data.workspace_versions}.\n",
+        "measurements": markdown(HEADERS, (cells(row) for row in data.rows if row.model != "small GPT"))
+        + f"\n{besides(data.rows)} {versions_of(data.rows)}\n",
+        "workspaces": markdown(HIDING, map(workspace_cells, largest)) + f"\n{data.workspace_versions}.\n",
         "output": f"```\n{data.example}\n```\n",
     }
 
@@ -138,16 +137,7 @@ def _is_text(cell: str) -> bool:
 
 def cells(row: Row) -> tuple[str, ...]:
     """One line of the table, under HEADERS."""
-    step = row.optimizer_step
-    return (
-        row.case,
-        *map(mib, row.at_rest),
-        *map(mib, row.peak),
-        percent(row.off),
-        *(mib(nbytes) if nbytes else "" for nbytes in step),
-        percent(step[1] / step[0] - 1) if step[0] else "",
-        "" if row.peer is None else mib(row.peer),
-    )
+    return (row.case, mib(row.peak[0]), percent(row.off), "" if row.peer is None else mib(row.peer))
 
 
 def workspace_cells(one: Workspace) -> tuple[str, ...]:
@@ -155,22 +145,11 @@ def workspace_cells(one: Workspace) -> tuple[str, ...]:
     return (one.operator, one.inputs, f"{one.shown / MiB:.2f}", f"{one.hidden / MiB:.2f}")
 
 
-def misses(rows: Iterable[Row]) -> str:
-    """For each model, the row whose forecast is farthest off, and by how many bytes."""
-    worst: dict[str, Row] = {}
-    for row in rows:
-        if row.model not in worst or abs(row.off) > abs(worst[row.model].off):
-            worst[row.model] = row
-    lines = sorted(worst.values(), key=lambda row: -abs(row.off))
-    return "".join(f"- {row.case}: {percent(row.off)}, {_distance(row)}\n" for row in lines)
-
-
-def _distance(row: Row) -> str:
-    off = row.peak[1] - row.peak[0]
-    if not off:
-        return "to the byte"
-    much = f"{abs(off) / MiB:.2f} MiB" if abs(off) >= MiB / 10 else f"{abs(off):,} B"
-    return f"{much} {'above' if off > 0 else 'below'} the measured peak"
+def besides(rows: Iterable[Row]) -> str:
+    """How far off the forecasts are whose figures the table leaves out."""
+    pairs = [pair for row in rows for pair in (row.at_rest, row.optimizer_step) if pair[0]]
+    worst = max((abs(forecast / measured - 1) for measured, forecast in pairs), default=0.0)
+    return f"At rest, and in the optimizer's step, forecasts are at most {worst:.3%} off."
 
 
 def versions_of(rows: Iterable[Row]) -> str:
@@ -184,6 +163,6 @@ def mib(nbytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    """Such as "-1.7 %"; no sign for nothing."""
-    text = f"{share:+.2%}".replace("%", " %")
-    return "0.00 %" if text[1:] == "0.00 %" else text
+    """Such as "-1.7%"; no sign for nothing."""
+    text = f"{share:+.2%}"
+    return "0.00%" if text[1:] == "0.00%" else text

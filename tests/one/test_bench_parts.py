@@ -155,7 +155,15 @@ def test_rows_of_memory_are_written_and_replaced(tmp_path: Path) -> None:
     order = ("GPT, stage 1", fused.case, row.case)
     assert memory_table.merged((gone, row, fused), (newer,), order) == (fused, newer)
     assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
-    assert memory_table.misses((newer,)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"
+    off = replace(row, optimizer_step=(1000, 998))
+    assert memory_table.besides((row, off)).endswith("at most 0.200% off.")
+    less = [Workspace("gelu", "[1]", 0, 1), *data.workspaces, Workspace("mm", "[5]", 0, 2 << 20)]
+    assert re.findall(
+        r"\| (\w+) \| (\[\d.*?\]) ", memory_table.places(replace(data, workspaces=less))["workspaces"]
+    ) == [
+        ("mm", "[5]"),
+        ("gelu", "[2, 3]"),
+    ]
 
 
 def test_rows_of_forecasts_are_written_ranked_and_replaced(tmp_path: Path) -> None:
