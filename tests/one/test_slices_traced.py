@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -191,6 +192,29 @@ def test_a_profile_has_waits_for_slices() -> None:
     assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * found.exposed_on[Lane.TENSOR])
     rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
     assert [found.timeline.ops[span.op].moves for span in rings] == ["all_reduce"] * 2
+
+
+def test_a_policy_that_fits_is_one_of_slices() -> None:
+    def peak(policy: tz.Policy) -> int:
+        return tz.tools.memory(tz.trace(module, x, policy=policy, mesh=mesh)).peak
+
+    with torch.device("meta"):
+        layers, x = nn.Sequential(*(Pair() for _ in range(3))), torch.empty(8, 64)
+    with tz.tools.fake_mesh((4, 2)) as mesh:
+        styles = {f"{at}.{name}": style for at in range(3) for name, style in STYLES.items()}
+        module = parallelize_module(layers, mesh["tp"], styles)
+        quiet = {"file": StringIO(), "mesh": mesh}
+        plenty = tz.tools.fit(module, x, memory_bytes="1GiB", **quiet)
+        room = int(0.8 * peak(plenty))
+        assert peak(tz.tools.fit(module, x, memory_bytes=room, **quiet)) <= room
+        with pytest.raises(tz.tools.DoesNotFit) as caught:
+            tz.tools.fit(module, x, memory_bytes=1000, **quiet)
+        assert "twice the ranks" in str(caught.value)
+        assert "cpu_offload" not in str(caught.value)  # which slices refuse
+        with refused(ValueError, "mesh says how many ranks there are", "leave out world_size and replicas"):
+            tz.tools.fit(module, x, memory_bytes=room, world_size=2, **quiet)
+        with refused(RuntimeError, "is a DTensor", "give mesh="):
+            tz.tools.fit(module, x, memory_bytes=room, world_size=2)
 
 
 def test_what_is_refused() -> None:

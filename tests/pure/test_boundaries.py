@@ -111,7 +111,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                               "frontends tools/printing")),
     Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule frontends tools/printing "
                                                               "tools/devices tools/forecast")),
-    Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/printing "
+    Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm frontends tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
     Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces frontends tools/printing "

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from torch import nn
 
 from thunder_zero.comm.agree import on_rank_0
-from thunder_zero.comm.group import ranks_of_default_group
+from thunder_zero.comm.group import ranks_of, ranks_of_default_group
+from thunder_zero.comm.slices import partial_of, slices_of
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import Fuser
 from thunder_zero.plan.amounts import bytes_of
@@ -35,6 +36,10 @@ from thunder_zero.tools.printing.progress import show_status
 from thunder_zero.tools.printing.words import WIDTH
 
 from thunder.core.module import ThunderModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade-off
@@ -68,6 +73,8 @@ def fit(
     backend: str | None = None,
     fuse: Fuser | None = None,
     replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     reserve: int = 0,
     prices: Prices = USUAL_PRICES,
     **kwargs: Any,
@@ -89,18 +96,26 @@ def fit(
         policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
         file: where to print; the standard output if None.
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
-        fuse, replicas: as for :func:`thunder_zero.trace`.
+        fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
         prices: what recomputed work and launches cost, in bytes on the wire (default: ``Prices()``).
 
     Raises:
         DoesNotFit: no policy fits; a ValueError.
         TypeError: not a plain module.
-        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is something else.
+        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is something else; ``world_size`` or ``replicas``
+            beside a mesh; slices that are not those of the mesh.
+        RuntimeError: the module is sliced, and there is no ``mesh``.
     """
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
-    mesh = Mesh.of(_ranks(world_size), replicas=replicas)
+    if mesh is None and dp_mesh_dims is None:
+        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), {}, frozenset[str]()
+    elif world_size is not None or replicas != 1:
+        raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
+    else:
+        ranks = ranks_of(None, mesh, dp_mesh_dims)
+        planned, slices, partial = ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
     console = Console(file=file, width=WIDTH)
 
     def decided(go_on: Callable[[], None]) -> dict[str, Any]:
@@ -116,7 +131,7 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("captures the module")
-            captured = programs_of(module, args, kwargs, asked, mesh, fuse=fuse)
+            captured = programs_of(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
             compiled, best = _chosen(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

@@ -76,7 +76,7 @@ def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
     helps = {
         "twice the ranks": sharded // 2,
         "half the batch": batch // 2,
-        "cpu_offload on GPUs": 0 if as_asked.plan.policy.cpu_offload else sharded,
+        "cpu_offload on GPUs": 0 if as_asked.plan.policy.cpu_offload or as_asked.plan.mesh.is_sliced else sharded,
         'recompute="cheap"': max(least.saved_by_cheap, 0),
     }
     offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
