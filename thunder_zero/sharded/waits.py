@@ -18,6 +18,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label
@@ -100,7 +101,8 @@ class Labels:
     """The labels of one model: of its waits, and of the unit that computes.
 
     A unit's label begins after the wait for its gather. It ends before the wait for another unit's, after forward, or
-    where backward has launched the reductions of all of its gradients.
+    where backward has launched the reductions of all of its gradients; with backward at the latest. Torch's profiler
+    frees a label with the profile that it began in: one that ended in the next would write into freed memory.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -135,6 +137,8 @@ class Labels:
         self._left = {param.path for param in self._plan.params if param.unit == unit and param.requires_grad}
         self._open = record_function(unit_label(unit))
         self._open.__enter__()
+        if running_backward() >= 0:  # it may have launched the unit's reductions before it waits for the gather
+            at_end_of_backward(self.end)
 
     def gradients_are_made(self, paths: Iterable[str]) -> None:
         """Backward launches the reductions of these, or defers them."""
