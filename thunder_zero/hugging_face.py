@@ -98,8 +98,9 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str
 
     Raises:
         TypeError: not a model of transformers, or not a mesh of one dimension.
-        ValueError: the model has no plan, and none is given; the plan names what the model does not have; the model is
-            sliced already; sizes that the ranks do not divide.
+        ValueError: the model has no plan, and none is given; the plan names what the model does not have, or a style
+            that no test compares with one process, such as those of experts; the model is sliced already; sizes that
+            the ranks do not divide.
         RuntimeError: a version of transformers without such plans.
     """
     apply_plan(model, mesh, plan)

@@ -338,7 +338,7 @@ def test_it_refuses() -> None:
         ({"phase": "forwards"}, ("ValueError", "phase is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
         ({"rank": 1}, ("ValueError", "rank is 1", "the rank that prints, 0 to 0")),
-        ({"shown": gpt()}, ("TypeError", "expected a module jitted with ZeroTransform")),
+        ({"shown": gpt()}, ("TypeError", "expected a sharded model")),
     ]
     for options, words in rows:
         text = raised(partial(printed, **{"shown": shown, **options}))

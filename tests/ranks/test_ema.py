@@ -192,7 +192,7 @@ def fail() -> None:
 def says_when_made(model: Any, ema: tz.EMA) -> None:
     frozen = sharded(fresh(nn.Linear, 2, 3).requires_grad_(False), 1)
     for call, words in (
-        (lambda: tz.EMA(nn.Linear(2, 2)), "TypeError: expected a module jitted with ZeroTransform, got Linear"),
+        (lambda: tz.EMA(nn.Linear(2, 2)), "TypeError: expected a sharded model, got Linear"),
         (lambda: tz.EMA(model, 1.0), "ValueError: decay is 1.0; give a number, 0 or more and less than 1"),
         (lambda: setattr(ema, "decay", 1.5), "ValueError: decay is 1.5; give a number, 0 or more and less than 1"),
         (lambda: tz.EMA(model, 0.9, every=0), "ValueError: every is 0; give a number of updates, 1 or more"),

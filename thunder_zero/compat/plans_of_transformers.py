@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 STYLES = "transformers.distributed.tensor_parallel"
 SUM = ("dist", "all_reduce", "grad", "get_group")  # what the hook reads: it sums, and does nothing else
 
-RIGHT = {  # styles that tests compare with one process
+COMPARED = {  # styles that tests compare with one process
     *("embedding_rowwise", "embedding_colwise", "colwise", "colwise_gather_output", "colwise_rep", "rowwise"),
     *("rowwise_split_input", "rowwise_rep", "replicated_with_grad_allreduce"),
 }
@@ -57,9 +57,9 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
     # transformers plans for one rank nothing, and mesh may have one
     asked = DistributedConfig(tp_size=max(mesh.size(), 2), tp_plan=dict(plan) if plan else None)
     styles, _, _ = model._resolve_parallel_plans(asked)
-    if wrong := next(((path, style) for path, style in styles.items() if style not in RIGHT), None):
+    if wrong := next(((path, style) for path, style in styles.items() if style not in COMPARED), None):
         raise ValueError(
-            f"the plan of {name} has the style {wrong[1]!r} for {wrong[0]!r}, which nobody has compared with one "
+            f"the plan of {name} has the style {wrong[1]!r} for {wrong[0]!r}, which no test compares with one "
             f"process; give plan= with another style, or slice the layer by torch's parallelize_module"
         )
     tied = {path for path, _ in model.named_parameters(remove_duplicate=False)} - {*dict(model.named_parameters())}

@@ -19,6 +19,7 @@ from thunder_zero.sharded.accumulation import unreduced
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
+from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
@@ -63,6 +64,8 @@ def clip_grad_norm_(
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
     Raises on every rank, or on none."""
+    if state.plan.mesh.is_sliced:
+        require_equal_gradients_once(state)
     norm, statuses = total_norm(state, norm_type)
     if OPEN in statuses:
         path = next(iter(state.accumulation.paths), None)

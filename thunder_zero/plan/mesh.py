@@ -114,6 +114,10 @@ class Mesh:
         """True if torch's tensor parallelism has an axis."""
         return any(axis.name == TENSOR for axis in self.axes)
 
+    def joins_slices(self, group: object) -> bool:
+        """Return whether a collective of torch's in a process group of this name is one of slices."""
+        return not self.of_slices or group in self.of_slices
+
     def over(self, name: str) -> Axis:
         """Return the axis over which a collective goes, :data:`ALL` among them.
 

@@ -92,8 +92,8 @@ def sharded_model(model: object) -> ShardedModel:
     if isinstance(model, ShardedModel):
         return model
     raise TypeError(
-        f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
-        f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+        f"expected a sharded model, got {type(model).__name__}; pass the model itself, which thunder_zero.compile (or "
+        f"thunder.jit with ZeroTransform) returned"
     )
 
 

@@ -10,6 +10,7 @@ the gradient of its own slice, nothing sums these, and the ranks drift apart. No
 from __future__ import annotations
 
 from collections.abc import Collection
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from thunder_zero.sharded.state import State
 
 SAME = 0.05  # of a gradient's norm: far more than an order of sums changes, far less than other heads do
 NOISE = 1e-6  # of the largest norm: gradients that are zero in exact arithmetic
+_compared: WeakSet[State] = WeakSet()
 
 
 def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
@@ -36,7 +38,7 @@ def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
     for number, param in zip(numbers, params, strict=True):
         if (grad := shards[param.path].grad) is not None:
             number.copy_(_summary(local(grad).detach()))
-    with doing(f"the first step of parameters of {state.name}"):
+    with doing(f"the first use of gradients of {state.name}"):
         found = torch.stack(all_gather_tensor(numbers, state.group)).view(-1, plan.mesh.tensor.size, len(params), 2)
     norms = found[..., 0].amax(1)
     off = (found.amax(1) - found.amin(1)).amax(-1)
@@ -48,6 +50,17 @@ def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
                 f"of its own slice of an activation, and nothing sums these; place the parameter's module by torch's "
                 f"SequenceParallel, along the dimension of the slices"
             )
+
+
+def require_equal_gradients_once(state: State) -> None:
+    """Compare the gradients of a model that nobody slices, unless this was done before; a collective.
+
+    Raises:
+        RuntimeError: as :func:`require_equal_gradients`.
+    """
+    if state not in _compared:
+        require_equal_gradients(state, set(map(id, state.shards.values())))
+        _compared.add(state)
 
 
 def _summary(grad: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ def _is_of_slices(bsym: BoundSymbol, plan: Plan) -> bool:
     """Return whether a line is a collective of torch's tensor parallelism, or waits for what may be one."""
     if not is_collective(operator_of(bsym)):
         return False
-    name, groups = bsym.sym.name, plan.mesh.of_slices
-    return name == "wait_tensor" or (name in MOVES and (not groups or bsym.args[-1] in groups))
+    name = bsym.sym.name
+    return name == "wait_tensor" or (name in MOVES and plan.mesh.joins_slices(bsym.args[-1]))
 
 
 MOVES = {  # what collectives of torch's tensor parallelism do

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat.aot import RUN_WITH_STATE, Joint, generator_state, input_of, is_backward, users_value
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.slices import is_part
 from thunder_zero.traces.operators import draws_random_numbers, is_collective
@@ -46,7 +47,7 @@ def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | No
         if is_backward(node):
             continue
         source = users_value(node)
-        if _is_slice(node, slices, sliced, None if source is None else looks.get(source)):
+        if _is_slice(node, slices, sliced, None if source is None else looks.get(source), plan.mesh):
             slices.add(node)
             if node.op == "call_function" and draws_random_numbers(node.target, node.args, node.kwargs):
                 _draw_for_slice(joint.graph.graph, node, plan.mesh.tensor.place)
@@ -61,13 +62,14 @@ def draws(joint: Joint) -> bool:
     )
 
 
-def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], look: object) -> bool:
-    """Return whether ranks have different parts of a node's value; ``look`` is what dynamo's value looks like."""
+def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], look: object, mesh: Mesh) -> bool:
+    """Return whether ranks have different parts of a node's value; ``look`` is what dynamo's value looks like. A
+    collective over other ranks than those of slices, a user's own, joins none."""
     if node.op == "placeholder":
         return input_of(node) in sliced
     name = str(node.target)
-    if is_collective(node.target) and "wait_tensor" not in name:
-        return not any(joins in name for joins in JOINS)
+    if is_collective(node.target) and "wait_tensor" not in name and mesh.joins_slices(node.args[-1]):
+        return not any(collective in name for collective in JOINS)
     return any(map(is_part, tree_leaves(look))) or any(each in slices for each in node.all_input_nodes)
 
 
