@@ -62,7 +62,7 @@ def fails(model: Any, rank: int) -> None:
         (said(boom), there if rank == 1 else "nothing"),
         (said(writeback=rank == 0), "writeback differs between ranks"),
         (said(row=(3,), writeback=True), "'row' is (3,) torch.float32 at the end of full_parameters"),
-        (raised(tz.full_parameters(fresh(Small)).__enter__), "a module jitted with ZeroTransform, got Small"),
+        (raised(tz.full_parameters(fresh(Small)).__enter__), "a sharded model, got Small"),
     ]
     for sentence, words in rows:
         assert words in sentence, sentence

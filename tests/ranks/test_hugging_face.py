@@ -349,7 +349,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> None:
     everyone = None
     rows: list[tuple[Callable[[], None], int | None, tuple[str, ...]]] = [  # and the rank that refuses
         (save(), everyone, ("nothing",)),
-        (save(of=fresh(Small)), everyone, ("a module jitted with ZeroTransform, got Small",)),
+        (save(of=fresh(Small)), everyone, ("a sharded model, got Small",)),
         (save(max_shard_size=0), everyone, ("max_shard_size is 0", "or one with a unit")),
         (save(dtype=torch.int8), everyone, ("dtype is torch.int8", "give a dtype of floating-point numbers")),
         (save(folder / f"of {rank}"), everyone, ("folder differs between ranks",)),

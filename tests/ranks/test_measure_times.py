@@ -127,7 +127,7 @@ def wrong_calls(rank: int, world_size: int) -> None:
         step()
 
     calls: list[tuple[Any, Any, Any, tuple[str, ...]]] = [
-        (Mlp(), step, 1, ("TypeError", "jitted with ZeroTransform", "got Mlp")),
+        (Mlp(), step, 1, ("TypeError", "expected a sharded model", "got Mlp")),
         (model, None, 1, ("TypeError", "step is None", "give a function")),
         (model, step, 0, ("ValueError", "steps is 0", "1 or more")),
         (model, step, 1.5, ("ValueError", "steps is 1.5", "1 or more")),
