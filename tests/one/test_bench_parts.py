@@ -157,7 +157,7 @@ def test_rows_of_memory_are_written_and_replaced(tmp_path: Path) -> None:
     assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
     off = replace(row, optimizer_step=(1000, 998))
     assert memory_table.besides((row, off)).endswith("at most 0.200% off.")
-    less = [Workspace("gelu", "[1]", 0, 1), *data.workspaces, Workspace("mm", "[5]", 0, 2 << 20)]
+    less = (Workspace("gelu", "[1]", 0, 1), *data.workspaces, Workspace("mm", "[5]", 0, 2 << 20))
     assert re.findall(
         r"\| (\w+) \| (\[\d.*?\]) ", memory_table.places(replace(data, workspaces=less))["workspaces"]
     ) == [
