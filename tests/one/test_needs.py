@@ -30,6 +30,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -519,6 +520,17 @@ class Need:
 
 
 TORCH = "torch"
+
+
+def transformers_has_no_public_name_that_applies_a_plan() -> bool:
+    return "apply_tensor_parallelism" not in dir(pytest.importorskip("transformers"))
+
+
+def torch_draws_for_no_slice_on_a_cpu() -> bool:
+    with group_of_one("cpu"):
+        return not is_rng_supported_mesh(init_device_mesh("cpu", (1,)))
+
+
 NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
     Need("thunder/trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
@@ -536,6 +548,8 @@ NEEDS = (
     Need("torch_gaps.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
+    Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),
+    Need("slice_generators.py", torch_draws_for_no_slice_on_a_cpu, TORCH),
     Need("inductor.py", no_public_name_compiles_a_graph_without_autograd, TORCH),
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
     Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),

@@ -92,9 +92,10 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         if isinstance(original, DTensor) and not plan.mesh.is_sliced:
             given = "no mesh was given" if ranks.mesh is None else f"mesh has {ranks.mesh.mesh_dim_names}"
             raise ValueError(
-                f"parameter {param.path!r} is a DTensor, which torch (fully_shard, tensor parallelism) or thunder_zero "
-                f"already shards, and {given}; give a module of plain tensors, or give thunder_zero.compile the whole "
-                f"mesh, data first: ('dp', 'tp'), or other names with dp_mesh_dims=DataParallelMeshDims(shard=...)"
+                f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
+                f"already shards it, and {given}; give a module of plain tensors, or give thunder_zero.compile the "
+                f"whole mesh, data first: ('dp', 'tp'), or other names with "
+                f"dp_mesh_dims=DataParallelMeshDims(shard=...)"
             )
         if not isinstance(original, DTensor) and _has_behaviour(original):
             raise ValueError(
