@@ -128,7 +128,7 @@ def test_repeated_blocks_in_slices_have_the_figures_of_the_model_traced_whole(
 @pytest.mark.slow
 def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
     one = llama(2)
-    how = {"world_size": 8, "devices_per_node": 4, "loss": one.loss, "stages": (3,), "tp": (1, 2, 4)}
+    how: dict[str, Any] = {"world_size": 8, "devices_per_node": 4, "loss": one.loss, "stages": (3,), "tp": (1, 2, 4)}
     found = tz.tools.plan_training(one.module, *one.args, tp_plan=in_slices, **how)
     meshes = [(str(row.mesh), row.mesh.ranks) for row in found.rows]
     assert meshes == [("2 x 4", 8), ("8", 8), ("2 x 2, tp 2", 8), ("4, tp 2", 8), ("2, tp 4", 8)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,10 +146,10 @@ def test_what_shows_a_step_shows_slices(tmp_path: Path) -> None:
 SLOW = replace(tz.tools.DEVICES["h100"], intra_node=tz.tools.Link(1e9))
 
 
-def forecast() -> tuple[tz.tools.Estimate, Counter[int]]:
+def forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
     """A step of many gathers, and how long compute waits at each operation for slices."""
     found = tz.tools.estimate(pair(2, 2, tz.Policy(3, bucket_bytes=1, prefetch=1)), SLOW)
-    waits: Counter[int] = Counter()
+    waits: defaultdict[int, float] = defaultdict(float)
     for span in found.spans:
         if span.waits and found.timeline.ops[span.op].is_torchs:
             waits[span.op] += span.seconds
@@ -203,7 +204,7 @@ def test_a_policy_that_fits_is_one_of_slices() -> None:
     with tz.tools.fake_mesh((4, 2)) as mesh:
         styles = {f"{at}.{name}": style for at in range(3) for name, style in STYLES.items()}
         module = parallelize_module(layers, mesh["tp"], styles)
-        quiet = {"file": StringIO(), "mesh": mesh}
+        quiet: dict[str, Any] = {"file": StringIO(), "mesh": mesh}
         plenty = tz.tools.fit(module, x, memory_bytes="1GiB", **quiet)
         room = int(0.8 * peak(plenty))
         assert peak(tz.tools.fit(module, x, memory_bytes=room, **quiet)) <= room

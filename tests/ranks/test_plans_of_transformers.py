@@ -253,7 +253,8 @@ def test_what_is_refused_of_plans(ranks_pool: RanksPool) -> None:
 def test_a_plan_of_training_sums_what_a_models_own_plan_sums() -> None:
     with torch.device("meta"):
         module, rows = built("qwen3"), torch.empty(2, LENGTH, dtype=torch.long)
-    given, precision = {"input_ids": rows, "labels": rows}, tz.MixedPrecision()
+    given: dict[str, Any] = {"input_ids": rows, "labels": rows}
+    precision = tz.MixedPrecision()
     subject = of_module(module, (), given, loss=lambda output: output.loss)
     programs = SubjectPrograms(
         subject, tz.Policy(mixed_precision=precision), 2, tz.tools.DEVICES["h100"], print, 2, parallelize
