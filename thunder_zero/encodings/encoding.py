@@ -73,7 +73,7 @@ class Encoding:
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Encoding):
-    """Bytes with a scale for each block, of which ``largest`` stands for the largest of its block."""
+    """Bytes with a scale for each block."""
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128

@@ -114,10 +114,11 @@ class ZeroTransform(ProgramTransform):
         ranks = ranks_of(where.process_group, where.mesh, where.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
-            if ranks.planned.is_sliced:
+            mesh = ranks.planned
+            if mesh.is_sliced:
                 require_for_slices(self.policy)
             slices = self._slices(plain, ranks)
-            plan = make_plan(plain, self.policy, ranks.planned, slices, partial_of(plain, ranks))
+            plan = make_plan(plain, self.policy, mesh, slices, partial_of(plain, ranks))
             if plan.mesh.is_sliced:
                 require_planned(plain, plan)
                 require_whole_ties(plain, plan)
