@@ -1,8 +1,7 @@
 """Pages of the site from files outside docs/, such as README.md; and the check that no page fetches anything.
 
 mkdocs.yml names this module as a hook of mkdocs. Each file is read where it is, and its links are turned: to another
-page where the site has one, and otherwise to a page that shows the file. A paragraph that is only a link to a section
-of another file becomes that section. docs/step.py makes the report that a page shows.
+page where the site has one, and otherwise to a page that shows the file. docs/step.py makes the report that a page shows.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ PAGES = {  # by file of the repository
 }
 FILES = {page: file for file, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")  # text, file, anchor
-SECTION = re.compile(r"\[[^\[\]]*\]\(([^)#\s]+\.md)#([^)\s]+)\)\s*")  # a paragraph that is a link
 REPORT = "step-report.html"
 FETCHED = (  # what a browser loads by itself, or the theme's script for it
     re.compile(r"class=[\"']?mermaid"),
@@ -65,31 +63,11 @@ def linked(file: str, text: str) -> set[str]:
 
 
 def shown(page: str, text: str) -> str:
-    """The text of a page, as the site shows it."""
-    file = file_of(page)
-    parts = text.split("\n\n")
-    return "\n\n".join(
-        section(page, file, *found.groups()) if (found := SECTION.fullmatch(part)) else turn_links(page, file, part)
-        for part in parts
-    )
-
-
-def section(page: str, file: str, link: str, anchor: str) -> str:
-    """The section to which a link in ``file`` leads, without its heading."""
-    target = normpath(PurePosixPath(file).parent / link)
-    for found in re.split(r"^## ", (ROOT / target).read_text(), flags=re.MULTILINE):
-        title, _, text = found.partition("\n")
-        if title.lower().replace(" ", "-") == anchor:
-            return turn_links(page, target, text.strip())
-    raise ValueError(f"{file} shows {target}#{anchor}, which is no section of it")
-
-
-def turn_links(page: str, file: str, text: str) -> str:
-    """A text from a file, with its relative links as a page of the site needs them; what names no file stays as it is.
+    """Return the text of a page with its relative links turned; a link that names no file stays as it is.
 
     A link whose text is the name of a page's file gets the page's title instead.
     """
-    folder = PurePosixPath(file).parent
+    folder = PurePosixPath(file_of(page)).parent
 
     def turn(link: re.Match[str]) -> str:
         said, named, anchor = link.groups(default="")

@@ -26,8 +26,7 @@ from tests.harness.tiers import slow
 import thunder
 
 DOCS = Path(__file__).parents[2] / "docs"
-README = DOCS.parent / "README.md"
-REFERENCE, LIGHTNING = DOCS / "reference.md", DOCS / "lightning.md"
+REFERENCE, LIGHTNING, START = DOCS / "reference.md", DOCS / "lightning.md", DOCS / "start.md"
 TRAIN = [DOCS / f"{name}.md" for name in ("training", "optimizers", "checkpoints", "large-models")]
 
 
@@ -52,13 +51,13 @@ def test_the_reference_shows_every_public_name_and_its_examples_run(capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch names operators, and what they save")
-def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    section = README.read_text().partition("\n## Reading a trace\n")[2].partition("\n## ")[0]
+def test_the_start_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    section = START.read_text().partition("\n## Read a trace\n")[2].partition("\n## ")[0]
     names: dict[str, Any] = {"torch": torch, "tz": tz}
     shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", section, flags=re.DOTALL)
     assert len(shown) == 2
     for program, output in shown:
-        exec(compile(program, str(README), "exec"), names)
+        exec(compile(program, str(START), "exec"), names)
         _, _, lines = capsys.readouterr().out.partition("\n\n")  # after how to read it
         assert lines == output
 

@@ -133,8 +133,8 @@ def test_arguments_of_fsdp2_answer_with_ours(way: Callable[..., Any]) -> None:
     assert "reshard_after_forward" in names, "a field of Policy"
 
 
-def test_the_readme_prints_the_table_of_the_package() -> None:
-    _, _, section = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## From FSDP2\n")
+def test_the_page_prints_the_table_of_the_package() -> None:
+    _, _, section = (Path(__file__).parents[2] / "docs/from-fsdp2.md").read_text().partition("\n## The names\n")
     printed = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
     assert printed[1:] == [f"| {fsdp2} | {here} |" for fsdp2, here in ROWS]
 

@@ -13,7 +13,7 @@ from thunder_zero.plan.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 PAGES = run_path(str(ROOT / "docs/pages.py"))
-COMING_FROM = sorted({*(ROOT / "docs").glob("from-*.md")} - {ROOT / "docs/from-fsdp2.md"})  # its table is README's
+COMING_FROM = sorted((ROOT / "docs").glob("from-*.md"))
 ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
 
 
@@ -22,7 +22,7 @@ ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
     [
         ("index.md", "see [it](docs/errors.md#forward)", "see [it](errors.md#forward)"),
         ("index.md", "[docs/errors.md](docs/errors.md)", "[Errors and what to do](errors.md)"),
-        ("errors.md", "see [start](../README.md#use)", "see [start](index.md#use)"),
+        ("errors.md", "see [it](../README.md#train)", "see [it](index.md#train)"),
         ("errors.md", "[memory](memory.md)", "[memory](memory.md)"),
         ("errors.md", "[a script](../examples/train_gpt.py)", "[a script](source/examples/train_gpt.py.md)"),
         ("example-scripts.md", "[p](../docs/images/bench.png)", "[p](images/bench.png)"),
@@ -31,15 +31,6 @@ ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
 )
 def test_links_lead_to_pages_of_the_site(page: str, text: str, turned: str) -> None:
     assert PAGES["shown"](page, text) == turned
-
-
-def test_a_paragraph_that_is_a_link_to_a_section_becomes_the_section() -> None:
-    shown = PAGES["shown"]("from-fsdp2.md", "# Title\n\n[the names](../README.md#from-fsdp2)\n\nafter\n")
-    assert shown.startswith("# Title\n\n| FSDP2 | thunder_zero |\n")
-    assert shown.endswith("\n\nafter\n")
-    assert "](torch-tools.md)" in shown  # README's link, from the page
-    with pytest.raises(ValueError, match=r"README\.md#no-such, which is no section"):
-        PAGES["shown"]("why.md", "[x](../README.md#no-such)\n")
 
 
 def test_every_file_outside_of_docs_has_a_page_and_back() -> None:
@@ -77,7 +68,8 @@ def test_the_right_columns_name_what_exists(page: Path) -> None:
     assert len(rows) > 10
     arguments = set(re.findall(r"(?<![\w.])([a-z]\w+)=", code))
     known = {field.name for field in fields(Policy)} | set(re.findall(r"^    (\w+): ", ARGUMENTS, re.MULTILINE))
-    of_calls = {"param_dtype", "reduce_dtype", "buffer_dtype", "writeback", "dtype", "full_state_dict", "plugins"}
+    of_calls = {"param_dtype", "reduce_dtype", "buffer_dtype", "writeback", "dtype", "full_state_dict"}
+    of_calls |= {"plugins", "overrides", "fuse"}
     assert arguments - known - of_calls == set()
     exported = (ROOT / "thunder_zero/__init__.py").read_text()
     names = set(re.findall(r"\btz\.(\w+)", code))

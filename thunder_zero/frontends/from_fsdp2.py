@@ -1,4 +1,4 @@
-"""FSDP2's names, with what to use here: one table, which the README prints and errors quote.
+"""FSDP2's names, with what to use here: one table, which docs/from-fsdp2.md prints and errors quote.
 
 In: a method or an argument of FSDP2 that a user tries here. Out: the sentence of its row::
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-# As the README prints them: what FSDP2 has, and what to use here.
+# As docs/from-fsdp2.md prints them: what FSDP2 has, and what to use here.
 ROWS: tuple[tuple[str, str], ...] = (
     (
         "`fully_shard` per block, then on the model",
@@ -76,7 +76,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     (
         "`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
         "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: "
-        "[docs/tensor-parallel.md](docs/tensor-parallel.md)",
+        "[tensor-parallel.md](tensor-parallel.md)",
     ),
     ("`shard_placement_fn=`", "nothing: dimension 0 is sharded"),
     (
@@ -86,7 +86,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     (
         "DTensors of `parameters()` and `state_dict()`, torch's tools for them",
         "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: "
-        "[docs/torch-tools.md](docs/torch-tools.md)",
+        "[torch-tools.md](torch-tools.md)",
     ),
     ("`clip_grad_norm_`, a method of FSDP1", "`tz.clip_grad_norm_(model, max_norm)`, or torch's function"),
     (
