@@ -1,7 +1,8 @@
 """Pages of the site from files outside docs/, such as README.md; and the check that no page fetches anything.
 
 mkdocs.yml names this module as a hook of mkdocs. Each file is read where it is, and its links are turned: to another
-page where the site has one, and otherwise to a page that shows the file. docs/step.py makes the report that a page shows.
+page where the site has one, and otherwise to a page that shows the file. docs/step.py makes the report that a page
+shows.
 """
 
 from __future__ import annotations

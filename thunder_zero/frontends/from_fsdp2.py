@@ -1,4 +1,4 @@
-"""FSDP2's names, with what to use here: one table, which docs/from-fsdp2.md prints and errors quote.
+"""FSDP2's names, with what to use here: a table that errors quote and docs/from-fsdp2.md prints.
 
 In: a method or an argument of FSDP2 that a user tries here. Out: the sentence of its row::
 
@@ -75,8 +75,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("HSDP: `mesh` of two dimensions (replicate, shard)", "the same `mesh=`"),
     (
         "`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
-        "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: "
-        "[tensor-parallel.md](tensor-parallel.md)",
+        "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: [tensor-parallel.md](tensor-parallel.md)",
     ),
     ("`shard_placement_fn=`", "nothing: dimension 0 is sharded"),
     (
@@ -85,8 +84,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     (
         "DTensors of `parameters()` and `state_dict()`, torch's tools for them",
-        "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: "
-        "[torch-tools.md](torch-tools.md)",
+        "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: [torch-tools.md](torch-tools.md)",
     ),
     ("`clip_grad_norm_`, a method of FSDP1", "`tz.clip_grad_norm_(model, max_norm)`, or torch's function"),
     (
