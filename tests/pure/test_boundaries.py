@@ -107,8 +107,9 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded frontends")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan frontends")),
-    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces comm compat sharded "
-                                                              "frontends tools/printing")),
+    Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
+    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces compat sharded "
+                                                              "frontends tools/printing tools/forecast/unsent")),
     Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule frontends tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm frontends tools/printing "

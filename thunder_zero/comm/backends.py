@@ -4,32 +4,25 @@
 
     TaggedTransport -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank      one for each axis of the mesh
     compares ranks     sends, by the backend
-
-A forecast of memory has transports that allocate what the real ones do and send nothing. They are the real ones but for
-the calls that reach the backend, so that a buffer which is added there is forecast, too. They need neither
-``torch.distributed`` to be initialised nor peers, and work on tensors without values (meta).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import HashStore, ProcessGroup
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.collective_tags import TaggedTransport, is_debugging
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
+from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
 from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Plan
@@ -153,64 +146,3 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     """The CPU, unless the group supports no CPU tensors."""
     supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in supported else supported[0])
-
-
-class UnsentBucket(GlooBucket):
-    """gloo's messages that are not sent; each keeps its tensor alive until it is waited for."""
-
-    def run(self, post: Callable[[], None]) -> Wait:
-        """Run it here and now."""
-        post()
-        return lambda: None
-
-    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Return waits that keep the tensors."""
-        return [partial(_kept, tensor) for tensor in tensors.values() if tensor.numel()]
-
-
-def _kept(tensor: Tensor) -> None:
-    """Wait for nothing."""
-
-
-class UnsentPairwiseGloo(PairwiseGloo):
-    """gloo's transport without its messages and threads."""
-
-    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for."""
-        return start
-
-    def _bucket(self) -> GlooBucket:
-        return UnsentBucket(self._group, self._tag)
-
-
-class _NotLaunched:
-    """In front of a transport over the backend's collectives: starts none of them."""
-
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
-        return [BucketPart((lambda: calls,))]
-
-    def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
-        return [BucketPart((lambda: (outgoing, incoming),))]
-
-
-class UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
-    """NCCL's transport without its collectives."""
-
-
-class UnsentPerTensor(_NotLaunched, PerTensor):
-    """The transport of other backends without its collectives."""
-
-
-UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
-    "gloo": UnsentPairwiseGloo,
-    "nccl": UnsentCoalescedNccl,
-    "mpi": UnsentPerTensor,
-}
-
-
-def unsent_transport(plan: Plan, backend: str, model: str) -> TaggedTransport:
-    """The transport of a model's rank by its backend, a key of ``UNSENT``; its tensors are on the meta device."""
-    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
-    groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
-    by_axis = {over: SingleRank() if group.size() == 1 else UNSENT[backend](group) for over, group in groups.items()}
-    return TaggedTransport(by_axis, model, groups[ALL], announces=False)

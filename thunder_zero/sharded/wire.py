@@ -31,9 +31,8 @@ from torch import Tensor
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Transport, outside_autograd
-from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU, Encoding, piece_on
-from thunder_zero.encodings.int8 import Int8, weyl
-from thunder_zero.encodings.nf4 import pairs_on
+from thunder_zero.encodings.encoding import Encoding, piece_on
+from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR, Axis
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows, rows_in
@@ -358,17 +357,3 @@ def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
         return rows  # not copied into the mean, which may be the gradient itself
     mean[: len(rows)].copy_(rows)
     return mean
-
-
-class UnsentWire(Wire):
-    """A wire where host memory and the device are both meta; ``on_cpu``: in place of a CPU."""
-
-    def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device, *, on_cpu: bool) -> None:
-        super().__init__(transport, plan, device)
-        self._piece = PIECE if on_cpu else PIECE_ON_GPU
-        for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
-            weyl(max(self._piece, block), device)
-        pairs_on(device)
-
-    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
-        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()

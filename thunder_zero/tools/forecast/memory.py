@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from thunder_zero.comm.backends import UNSENT
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.params import Plan
@@ -23,6 +22,7 @@ from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
 from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.resized import Shapes, resized
+from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.printing.line_meanings import SourceLine, rows
 from thunder_zero.tools.printing.text import place_of
@@ -178,8 +178,8 @@ def _backend_of(traces: Traces) -> str:
 
 
 def _require(backend: str, reserve: int) -> None:
-    if backend not in UNSENT:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, UNSENT))}")
+    if backend not in TRANSPORTS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
     if not is_count(reserve):
         raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
 

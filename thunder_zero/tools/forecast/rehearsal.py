@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from thunder_zero.comm.backends import unsent_transport
 from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.accumulation import Accumulation
 from thunder_zero.sharded.state import Share
-from thunder_zero.sharded.wire import UnsentWire
 from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.unsent import UnsentWire
 from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -94,7 +93,7 @@ class Rehearsal(Share):
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
             digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process, as do the wire's
-            wire = UnsentWire(unsent_transport(plan, backend, "the model"), plan, META, on_cpu=backend == "gloo")
+            wire = UnsentWire(plan, backend, META)
         whole = {
             param.path: torch.empty(
                 plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),

@@ -1,0 +1,110 @@
+"""The wire of a rank whose peers are absent: it allocates what a step allocates, and sends nothing.
+
+::
+
+    rehearsal of rank 0 of 8    gather    allocates full parameters, and the buffers of the transport; no message
+                                wait      returns them at once, without values
+
+Each transport is the real one but for the calls that reach the backend, so a buffer that is added there is forecast,
+too. It works on tensors without values (meta), and ``torch.distributed`` need not be initialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroup
+
+from thunder_zero.comm.collective_tags import TaggedTransport
+from thunder_zero.comm.handle import BucketPart, Result
+from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
+from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
+from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
+from thunder_zero.encodings.int8 import weyl
+from thunder_zero.encodings.nf4 import pairs_on
+from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.sharded.wire import Wire
+
+
+class _UnsentBucket(GlooBucket):
+    """A bucket of gloo whose messages are not sent; each keeps its tensor alive until it is waited for."""
+
+    def run(self, post: Callable[[], None]) -> Wait:
+        """Run ``post`` on this thread."""
+        post()
+        return lambda: None
+
+    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+        """Return waits that keep the tensors."""
+        return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
+
+
+def _hold(tensor: Tensor) -> None:
+    """Do nothing; a partial of this function keeps the tensor alive."""
+
+
+class _UnsentPairwiseGloo(PairwiseGloo):
+    """Gloo's transport without its messages and threads."""
+
+    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Return ``start``, so that it runs when its result is waited for."""
+        return start
+
+    def _bucket(self) -> GlooBucket:
+        return _UnsentBucket(self._group, self._tag)
+
+
+class _NotLaunched:
+    """A base, in front of a transport over the backend's collectives, that starts none of them."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+    def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
+        return [BucketPart((lambda: (outgoing, incoming),))]
+
+
+class _UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
+    """NCCL's transport without its collectives."""
+
+
+class _UnsentPerTensor(_NotLaunched, PerTensor):
+    """The transport of other backends without its collectives."""
+
+
+TRANSPORTS: Mapping[str, Callable[[ProcessGroup], Transport]] = {
+    "gloo": _UnsentPairwiseGloo,
+    "nccl": _UnsentCoalescedNccl,
+    "mpi": _UnsentPerTensor,
+}
+
+
+def _transport(plan: Plan, backend: str) -> TaggedTransport:
+    """Return the transport of the plan's rank; ``backend`` is a key of ``TRANSPORTS``."""
+    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
+    groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
+    transports = {
+        over: SingleRank() if group.size() == 1 else TRANSPORTS[backend](group) for over, group in groups.items()
+    }
+    return TaggedTransport(transports, "the model", groups[ALL], announces=False)
+
+
+class UnsentWire(Wire):
+    """A wire without peers. ``device`` (meta) stands for host memory, too."""
+
+    def __init__(self, plan: Plan, backend: str, device: torch.device) -> None:
+        super().__init__(_transport(plan, backend), plan, device)
+        self._piece = PIECE if backend == "gloo" else PIECE_ON_GPU
+        # Make the tables of the encodings now: they stay in the process, and no forecast counts them.
+        for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
+            weyl(max(self._piece, block), device)
+        pairs_on(device)
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
