@@ -11,11 +11,26 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compat.plans_of_transformers import meshes_of_sums
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
+
+
+def mesh_and_slices(
+    module: nn.Module, mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | None = None
+) -> tuple[Mesh, dict[str, int], frozenset[str]]:
+    """Return the last three arguments of ``make_plan``: this rank's mesh, :func:`slices_of`, and :func:`partial_of`.
+
+    Raises:
+        ValueError: the mesh is not one of data dimensions and at most one of slices; or as the two functions.
+    """
+    ranks = ranks_of(None, mesh, dp_mesh_dims)
+    return ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
 
 
 def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.comm.group import ranks_of
-from thunder_zero.comm.slices import partial_of, require_in_plan, slices_of
+from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.compat.uncapturable import RefusedPart
@@ -120,8 +119,7 @@ def trace(
     if mesh is not None or dp_mesh_dims is not None:
         if world_size is not None or rank or replicas != 1:
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
-        ranks = ranks_of(None, mesh, dp_mesh_dims)
-        planned, slices, partial = ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
+        planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     if slices and frontend != "dynamo":
         raise ValueError("parameters are DTensors, and Thunder's front end traces none; leave out frontend")
     asked = Asked(module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices, partial)

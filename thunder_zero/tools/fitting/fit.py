@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import nn
 
 from thunder_zero.comm.agree import on_rank_0
-from thunder_zero.comm.group import ranks_of, ranks_of_default_group
-from thunder_zero.comm.slices import partial_of, slices_of
+from thunder_zero.comm.group import ranks_of_default_group
+from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import Fuser
 from thunder_zero.plan.amounts import bytes_of
@@ -114,8 +114,7 @@ def fit(
     elif world_size is not None or replicas != 1:
         raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
     else:
-        ranks = ranks_of(None, mesh, dp_mesh_dims)
-        planned, slices, partial = ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
+        planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     console = Console(file=file, width=WIDTH)
 
     def decided(go_on: Callable[[], None]) -> dict[str, Any]:

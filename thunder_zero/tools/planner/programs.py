@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from thunder_zero.comm.group import ranks_of
-from thunder_zero.comm.slices import partial_of, slices_of
+from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.frontends.compilations import uncollected
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.make_plan import make_plan
@@ -74,8 +73,8 @@ class SubjectPrograms:
             return {}, frozenset()
         self.tell(f"slices {self.subject.name} for {self.slices} ranks")
         with fake_mesh((1, self.slices)) as mesh:
-            part, ranks = sliced_copy(self.subject.module, mesh["tp"], self.how), ranks_of(None, mesh)
-            return slices_of(part, ranks), partial_of(part, ranks)
+            _, slices, partial = mesh_and_slices(sliced_copy(self.subject.module, mesh["tp"], self.how), mesh)
+            return slices, partial
 
     def policy(self, stage: int, recompute: str) -> Policy:
         """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
@@ -151,8 +150,7 @@ class SubjectPrograms:
             else:
                 with fake_mesh((1, self.slices)) as mesh:
                     part = sliced_copy(one.module, mesh["tp"], self.how)
-                    ranks = ranks_of(None, mesh)
-                    given |= {"slices": slices_of(part, ranks), "partial": partial_of(part, ranks)}
+                    _, given["slices"], given["partial"] = mesh_and_slices(part, mesh)
                     self.captured[traced] = programs_of(part, **given)
         return self.captured[traced]
 
