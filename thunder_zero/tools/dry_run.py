@@ -114,7 +114,7 @@ def trace(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
     _refuse_policy_fields(module, kwargs)
-    planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), {}
+    planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
     partial: Container[str] = ()
     if mesh is not None or dp_mesh_dims is not None:
         if world_size is not None or rank or replicas != 1:

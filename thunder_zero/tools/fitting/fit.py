@@ -110,7 +110,7 @@ def fit(
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
     if mesh is None and dp_mesh_dims is None:
-        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), {}, frozenset[str]()
+        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), dict[str, int](), frozenset[str]()
     elif world_size is not None or replicas != 1:
         raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
     else:
