@@ -33,6 +33,7 @@ from examples.bench.page import with_section
 
 import thunder
 
+NOT_TRIED_VERDICT = "not tried"
 NOT_TRIED = "does not run in one process as it is called here"
 RANKS, STEPS, ROWS, RIGHT = 2, 20, 8, 1e-5
 SUMMED_IN_BFLOAT16, RIGHT_IN_BFLOAT16 = ("torch.optim.Muon",), 1e-3  # products of DTensors, which ranks add up
@@ -40,6 +41,11 @@ THIRDS = (1, 0, 1, 0, 1, 0)  # the same parts of a batch, added up three times: 
 PAGE = Path(__file__).parents[2] / "docs/optimizers.md"
 SECTION = ("optimizers", "examples.bench.optimizers")
 PACKAGE = "pytorch_optimizer"
+REFUSED = (  # what an error of tz.whole says, and the table's word for it; the first that fits
+    ("closure", "needs a closure"),
+    ("cannot be tried", "cannot be tried"),
+    ("couples parameters", "couples parameters"),
+)
 
 Params = list[nn.Parameter]
 Make = Callable[[Any], optim.Optimizer]
@@ -252,7 +258,7 @@ def figure(off: float | None) -> str:
 def cells_of(row: Row) -> tuple[str, str, str, str]:
     name = f"`{row.name}`" + (f" ({row.way})" if row.way else "")
     if row.why.startswith(NOT_TRIED):
-        return name, "not tried", "", row.why
+        return name, NOT_TRIED_VERDICT, "", row.why
     by_whole = cell_of(row.whole, row) or ("refused" if row.why_not_whole else "")
     return name, cell_of(row.shards, row) or "raises", by_whole, shortened(row.why_not_whole or row.why)
 
@@ -285,9 +291,39 @@ def versions() -> str:
     return f"torch {torch.__version__.partition('+')[0]}, {PACKAGE} {version(PACKAGE)}"
 
 
+def verdict_of(row: Row) -> tuple[str, str]:
+    """Return what becomes of a class on the model's parameters, and by ``tz.whole``, without figures."""
+    _, shards, whole, why = cells_of(row)
+    words = [cell.partition(" (")[0] for cell in (shards, whole)]
+    if words[1] == "refused":
+        words[1] += next((f": {reason}" for part, reason in REFUSED if part in why), "")
+    elif not words[1] and words[0] != NOT_TRIED_VERDICT:
+        words[1] = "wraps an optimizer"
+    return words[0], words[1]
+
+
+def name_in_table(row: Row) -> str:
+    """Return the class's name, and how far off it is, unless it is exact."""
+    figures = [cell.partition(" (")[2].rstrip(")") for cell in cells_of(row)[1:3] if not cell.startswith("exact")]
+    name = row.name.rpartition(".")[2]
+    return f"{name} ({', '.join(filter(None, figures))})" if any(figures) else name
+
+
 def table(rows: Sequence[Row]) -> str:
-    head = "| optimizer | on `model.parameters()` | by `tz.whole` | the error |\n|---|---|---|---|\n"
-    return head + "".join(f"{line_of(row)}\n" for row in rows)
+    """Return a row for each verdict, the most frequent first, and how classes were constructed."""
+    verdicts: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        verdicts.setdefault(verdict_of(row), []).append(row)
+    lines = ["| on `model.parameters()` | by `tz.whole` | `torch.optim` | `pytorch_optimizer` |", "|---|---|---|---|"]
+    for verdict, members in sorted(verdicts.items(), key=lambda item: -len(item[1])):
+        packages = [[row for row in members if row.name.startswith(start)] for start in ("torch.", PACKAGE)]
+        lines.append("| " + " | ".join((*verdict, *(", ".join(map(name_in_table, part)) for part in packages))) + " |")
+    ways: dict[str, list[str]] = {row.way: [] for row in rows if row.way}
+    for row in rows:
+        if row.way:
+            ways[row.way].append(name_in_table(row).partition(" (")[0])
+    constructed = "; ".join(f"{way} ({', '.join(names)})" for way, names in ways.items())
+    return "\n".join(lines) + f"\n\nWhat a few constructors were given: {constructed}.\n"
 
 
 def main() -> None:
