@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from io import StringIO
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import thunder_zero as tz
 from tests.harness.models import LENGTH, VOCABULARY, GptShape
 from thunder_zero.frontends.dynamo.programs import as_thunder_compiles
 from thunder_zero.traces import pipeline
+from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
 
 import thunder
@@ -50,7 +52,8 @@ def in_words(program: Program) -> dict[str, Any]:
     """All that two equal programs have in common."""
     scheduled = program.scheduled
     return {
-        **{name: shown(trace) for name, trace in vars(program).items() if name != "scheduled"},
+        "forward": shown(program.forward),
+        "backward": shown(program.backward),
         "timelines": (program.timeline, scheduled.lifted),
         "facts": (scheduled.facts, scheduled.trained),
     }
@@ -87,3 +90,20 @@ def test_what_runs_was_proved(entry: str) -> None:
         assert trace is not None
         assert [line for line in trace.bound_symbols if line.sym.name != "zero_enter"] == right.bound_symbols
     assert [trace is not None for trace in alone] in ([True], [True, False])
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_questions_about_a_program_lift_it_once(entry: str) -> None:
+    model = ENTRIES[entry](GptShape())
+    model(TOKENS).sum().backward()
+    with mock.patch("thunder_zero.traces.pipeline.lift_phases", wraps=lift_phases) as lifts:
+        traces = tz.traces_of(model)
+        assert tz.traces_of(model).timeline is traces.timeline
+        tz.print_trace(model, file=StringIO())
+        tz.tools.memory(tz.traces_of(model))
+        tz.explain(model, traces.plan.params[0].path)
+        assert lifts.call_count == 1
+        with model.no_sync():
+            model(TOKENS).sum().backward()
+        assert tz.traces_of(model).timeline is not traces.timeline, "another program has another timeline"
+        assert tz.traces_of(model, synced=True).timeline is traces.timeline

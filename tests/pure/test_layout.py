@@ -71,16 +71,16 @@ COPIES = Mesh.of(2, 1, replicas=3, copy=2)
 
 
 @pytest.mark.parametrize(
-    ("shape", "mesh", "is_cut", "at_rest", "gathered", "rows", "stored", "padding", "numel", "copies", "divisor"),
+    ("shape", "mesh", "is_cut", "at_rest", "gathered", "rows", "stored", "padding", "numel", "batches"),
     [
-        ((5, 3), ONE, True, (5, 3), (5, 3), slice(0, 5), slice(0, 5), 0, 15, 1, 1),
-        ((5, 3), TWO, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 1, 2),
-        ((5, 3), FOUR, True, (2, 3), (8, 3), slice(4, 5), slice(4, 6), 1, 3, 1, 4),
-        ((5, 3), COPIES, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 3, 6),
-        ((2,), FOUR, True, (1,), (4,), slice(2, 2), slice(2, 3), 1, 0, 1, 4),
-        ((5, 3), TWO, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 2, 2),
-        ((5, 3), COPIES, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 6, 6),
-        ((), COPIES, False, (), (), slice(None), slice(None), 0, 1, 6, 6),
+        ((5, 3), ONE, True, (5, 3), (5, 3), slice(0, 5), slice(0, 5), 0, 15, 1),
+        ((5, 3), TWO, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 2),
+        ((5, 3), FOUR, True, (2, 3), (8, 3), slice(4, 5), slice(4, 6), 1, 3, 4),
+        ((5, 3), COPIES, True, (3, 3), (6, 3), slice(3, 5), slice(3, 6), 1, 6, 6),
+        ((2,), FOUR, True, (1,), (4,), slice(2, 2), slice(2, 3), 1, 0, 4),
+        ((5, 3), TWO, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 2),
+        ((5, 3), COPIES, False, (5, 3), (5, 3), slice(None), slice(None), 0, 15, 6),
+        ((), COPIES, False, (), (), slice(None), slice(None), 0, 1, 6),
     ],
 )
 def test_the_geometry_of_a_parameter(
@@ -93,14 +93,14 @@ def test_the_geometry_of_a_parameter(
     stored: slice,
     padding: int,
     numel: int,
-    copies: int,
-    divisor: int,
+    batches: int,
 ) -> None:
     found = Geometry(shape, mesh, is_cut)
     assert (found.in_compute, found.at_rest, found.gathered) == (shape, at_rest, gathered)
     assert (found.rows, found.stored_rows, found.padding, found.numel) == (rows, stored, padding, numel)
-    assert (found.copies, found.summed_over, found.divisor) == (copies, ("replicate", "shard"), divisor)
-    assert prod(mesh.over(axis).size for axis in found.reduced_over) == divisor, "each batch counts once"
+    assert prod(mesh.over(axis).size for axis in found.reduced_over) == mesh.batches == batches, (
+        "each batch counts once"
+    )
     assert found.is_spread == (is_cut and mesh.shard.size > 1)
 
 
@@ -114,7 +114,7 @@ def test_parts_of_a_gradient_are_summed_over_slices() -> None:
     mesh = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
     cut, whole = (Geometry((12, 8), mesh, is_cut, is_partial=True) for is_cut in (True, False))
     assert (cut.reduced_over, whole.reduced_over) == (("shard", "replicate", "tensor"), ("all", "tensor"))
-    assert (cut.summed_over, cut.divisor) == (("replicate", "shard", "tensor"), 6), "a sum over slices, no mean"
+    assert mesh.batches == 6, "a sum over slices, no mean"
     assert Geometry((12, 8), Mesh.of(2, 0, slices=1), True, is_partial=True).reduced_over == ("shard",)
 
 
@@ -122,13 +122,13 @@ SLICED = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
 
 
 @pytest.mark.parametrize(
-    ("sliced", "is_cut", "in_compute", "at_rest", "gathered", "rows", "padding", "copies"),
+    ("sliced", "is_cut", "in_compute", "at_rest", "gathered", "rows", "padding"),
     [
-        (0, True, (3, 8), (2, 8), (4, 8), slice(2, 3), 1, 3),
-        (1, True, (12, 2), (6, 2), (12, 2), slice(6, 12), 0, 3),
-        (1, False, (12, 2), (12, 2), (12, 2), slice(None), 0, 6),
-        (None, True, (12, 8), (6, 8), (12, 8), slice(6, 12), 0, 12),
-        (None, False, (12, 8), (12, 8), (12, 8), slice(None), 0, 24),
+        (0, True, (3, 8), (2, 8), (4, 8), slice(2, 3), 1),
+        (1, True, (12, 2), (6, 2), (12, 2), slice(6, 12), 0),
+        (1, False, (12, 2), (12, 2), (12, 2), slice(None), 0),
+        (None, True, (12, 8), (6, 8), (12, 8), slice(6, 12), 0),
+        (None, False, (12, 8), (12, 8), (12, 8), slice(None), 0),
     ],
 )
 def test_data_axes_cut_the_rows_of_a_slice(
@@ -139,11 +139,10 @@ def test_data_axes_cut_the_rows_of_a_slice(
     gathered: tuple[int, ...],
     rows: slice,
     padding: int,
-    copies: int,
 ) -> None:
     found = Geometry((12, 8), SLICED, is_cut, sliced)
     assert (found.shape, found.in_compute, found.at_rest, found.gathered) == ((12, 8), in_compute, at_rest, gathered)
-    assert (found.rows, found.padding, found.copies, found.divisor) == (rows, padding, copies, 6)
+    assert (found.rows, found.padding) == (rows, padding)
     assert str(SLICED) == "rank 1 of 2 of slice 3 of 4"
 
 
@@ -154,15 +153,15 @@ def test_ranks_of_a_mesh_store_each_element_as_often_as_there_are_copies(
     meshes = [Mesh.of(world_size, rank, replicas, copy=copy) for copy in range(replicas) for rank in range(world_size)]
     found = [cut_rows(shape, mesh) for mesh in meshes]
     assert [mesh.place() for mesh in meshes] == list(range(world_size * replicas))
-    assert sum(each.numel for each in found) == prod(shape) * found[0].copies
+    assert sum(each.numel for each in found) == prod(shape) * (replicas if found[0].is_cut else replicas * world_size)
     assert [each.numel for each in found] == [found[0].numel_of(mesh.shard.place) for mesh in meshes]
 
 
 def test_an_axis_that_is_not_a_data_axis_neither_cuts_rows_nor_divides_gradients() -> None:
     mesh = Mesh((Axis("tensor", 5, 4), *COPIES.axes))
     found, alone = Geometry((5, 3), mesh, is_cut=True), Geometry((5, 3), COPIES, is_cut=True)
-    assert (found.at_rest, found.rows, found.divisor) == (alone.at_rest, alone.rows, alone.divisor)
-    assert (found.copies, mesh.size(), mesh.place()) == (15, 30, 4 * 6 + 5)
+    assert (found.at_rest, found.rows, mesh.batches) == (alone.at_rest, alone.rows, COPIES.batches)
+    assert (mesh.size(), mesh.place()) == (30, 4 * 6 + 5)
 
 
 def test_a_mesh_counts_ranks_along_some_of_its_axes() -> None:

@@ -1,8 +1,8 @@
 """What is shown of a compiled program: its traces, with their timeline.
 
 In: a program of ``traces/pipeline.py``. Out: :class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which
-printing, reports and forecasts read. The timeline is lifted from the traces that run, whenever an entry's are asked
-for; ``Traces.lifted`` is the one that the passes were given.
+printing, reports and forecasts read. The timeline is lifted from the traces that run, once, when it is first
+asked for; ``Traces.lifted`` is the one that the passes were given.
 """
 
 from __future__ import annotations

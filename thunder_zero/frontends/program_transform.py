@@ -80,6 +80,7 @@ class ProgramTransform(Transform):
         self._executor: ZeroExecutor | None = None
         self._compilation: Compilation
         self.programs: WeakKeyDictionary[TraceCtx, Scheduled] = WeakKeyDictionary()
+        self._shown: WeakKeyDictionary[Callable[..., Any], Program] = WeakKeyDictionary()  # by forward's function
         self._plain: torch.nn.Module  # install sets the two
         self._tracing: room.Tracing
 
@@ -163,13 +164,17 @@ class ProgramTransform(Transform):
         return named
 
     def entry(self, cached: Any) -> Entry:
-        """The program of an entry of Thunder's cache."""
-        traces, backward = cached.computation_traces, cached.backward_traces
+        """Return the program of an entry of Thunder's cache."""
+        if (program := self._shown.get(cached.computation_fn)) is None:
+            program = self._shown[cached.computation_fn] = self._program(cached)
         epilogue = cached.epilogue_traces[-1] if cached.epilogue_traces else None
-        scheduled = next(self.programs[trace] for trace in traces if trace in self.programs)
-        program = Program(scheduled, traces[-1], backward[-1] if backward else None)
         shown = partial(Traces.of, program, fuses=self.fuses, epilogue=epilogue)
-        return Entry(scheduled.facts.synced, cached.computation_fn, shown)
+        return Entry(program.scheduled.facts.synced, cached.computation_fn, shown)
+
+    def _program(self, cached: Any) -> Program:
+        traces, backward = cached.computation_traces, cached.backward_traces
+        scheduled = next(self.programs[trace] for trace in traces if trace in self.programs)
+        return Program(scheduled, traces[-1], backward[-1] if backward else None)
 
 
 def repaired(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from thunder_zero.plan import layout
-from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +99,6 @@ class Geometry:
         return self.is_cut and self.mesh.shard.size > 1
 
     @property
-    def copies(self) -> int:
-        """How many ranks store each element."""
-        parts = self.mesh.shard.size if self.is_cut else 1
-        return self.mesh.size() // (parts if self.sliced is None else parts * self.mesh.tensor.size)
-
-    @property
-    def summed_over(self) -> tuple[str, ...]:
-        """The axes over which its gradient is summed: along the data axes batches differ, along ``tensor`` parts."""
-        return (*DATA, TENSOR) if self.is_partial else DATA
-
-    @property
     def reduced_over(self) -> tuple[str, ...]:
         """The axes of the collectives that reduce its gradient, one after the other: first the one that cuts it. Over
         the data axes they average; over ``tensor`` the last one sums."""
@@ -117,11 +106,6 @@ class Geometry:
         if self.mesh.replicate.size == 1:
             return (SHARD, *summed)
         return (SHARD, REPLICATE, *summed) if self.is_cut else (ALL, *summed)
-
-    @property
-    def divisor(self) -> int:
-        """What the sum of its gradients is divided by, so that it is the mean over all batches."""
-        return self.mesh.batches
 
 
 def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import Timeline
@@ -70,9 +71,9 @@ class Program:
     forward: TraceCtx
     backward: TraceCtx | None
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
-        """Both phases, lifted from the traces."""
+        """Both phases, lifted from the traces once, when they are first asked for."""
         return lift_phases(self.forward, self.backward, self.scheduled.facts)
 
 
