@@ -12,6 +12,7 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import refused, says
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.comm.small_collectives import all_gather_tensor
+from thunder_zero.sharded import unsliced
 
 import thunder
 
@@ -610,7 +613,13 @@ def refusals(rank: int, world_size: int) -> None:
 
     model = of(parts())()
     x = torch.ones(2, 6, dtype=torch.float64)
-    model(x).sum().backward()
+    with mock.patch.object(unsliced, "all_gather_tensor", wraps=all_gather_tensor) as gathers:
+        says(lambda: tz.clip_grad_norm_(model, 1.0), "RuntimeError", "nothing to clip")
+        model(x).sum().backward()
+        for _ in range(2):
+            tz.clip_grad_norm_(model, 1.0)
+            torch.optim.SGD(model.parameters(), 0.0).step()
+    assert gathers.call_count == 2, "one before there were gradients, one after"
     with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
         pass
     says(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")

@@ -65,7 +65,7 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
     """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
     Raises on every rank, or on none."""
     if state.plan.mesh.is_sliced:
-        require_equal_gradients_once(state)
+        require_equal_gradients_once(state, set(map(id, state.shards.values())))
     norm, statuses = total_norm(state, norm_type)
     if OPEN in statuses:
         path = next(iter(state.accumulation.paths), None)

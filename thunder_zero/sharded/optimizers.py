@@ -25,7 +25,7 @@ from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.accelerate import refuse_optimizer_file
 from thunder_zero.sharded.dtensors import part_of, require_own
 from thunder_zero.sharded.state import State
-from thunder_zero.sharded.unsliced import require_equal_gradients
+from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 
 class StepsWhole(Optimizer):
@@ -148,7 +148,7 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
         for state in sharded_model.states():
             ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
             if state.plan.mesh.is_sliced and ids:
-                require_equal_gradients(state, ids)
+                require_equal_gradients_once(state, ids)
         _take_own_states(optimizer)
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
             optimizer.register_load_state_dict_post_hook(_take_own_states)

@@ -10,7 +10,7 @@ the gradient of its own slice, nothing sums these, and the ranks drift apart. No
 from __future__ import annotations
 
 from collections.abc import Collection
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,18 +22,26 @@ from thunder_zero.sharded.state import State
 
 SAME = 0.05  # of a gradient's norm: far more than an order of sums changes, far less than other heads do
 NOISE = 1e-6  # of the largest norm: gradients that are zero in exact arithmetic
-_compared: WeakSet[State] = WeakSet()
+_compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # paths of parameters; shared by all who ask
 
 
-def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
-    """Compare the gradients of the parameters that nobody slices, among those whose shards have these ids; a collective
-    of one small message.
+def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
+    """Compare gradients between ranks of tensor parallelism, each parameter's once; a collective of one small message.
+
+    Only parameters that nobody slices are compared, among those whose shards have the ids ``stepped``. Nothing is sent
+    if all of them were compared before.
 
     Raises:
-        RuntimeError: naming the first parameter whose gradient differs between ranks of tensor parallelism.
+        RuntimeError: a gradient differs; it names the first such parameter.
     """
-    plan, shards = state.plan, state.shards
-    params = [param for param in plan.params if param.sliced is None and id(shards[param.path]) in stepped]
+    plan, shards, compared = state.plan, state.shards, _compared.setdefault(state, set())
+    params = [
+        param
+        for param in plan.params
+        if param.sliced is None and param.path not in compared and id(shards[param.path]) in stepped
+    ]
+    if not params:
+        return
     numbers = torch.zeros(len(params), 2, device=state.device)
     for number, param in zip(numbers, params, strict=True):
         if (grad := shards[param.path].grad) is not None:
@@ -42,7 +50,7 @@ def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
         found = torch.stack(all_gather_tensor(numbers, state.group)).view(-1, plan.mesh.tensor.size, len(params), 2)
     norms = found[..., 0].amax(1)
     off = (found.amax(1) - found.amin(1)).amax(-1)
-    differ = (off > SAME * norms + NOISE * norms.amax()).any(0).tolist() if params else []
+    differ = (off > SAME * norms + NOISE * norms.amax()).any(0).tolist()
     for param, differs in zip(params, differ, strict=True):
         if differs:
             raise RuntimeError(
@@ -50,17 +58,8 @@ def require_equal_gradients(state: State, stepped: Collection[int]) -> None:
                 f"of its own slice of an activation, and nothing sums these; place the parameter's module by torch's "
                 f"SequenceParallel, along the dimension of the slices"
             )
-
-
-def require_equal_gradients_once(state: State) -> None:
-    """Compare the gradients of a model that nobody slices, unless this was done before; a collective.
-
-    Raises:
-        RuntimeError: as :func:`require_equal_gradients`.
-    """
-    if state not in _compared:
-        require_equal_gradients(state, set(map(id, state.shards.values())))
-        _compared.add(state)
+    if norms.any():  # otherwise nothing was compared: no backward has run yet
+        compared.update(param.path for param in params)
 
 
 def _summary(grad: Tensor) -> Tensor:
