@@ -1,6 +1,6 @@
-"""Writes the listing of the package into docs/architecture.md, and the needs of its workarounds into compatibility.md.
+"""Writes what pages show of the package: its files, what its workarounds need, FSDP2's names with ours.
 
-The listing is made from the first line of each module.
+The listing of files is made from the first line of each module.
 
 python docs/listing.py
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+
+from thunder_zero.frontends.from_fsdp2 import ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "thunder_zero"
@@ -51,7 +53,16 @@ def needs_by_name() -> dict[str, str]:
     return found
 
 
-PAGES = {"docs/architecture.md": listing, "docs/compatibility.md": needs}
+def from_fsdp2() -> str:
+    """Return a table of FSDP2's names with ours."""
+    return "\n".join(["| FSDP2 | thunder_zero |", "|---|---|", *(row.markdown() for row in ROWS)]) + "\n"
+
+
+PAGES = {
+    "docs/architecture.md": listing,
+    "docs/compatibility.md": needs,
+    "docs/from-fsdp2.md": from_fsdp2,
+}
 
 
 def _package(folder: Path, indent: int) -> list[str]:

@@ -54,10 +54,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-look_up, listed, __all__ = lazy(__name__)
+NAMES = {  # by module; type checkers read the imports above
+    "thunder_zero": ("schedule", "tools"),
+    "thunder_zero.checkpoint.hugging_face": ("save_pretrained",),
+    "thunder_zero.checkpoint.load": ("Loaded", "load"),
+    "thunder_zero.checkpoint.save": ("save",),
+    "thunder_zero.encodings.int8": ("Int8",),
+    "thunder_zero.encodings.nf4": ("NF4",),
+    "thunder_zero.frontends.dynamo.compile": ("compile",),
+    "thunder_zero.frontends.plugin": ("Recipe", "Zero", "zero"),
+    "thunder_zero.frontends.transform": ("ZeroTransform",),
+    "thunder_zero.frontends.zero_module": ("ZeroModule", "traces_of"),
+    "thunder_zero.optim.ema": ("EMA",),
+    "thunder_zero.optim.global_numbers": ("clip_grad_norm_", "global_mean"),
+    "thunder_zero.optim.optimizer": ("whole",),
+    "thunder_zero.plan.policy": ("DDP", "ZERO1", "ZERO2", "ZERO3", "Policy"),
+    "thunder_zero.plan.precision": ("MixedPrecision",),
+    "thunder_zero.sharded.full_parameters": ("full_parameters",),
+    "thunder_zero.sharded.full_state_dict": ("full_state_dict",),
+    "thunder_zero.tools.ask.explain": ("explain",),
+    "thunder_zero.tools.ask.print_trace": ("print_trace",),
+    "thunder_zero.tools.dry_run": ("trace",),
+}
+look_up, list_names, __all__ = lazy(__name__, NAMES)
 
-if not TYPE_CHECKING:  # a type checker must miss a name that there is not
-    __getattr__, __dir__ = look_up, listed
+if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
+    __getattr__, __dir__ = look_up, list_names
 
 
 def _register_plugins() -> None:

@@ -1,40 +1,48 @@
-"""Names of a package that are imported when they are first asked for (PEP 562)."""
+"""Imports the public names of a package when they are first used (PEP 562).
+
+In: a package's table, from each module to the names that the package has of it. Out: its module functions::
+
+    NAMES = {"thunder_zero.plan.policy": ("Policy", "DDP")}      tz.Policy    ->  imports plan/policy.py
+    look_up, list_names, __all__ = lazy(__name__, NAMES)         tz.Polcy     ->  AttributeError
+
+A type checker reads the package's imports under ``if TYPE_CHECKING``. A test compares them with the table.
+"""
 
 from __future__ import annotations
 
-import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import getsource
 from typing import Any
 
 Ask = Callable[[str], Any]
+PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # where a misplaced name is searched
+ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 
 
-def lazy(package: str) -> tuple[Ask, Callable[[], list[str]], list[str]]:
-    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose names are those that its source imports
-    under ``if TYPE_CHECKING``: what a type checker reads is what there is."""
-    tree = ast.parse(getsource(sys.modules[package]))
-    lines = (line for block in tree.body if isinstance(block, ast.If) for line in block.body)
-    homes = {one.name: str(line.module) for line in lines if isinstance(line, ast.ImportFrom) for one in line.names}
+def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+
+    ``names`` maps each module to the names that the package has of it. Under the package itself are its submodules.
+    """
+    homes = {name: module for module, exported in names.items() for name in exported}
 
     def look_up(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(package, name)}")
-        is_module = homes[name] == package
-        found = import_module(f"{package}.{name}") if is_module else getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        is_submodule = homes[name] == package
+        value = import_module(f"{package}.{name}") if is_submodule else getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
-    return look_up, lambda: sorted({*homes, "__all__", "__doc__", "__file__", "__name__", "__path__"}), sorted(homes)
+    return look_up, lambda: sorted({*homes, *ALWAYS}), sorted(homes)
 
 
 def _elsewhere(package: str, name: str) -> str:
-    """Which of our packages has the name; nothing of a module, which ``from package import module`` asks for first."""
-    if name.startswith("_") or find_spec(f"{package}.{name}") is not None:
+    """Return the public package that has a name, as the end of an error message; empty if there is none."""
+    if name.startswith("_") or find_spec(f"{package}.{name}") is not None:  # as in ``from package import module``
         return ""
-    others = (f"thunder_zero.{part}" if part else "thunder_zero" for part in ("", "tools", "schedule"))
-    found = [other for other in others if other != package and name in import_module(other).__all__]
-    return f"; it is {found[0]}.{name}" if found else ""
+    others = (other for other in PACKAGES if other != package and name in import_module(other).__all__)
+    home = next(others, None)
+    return f"; it is {home}.{name}" if home else ""

@@ -278,6 +278,28 @@ def test_no_modules_import_each_other() -> None:
     assert len(import_order(dotted)) > 50
 
 
+def lazy_names(source: str) -> dict[str, list[str]]:
+    """The names by module that a package imports when they are used, by its table."""
+    table = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    tables = [ast.literal_eval(node.value) for node in table if ast.unparse(node.targets[0]) == "NAMES"]
+    return {module: list(names) for table in tables for module, names in table.items()}
+
+
+def typed_names(source: str) -> dict[str, list[str]]:
+    """The names by module that a type checker reads of it."""
+    found: dict[str, list[str]] = {}
+    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
+        found.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
+    return found
+
+
+@pytest.mark.parametrize("package", ["", "tools/", "compat/thunder/"])
+def test_a_type_checker_reads_the_names_that_a_package_has(package: str) -> None:
+    source = (PACKAGE / f"{package}__init__.py").read_text()
+    assert typed_names(source) == lazy_names(source) != {}
+
+
 # Thunder and torch are patched in one room
 
 ROOM_OF_WORKAROUNDS = "compat/"

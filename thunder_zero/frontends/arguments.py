@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
-from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
+from thunder_zero.frontends.from_fsdp2 import INSTEAD
 from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
@@ -115,8 +115,8 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
     """A policy, or that of a stage, with some fields changed."""
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():
-        if name in FROM_FSDP2 and name not in known:
-            raise TypeError(f"{name} is an argument of FSDP2; here: {FROM_FSDP2[name]}")
+        if name in INSTEAD and name not in known:
+            raise TypeError(f"{name} is an argument of FSDP2; here: {INSTEAD[name]}")
         if name not in known:
             near = get_close_matches(name.lower(), known, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else "; thunder_zero.Policy lists its fields"

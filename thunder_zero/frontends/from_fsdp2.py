@@ -1,4 +1,4 @@
-"""FSDP2's names, with what to use here: a table that errors quote and docs/from-fsdp2.md prints.
+"""FSDP2's names, with what to use here: one table, which errors quote and pages show.
 
 In: a method or an argument of FSDP2 that a user tries here. Out: the sentence of its row::
 
@@ -8,99 +8,127 @@ In: a method or an argument of FSDP2 that a user tries here. Out: the sentence o
 
 from __future__ import annotations
 
-import re
+from typing import NamedTuple
 
-# As docs/from-fsdp2.md prints them: what FSDP2 has, and what to use here.
-ROWS: tuple[tuple[str, str], ...] = (
-    (
-        "`fully_shard` per block, then on the model",
+
+class Replacement(NamedTuple):
+    """What FSDP2 has, and what to use here.
+
+    Attributes:
+        here: what to use here, in Markdown.
+        names: methods and arguments of FSDP2; an error that is raised for one quotes ``here``.
+        title: what FSDP2 has, in Markdown; if empty, the names.
+    """
+
+    here: str
+    names: tuple[str, ...] = ()
+    title: str = ""
+
+    def markdown(self) -> str:
+        """Return the row as a line of a table."""
+        title = self.title or ", ".join(f"`{name}`" for name in self.names)
+        return f"| {title} | {self.here} |"
+
+
+ROWS = (
+    Replacement(
         "`tz.ZeroTransform()`: each repeated block is a *unit*, whose parameters travel together, and the rest is one "
         "more; `unit_of=` names other units",
+        title="`fully_shard` per block, then on the model",
     ),
-    ("`reshard_after_forward=True`, root included", "`stage=3, reshard_after_forward=True`"),
-    (
-        "`reshard_after_forward=None`, the default: the root stays gathered",
+    Replacement("`stage=3, reshard_after_forward=True`", title="`reshard_after_forward=True`, root included"),
+    Replacement(
         "`stage=3`, the default: the last units stay gathered, as many as do not raise the peak memory of gathered "
         "parameters",
+        title="`reshard_after_forward=None`, the default: the root stays gathered",
     ),
-    ("`reshard_after_forward=False`", "`stage=2`"),
-    (
-        "`set_reshard_after_forward`, `set_unshard_in_backward`",
+    Replacement("`stage=2`", title="`reshard_after_forward=False`"),
+    Replacement(
         "before sharding: `reshard_after_forward=True`, or `keep_unsharded=` for units that stay gathered",
+        ("set_reshard_after_forward", "set_unshard_in_backward"),
     ),
-    (
-        "`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`",
+    Replacement(
         "`prefetch=2`: units gathered ahead in both phases of a step; `in_flight_bytes=` limits their memory",
+        ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
     ),
-    (
-        "`unshard`, `reshard`, `reset_iter_state`",
+    Replacement(
         "nothing: forward and backward gather and free; `with tz.full_parameters(model) as module:` gives full values",
+        ("unshard", "reshard", "reset_iter_state"),
     ),
-    (
-        "`mp_policy=MixedPrecisionPolicy(...)`, per `fully_shard`",
+    Replacement(
         "`mixed_precision=tz.MixedPrecision(...)`, with the same fields; `overrides=` per submodule",
+        ("mp_policy",),
+        title="`mp_policy=MixedPrecisionPolicy(...)`, per `fully_shard`",
     ),
-    ("`set_requires_gradient_sync(False)`", "`with model.no_sync():` around forward and backward"),
-    (
-        "`set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`",
+    Replacement(
+        "`with model.no_sync():` around forward and backward",
+        ("set_requires_gradient_sync",),
+        title="`set_requires_gradient_sync(False)`",
+    ),
+    Replacement(
         "`model.no_sync()` and `reshard_after_backward=False` (stage 2)",
+        ("set_reshard_after_backward",),
+        title="`set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`",
     ),
-    (
-        "`set_is_last_backward`, `set_requires_all_reduce`",
+    Replacement(
         "`with model.no_sync():` around all micro-batches but the last",
+        ("set_is_last_backward", "set_requires_all_reduce"),
     ),
-    (
-        "`set_gradient_divide_factor`, `set_reduce_scatter_divide_factor`, `set_force_sum_reduction_for_comms`",
+    Replacement(
         "nothing: a gradient is the mean over all ranks; scale the loss for another factor",
+        ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
     ),
-    (
-        "`set_reduce_scatter_max_input_buffers`",
+    Replacement(
         "`in_flight_bytes=` limits the memory of reductions in flight; `bucket_bytes=` cuts them",
+        ("set_reduce_scatter_max_input_buffers",),
     ),
-    (
-        "`set_reduce_scatter_unused_params`",
+    Replacement(
         "nothing: all ranks run the same program, so a parameter is used on all of them or on none",
+        ("set_reduce_scatter_unused_params",),
     ),
-    (
-        "`set_custom_all_gather`, `set_custom_reduce_scatter`",
-        "`transport=`: a transport of one's own",
-    ),
-    (
-        "`set_all_reduce_hook`, `set_post_optim_event`, `set_separate_reduce_scatter_group`, "
-        "`set_allocate_memory_from_process_group_for_comm`, `set_symm_mem_for_comm`",
+    Replacement("`transport=`: a transport of one's own", ("set_custom_all_gather", "set_custom_reduce_scatter")),
+    Replacement(
         "nothing: collectives are lines of the trace, which the schedule orders and torch's process group sends",
+        (
+            "set_all_reduce_hook",
+            "set_post_optim_event",
+            "set_separate_reduce_scatter_group",
+            "set_allocate_memory_from_process_group_for_comm",
+            "set_symm_mem_for_comm",
+        ),
     ),
-    ("`offload_policy=CPUOffloadPolicy()`", "`cpu_offload=True`"),
-    ("`ignored_params={parameter, ...}`", '`ignored=("router", ...)`, paths of parameters or submodules'),
-    ("HSDP: `mesh` of two dimensions (replicate, shard)", "the same `mesh=`"),
-    (
-        "`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
+    Replacement("`cpu_offload=True`", ("offload_policy",), title="`offload_policy=CPUOffloadPolicy()`"),
+    Replacement(
+        '`ignored=("router", ...)`, paths of parameters or submodules',
+        ("ignored_params",),
+        title="`ignored_params={parameter, ...}`",
+    ),
+    Replacement("the same `mesh=`", title="HSDP: `mesh` of two dimensions (replicate, shard)"),
+    Replacement(
         "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: [tensor-parallel.md](tensor-parallel.md)",
+        title="`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
     ),
-    ("`shard_placement_fn=`", "nothing: dimension 0 is sharded"),
-    (
-        "meta device, `to_empty`, `reset_parameters`",
+    Replacement("nothing: dimension 0 is sharded", ("shard_placement_fn",), title="`shard_placement_fn=`"),
+    Replacement(
         "meta device; `init=` or `weights=` give the values, shard by shard",
+        title="meta device, `to_empty`, `reset_parameters`",
     ),
-    (
-        "DTensors of `parameters()` and `state_dict()`, torch's tools for them",
+    Replacement(
         "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: [torch-tools.md](torch-tools.md)",
+        title="DTensors of `parameters()` and `state_dict()`, torch's tools for them",
     ),
-    ("`clip_grad_norm_`, a method of FSDP1", "`tz.clip_grad_norm_(model, max_norm)`, or torch's function"),
-    (
-        "optimizers that raise on DTensors; averages of weights",
+    Replacement(
+        "`tz.clip_grad_norm_(model, max_norm)`, or torch's function",
+        ("clip_grad_norm_",),
+        title="`clip_grad_norm_`, a method of FSDP1",
+    ),
+    Replacement(
         "`tz.whole(torch.optim.Adafactor, ...)`; `AveragedModel(model)`, or `tz.EMA(model)` to evaluate with averages",
+        title="optimizers that raise on DTensors; averages of weights",
     ),
-    (
-        "`dcp.save`, `dcp.load`",
+    Replacement(
         "the same, or `tz.save`, `tz.load`: the same files, complete or absent, with checksums",
+        title="`dcp.save`, `dcp.load`",
     ),
 )
-_NAME = re.compile(r"`(\w+)")
-_SAME = "the same"  # rows of what works as it is
-FROM_FSDP2 = {
-    name: here.replace("`", "")
-    for fsdp2, here in reversed(ROWS)
-    if not here.startswith(_SAME)
-    for name in _NAME.findall(fsdp2)
-}
+INSTEAD = {name: row.here.replace("`", "") for row in ROWS for name in row.names}  # what errors quote, by FSDP2's name

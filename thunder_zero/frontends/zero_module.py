@@ -29,7 +29,7 @@ from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import Compilations
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
-from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
+from thunder_zero.frontends.from_fsdp2 import INSTEAD
 from thunder_zero.frontends.refusals import EXPORT, PARTS
 from thunder_zero.sharded.accelerate import (
     dtype_of_accelerate,
@@ -254,8 +254,8 @@ class ZeroModule(ShardedModel, ThunderModule):
             AttributeError: naming what to call instead; also of the names of FSDP2's methods.
         """
         kind = type(self._modules["_model"]).__name__
-        if name in FROM_FSDP2 and not hasattr(self._modules["_model"], name):
-            raise AttributeError(f"{kind} has no {name}, which is a name of FSDP2; here: {FROM_FSDP2[name]}")
+        if name in INSTEAD and not hasattr(self._modules["_model"], name):
+            raise AttributeError(f"{kind} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
         if name in OF_FULL_PARAMETERS and hasattr(self._modules["_model"], name):
             raise AttributeError(
                 f"{name} of {kind} needs full parameters, and thunder_zero sharded them; {OF_FULL_PARAMETERS[name]}"

@@ -53,7 +53,34 @@ if TYPE_CHECKING:
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
-look_up, listed, __all__ = lazy(__name__)
+NAMES = {  # by module; type checkers read the imports above
+    "thunder_zero.frontends.compiled": ("Traces",),
+    "thunder_zero.tools.absent_ranks": ("fake_mesh",),
+    "thunder_zero.tools.ask.diff": ("diff",),
+    "thunder_zero.tools.ask.difference": ("Difference",),
+    "thunder_zero.tools.ask.explanation": ("Explanation",),
+    "thunder_zero.tools.ask.save_timeline": ("save_timeline",),
+    "thunder_zero.tools.compiled_programs": ("CompiledProgram", "programs"),
+    "thunder_zero.tools.convert.consolidate": ("consolidate",),
+    "thunder_zero.tools.convert.shard_safetensors": ("shard_safetensors",),
+    "thunder_zero.tools.cost.estimate": ("Estimate", "estimate"),
+    "thunder_zero.tools.devices.calibrate": ("calibrate",),
+    "thunder_zero.tools.devices.calibrated": ("Calibrated",),
+    "thunder_zero.tools.devices.device": ("DEVICES", "Device", "Link"),
+    "thunder_zero.tools.devices.named": ("load_device", "save_device"),
+    "thunder_zero.tools.fitting.candidate": ("Prices",),
+    "thunder_zero.tools.fitting.fit": ("DoesNotFit", "fit"),
+    "thunder_zero.tools.forecast.figures": ("Holds", "Memory", "MemoryLine", "Storage"),
+    "thunder_zero.tools.forecast.for_loss": ("for_loss",),
+    "thunder_zero.tools.forecast.memory": ("memory",),
+    "thunder_zero.tools.forecast.resized": ("resized",),
+    "thunder_zero.tools.format_errors": ("WireError", "wire_error"),
+    "thunder_zero.tools.measure": ("measure_times",),
+    "thunder_zero.tools.page.report": ("report",),
+    "thunder_zero.tools.planner.plan_training": ("plan_training",),
+    "thunder_zero.tools.planner.training_plan": ("TrainingPlan",),
+}
+look_up, list_names, __all__ = lazy(__name__, NAMES)
 
-if not TYPE_CHECKING:  # a type checker must miss a name that there is not
-    __getattr__, __dir__ = look_up, listed
+if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
+    __getattr__, __dir__ = look_up, list_names

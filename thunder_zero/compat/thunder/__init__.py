@@ -36,7 +36,17 @@ if TYPE_CHECKING:
     from thunder_zero.compat.thunder.wrong_gradients import require_gradients as require_gradients
     from thunder_zero.compat.thunder.wrong_gradients import require_unwritten as require_unwritten
 
-look_up, listed, __all__ = lazy(__name__)
+NAMES = {  # by module; type checkers read the imports above
+    "thunder_zero.compat.thunder.fusion_repair": ("repair_fusion",),
+    "thunder_zero.compat.thunder.guards": ("Guards", "Lookup", "form_of_call"),
+    "thunder_zero.compat.thunder.operators.choose": ("default_executors", "executors_in_front"),
+    "thunder_zero.compat.thunder.repairs": ("forget_autocast",),
+    "thunder_zero.compat.thunder.trace_repairs": ("broadcast_scalars", "draw_once", "fused_only", "sort_aliases"),
+    "thunder_zero.compat.thunder.tracing": ("Tracing",),
+    "thunder_zero.compat.thunder.untraceable": ("UNTRACEABLE", "not_returned", "not_traced"),
+    "thunder_zero.compat.thunder.wrong_gradients": ("require_gradients", "require_unwritten"),
+}
+look_up, list_names, __all__ = lazy(__name__, NAMES)
 
-if not TYPE_CHECKING:  # a type checker must miss a name that there is not
-    __getattr__, __dir__ = look_up, listed
+if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
+    __getattr__, __dir__ = look_up, list_names
