@@ -43,9 +43,10 @@ from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_fac
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.frozen import decoded, frozen_param, looks
+from thunder_zero.sharded.frozen import frozen_param, looks
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
+from thunder_zero.sharded.wire import decode_frozen
 
 SAVE = "to save"
 CARD = "README.md"  # an existing one is the user's
@@ -185,7 +186,7 @@ def _full(state: State, value: Tensor) -> Tensor:
     if state.group.rank():
         return full.new_empty(0)
     param = frozen_param(value)
-    return full.cpu() if param is None else decoded(full, param, param.dtype).cpu()
+    return full.cpu() if param is None else decode_frozen(full, param, param.dtype).cpu()
 
 
 @torch.no_grad()

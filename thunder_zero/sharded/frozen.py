@@ -21,18 +21,13 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import own_rows
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.sharded_model import owner_of
+from thunder_zero.sharded.wire import decode_frozen
 
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter as they rest: padded, and as bytes, if the plan says so."""
     rows = own_rows(full, param, plan)
     return rows if param.frozen_format is None else param.frozen_format.encode(rows)
-
-
-def decoded(payload: Tensor, param: Param, dtype: torch.dtype) -> Tensor:
-    """What rows stand for that rest as bytes, in this dtype."""
-    assert param.frozen_format is not None, "others rest as they are"
-    return param.frozen_format.decode(payload, payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype))
 
 
 def frozen_param(tensor: object) -> Param | None:
@@ -52,7 +47,7 @@ def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, An
     found = dict(values)
     for name, _, param in _frozen_of(module):
         if name in found:
-            found[name] = decoded(found[name], param, param.dtype)
+            found[name] = decode_frozen(found[name], param, param.dtype)
     return found
 
 

@@ -35,7 +35,7 @@ from thunder_zero.encodings.encoding import Encoding, piece_on
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR, Axis
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import real_rows, rows_in
+from thunder_zero.plan.rows import padded, real_rows, rows_in
 
 
 class HostCopies:
@@ -170,7 +170,7 @@ class Wire:
         """Return full parameters, in ``into`` if that is given."""
         if params[0].frozen_format:
             pairs = zip(arrived, params, strict=True)
-            return tuple(self._decoded(payload, param) for payload, param in pairs)
+            return tuple(decode_frozen(payload, param, param.compute_dtype, self._piece) for payload, param in pairs)
         if not self._writes(params[0]):
             return tuple(arrived)
         world, fulls = self._plan.mesh.shard.size, []
@@ -181,11 +181,6 @@ class Wire:
                 self._encoding(param).decode(part, rows, piece=self._piece)
             fulls.append(full[: param.shape[0]])
         return tuple(fulls)
-
-    def _decoded(self, payload: Tensor, param: Param) -> Tensor:
-        assert param.frozen_format is not None, "others rest as they are"
-        out = payload.new_empty((len(payload), *param.shape[1:]), dtype=param.compute_dtype)
-        return param.frozen_format.decode(payload, out, piece=self._piece)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
         """Return full parameters."""
@@ -210,7 +205,8 @@ class Wire:
         """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
         form, axis = reduce_format_of(param), self._plan.mesh.over(over)
         if over == SHARD:
-            parts = _padded(grad, self._plan.geometry(param).gathered).view(axis.size, -1)
+            is_even = grad.shape == self._plan.geometry(param).gathered
+            parts = (grad.contiguous() if is_even else padded(grad, param, self._plan)).view(axis.size, -1)
         else:
             parts = _in_equal_parts(grad, axis.size)
         self._reduced[param.path] += 1
@@ -335,20 +331,18 @@ def reduce_format_of(param: Param) -> Int8:
     return param.reduce_format
 
 
+def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int | None = None) -> Tensor:
+    """Return the rows of a frozen parameter that rest as bytes, in ``dtype``; see :meth:`Nf4.decode` for ``piece``."""
+    assert param.frozen_format is not None, f"parameter {param.path} does not rest as bytes"
+    out = payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype)
+    return param.frozen_format.decode(payload, out, piece=piece)
+
+
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
     """Return a mean in float32 as so many flat parts, with zeros at the end; in its own memory, if that is possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
-
-
-def _padded(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a gradient, contiguous, with rows of zeros at its end."""
-    if grad.shape == shape:
-        return grad.contiguous()
-    padded = grad.new_zeros(shape)
-    padded[: grad.shape[0]] = grad
-    return padded
 
 
 def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.frozen import decoded
 from thunder_zero.sharded.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted, whole_like
+from thunder_zero.sharded.wire import decode_frozen
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
@@ -113,7 +113,7 @@ class Drawn:
             return None
         if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
             value = self._transport.all_gather([value.to(self._model.device)], [param.rest_shape]).wait()[0]
-            value = value if param.frozen_format is None else decoded(value, param, param.dtype)
+            value = value if param.frozen_format is None else decode_frozen(value, param, param.dtype)
         slices = self._model.ranks.tensor
         if param is not None and self._is_cut(tensor) and param.sliced is not None and slices is not None:
             value = torch.cat(all_gather_tensor(value.contiguous(), slices.get_group()), param.sliced)
