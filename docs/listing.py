@@ -1,4 +1,4 @@
-"""Writes what pages show of the package: its files, what its workarounds need, FSDP2's names with ours.
+"""Writes what pages show of the package: its files, and FSDP2's names with ours.
 
 The listing of files is made from the first line of each module.
 
@@ -32,25 +32,22 @@ def listing() -> str:
     return "\n".join(["```", *rows, "```"]) + "\n"
 
 
-def needs() -> str:
-    """A table of the workarounds, by file or first function, and as long as what each is needed."""
-    rows = [f"| `compat/{name}` | {line.replace('``', '`')} |" for name, line in sorted(needs_by_name().items())]
-    return "\n".join(["| workaround | needed while |", "|---|---|", *rows]) + "\n"
-
-
 def needs_by_name() -> dict[str, str]:
-    """As long as what each workaround is needed: by its file, ``"casts.py"``, or, if a file has several, each in a
-    section that opens with its need, by the first public function there, ``"trace_repairs.py: sort_aliases"``."""
-    found: dict[str, str] = {}
+    """Return why each workaround is needed, by its file, such as ``"casts.py"``.
+
+    A file may have several workarounds, each in a section that opens with its need. The key then has the section's
+    first public function as well, such as ``"trace_repairs.py: sort_aliases"``.
+    """
+    needs: dict[str, str] = {}
     for path in sorted((PACKAGE / "compat").rglob("*.py")):
         name = str(path.relative_to(PACKAGE / "compat"))
         if (line := _first_line(path)).startswith(NEEDED):
-            found[name] = line.removeprefix(NEEDED)
+            needs[name] = line.removeprefix(NEEDED)
         sections = path.read_text().split(f"\n# {NEEDED}")[1:]
         for section in sections:
             function = re.search(r"^def ([a-z]\w*)", section, re.MULTILINE)
-            found[f"{name}: {function[1] if function else '?'}"] = section.partition("\n")[0]
-    return found
+            needs[f"{name}: {function[1] if function else '?'}"] = section.partition("\n")[0]
+    return needs
 
 
 def from_fsdp2() -> str:
@@ -60,7 +57,6 @@ def from_fsdp2() -> str:
 
 PAGES = {
     "docs/architecture.md": listing,
-    "docs/compatibility.md": needs,
     "docs/from-fsdp2.md": from_fsdp2,
 }
 

@@ -504,7 +504,7 @@ class Need:
     """Why a workaround is there.
 
     Attributes:
-        workaround: its name in the table of ``docs/listing.py``: a file in ``thunder_zero/compat``, or a section of it.
+        workaround: its name in ``docs/listing.py``: a file in ``thunder_zero/compat``, or a section of it.
         is_there: shows the plain behaviour; whether it is still wrong.
         of: the package that it is the behaviour of.
         what: which of several needs of one workaround.
