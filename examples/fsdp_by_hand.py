@@ -71,7 +71,7 @@ def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx
 #    the last ones are padded with zeros, which cannot turn the result of an optimizer or a norm into NaN.
 
 
-def own_rows(full: Tensor, param: tz.schedule.Param, plan: Plan) -> Tensor:
+def local_rows(full: Tensor, param: tz.schedule.Param, plan: Plan) -> Tensor:
     shard, rows = torch.zeros(plan.shard_shape(param)), full[plan.geometry(param).rows]
     shard[: len(rows)] = rows
     return shard
@@ -79,7 +79,7 @@ def own_rows(full: Tensor, param: tz.schedule.Param, plan: Plan) -> Tensor:
 
 def shard(plan: Plan, module: nn.Module) -> dict[str, Tensor]:
     values = {param.path: module.get_parameter(param.path).detach() for param in plan.params}
-    return {param.path: own_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
+    return {param.path: local_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
 
 
 def rows_of_ranks(param: tz.schedule.Param, plan: Plan) -> list[slice]:

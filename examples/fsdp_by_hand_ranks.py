@@ -23,8 +23,8 @@ from fsdp_by_hand import (
     code,
     functional_trace,
     joint,
+    local_rows,
     lowered,
-    own_rows,
     phases,
     run,
     shard,
@@ -153,7 +153,7 @@ class RealRanks(DryRuntime):
         self.launched["reductions"] += 1
         params, world_size = [self.plan.by_name[path] for path in paths], self.plan.mesh.shard.size
         plans = [replace(self.plan, mesh=tz.schedule.Mesh.of(world_size, rank)) for rank in range(world_size)]
-        parts = [[own_rows(grad, param, plan) for plan in plans] for grad, param in zip(grads, params, strict=True)]
+        parts = [[local_rows(grad, param, plan) for plan in plans] for grad, param in zip(grads, params, strict=True)]
         works = [dist.reduce(part, dst=rank, async_op=True) for each in parts for rank, part in enumerate(each)]
         return UnderWay(works, lambda: tuple(each[self.plan.mesh.shard.place] / world_size for each in parts))
 
@@ -166,7 +166,7 @@ def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.schedule.Plan
     """Its output and gradients on the whole batch; of each, the rows that belong to this rank."""
     output = module(batch)
     grads = torch.autograd.grad(output.mean(), [module.get_parameter(param.path) for param in plan.params])
-    rows = {param.path: own_rows(grad, param, plan) for param, grad in zip(plan.params, grads, strict=True)}
+    rows = {param.path: local_rows(grad, param, plan) for param, grad in zip(plan.params, grads, strict=True)}
     return {"output": own_part(output, plan).detach(), **rows}
 
 

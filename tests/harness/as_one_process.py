@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import own_rows, real_rows
+from thunder_zero.plan.rows import local_rows, real_rows
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model
 
@@ -159,7 +159,7 @@ def assert_same_parameters(model: Any, one: nn.Module, where: str = "", toleranc
 
 def rows_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter, without padding."""
-    return real_rows(own_rows(full, param, plan), param, plan)
+    return real_rows(local_rows(full, param, plan), param, plan)
 
 
 def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> dict[str, Tensor]:

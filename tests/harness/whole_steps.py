@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from thunder_zero.plan.rows import own_rows
+from thunder_zero.plan.rows import local_rows
 from thunder_zero.sharded.sharded_model import sharded_model
 
 
@@ -29,7 +29,7 @@ def give(model: Any, grads: Mapping[str, Tensor]) -> None:
     for path, shard in state.shards.items():
         param = state.plan.by_name[path]
         if shard.requires_grad:
-            rows = own_rows(grads[path], param, state.plan) if path in grads else None
+            rows = local_rows(grads[path], param, state.plan) if path in grads else None
             shard.grad = None if rows is None else state.gradient(rows.clone(), path)
 
 

@@ -35,7 +35,7 @@ def joint_traces(entry: str) -> dict[str, JointTrace]:
     model = ENTRIES[entry](GptShape())
     found = {}
     for name, around in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
-        with mock.patch.object(pipeline, "scheduled", wraps=pipeline.scheduled) as scheduled, around():
+        with mock.patch.object(pipeline, "schedule_trace", wraps=pipeline.schedule_trace) as scheduled, around():
             output = model(TOKENS)
             if output.requires_grad:
                 output.sum().backward()
@@ -61,15 +61,15 @@ def in_words(program: Program) -> dict[str, Any]:
 
 def compiled(scheduled: Scheduled) -> Program:
     with as_thunder_compiles():
-        return pipeline.compiled(scheduled, pipeline.phases)
+        return pipeline.compile_program(scheduled, pipeline.make_phases)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_compilations_of_one_model_do_not_disturb_each_other(entry: str) -> None:
     joints = joint_traces(entry)
     before = {name: shown(joint.trace) for name, joint in joints.items()}
-    one_by_one = {name: in_words(compiled(pipeline.scheduled(joint))) for name, joint in joints.items()}
-    all_scheduled = {name: pipeline.scheduled(joint) for name, joint in joints.items()}
+    one_by_one = {name: in_words(compiled(pipeline.schedule_trace(joint))) for name, joint in joints.items()}
+    all_scheduled = {name: pipeline.schedule_trace(joint) for name, joint in joints.items()}
     interleaved = {name: in_words(compiled(scheduled)) for name, scheduled in all_scheduled.items()}
     assert interleaved == one_by_one
     assert {name: shown(joint.trace) for name, joint in joints.items()} == before, "a step changed its input"

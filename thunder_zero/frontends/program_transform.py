@@ -29,7 +29,7 @@ from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.traces import pipeline
-from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs, take_rows, with_enter
+from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs, take_rows, add_enter
 from thunder_zero.traces.lift import emit, lift
 from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
 from thunder_zero.traces.symbols import Facts, Runtime, ZeroExecutor
@@ -141,7 +141,7 @@ class ProgramTransform(Transform):
 
     def _scheduled(self, trace: TraceCtx) -> TraceCtx:
         of = self._compilation
-        of.scheduled = pipeline.scheduled(JointTrace(room.sort_aliases(trace), of.facts))
+        of.scheduled = pipeline.schedule_trace(JointTrace(room.sort_aliases(trace), of.facts))
         return of.scheduled.trace
 
     def _repaired(self, trace: TraceCtx) -> TraceCtx:
@@ -152,14 +152,14 @@ class ProgramTransform(Transform):
         of = self._compilation
         if TraceTag.BACKWARD in trace.tags:
             pipeline.prove(of.scheduled, of.forward, trace)
-            return with_enter(trace, "backward", of.facts)
+            return add_enter(trace, "backward", of.facts)
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
             room.require_unwritten(trace, type(self._plain).__name__)
         of.forward, phase = trace, "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
             phase = pipeline.FORWARD_ALONE
             pipeline.prove(of.scheduled, trace)
-        named = with_enter(trace, phase, of.facts)
+        named = add_enter(trace, phase, of.facts)
         self.programs[named] = of.scheduled
         return named
 

@@ -24,7 +24,7 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import OF_MEANS, REPLICATE, SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
+from thunder_zero.plan.sizes import Sizes, choose, on_cpu, on_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -198,9 +198,9 @@ class Plan:
         """Bytes of a bucket and in flight, units gathered ahead. They do not depend on a rank's inputs, whose shapes
         may differ between ranks: all ranks launch the same."""
         if self.memory_bytes is None:
-            return chosen(self.policy, on_cpu(self.largest_unit_bytes))
+            return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
-        return chosen(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
+        return choose(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
@@ -270,40 +270,40 @@ class Plan:
 
     def encodes(self, *bucket: Param) -> bool:
         """Return whether something else than rows as they rest is gathered of a bucket: a cast, a copy, or bytes."""
-        return any(self.rests_on_host(param) or self.writes(param) or self._casts(param) for param in bucket)
+        return any(self.rests_on_host(param) or self.gathers_bytes(param) or self._casts(param) for param in bucket)
 
     def _casts(self, param: Param) -> bool:
         return param.sharded and param.is_cast and not param.frozen_format
 
-    def writes(self, param: Param) -> bool:
+    def gathers_bytes(self, param: Param) -> bool:
         """Return whether its rows are written as bytes when it is gathered; one rank alone sends nothing."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
     def gather_encoding(self, param: Param) -> Encoding:
         """Return how its rows travel when it is gathered."""
-        form = param.gather_format if self.writes(param) else None
+        form = param.gather_format if self.gathers_bytes(param) else None
         return param.frozen_format or form or Encoding(param.compute_dtype)
 
     def decodes(self, *bucket: Param) -> bool:
         """Return whether bytes arrive when a bucket is gathered."""
-        return any(param.frozen_format or self.writes(param) for param in bucket)
+        return any(param.frozen_format or self.gathers_bytes(param) for param in bucket)
 
     def encodes_gradient(self, over: str, *bucket: Param) -> bool:
         """Return whether something else than what backward made, or than the means so far, is reduced over an axis."""
-        return any(self.trades(param, over) or self._casts_gradient(param, over) for param in bucket)
+        return any(self.reduces_bytes(param, over) or self._casts_gradient(param, over) for param in bucket)
 
     def _casts_gradient(self, param: Param, over: str) -> bool:
         return over == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
 
     def decodes_gradient(self, over: str, *bucket: Param) -> bool:
         """Return whether something else than the means at rest arrives from a reduction over an axis."""
-        return any(self.trades(param, over) or self._moves_mean(param, over) for param in bucket)
+        return any(self.reduces_bytes(param, over) or self._moves_mean(param, over) for param in bucket)
 
     def _moves_mean(self, param: Param, over: str) -> bool:
         is_moved = param.reduce_dtype is not param.dtype or self.rests_on_host(param)
         return over == self.reduced_over(param)[-1] and is_moved
 
-    def trades(self, param: Param, over: str) -> bool:
+    def reduces_bytes(self, param: Param, over: str) -> bool:
         """Return whether its gradient is reduced over an axis as bytes."""
         return bool(self.reduce_encoding(param, over).block)
 
@@ -322,7 +322,7 @@ class Plan:
         """Return the bytes that a rank sends to gather the parameter once."""
         if not param.sharded:
             return 0
-        if self.writes(param):
+        if self.gathers_bytes(param):
             return (self.mesh.shard.size - 1) * self.payload_bytes(param)
         numel = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
         return numel * self.gather_encoding(param).dtype.itemsize
@@ -333,7 +333,7 @@ class Plan:
 
     def gather_receives(self, param: Param) -> int:
         """Return the bytes that this rank receives when the parameter is gathered once."""
-        if self.writes(param) or not param.sharded:
+        if self.gathers_bytes(param) or not param.sharded:
             return self.gather_bytes(param)
         return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
@@ -389,7 +389,7 @@ class Plan:
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
             return 0, param.rest_bytes + param.full_bytes  # on one rank alone, too
-        if self.writes(param):
+        if self.gathers_bytes(param):
             payload = self.payload_bytes(param)
             decoded = self.mesh.shard.size * payload + full * param.compute_dtype.itemsize
             return rows * param.dtype.itemsize + payload, decoded
@@ -401,7 +401,7 @@ class Plan:
         written once more, and read by all."""
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1
         mean = rows * param.dtype.itemsize
-        if self.trades(param, over):
+        if self.reduces_bytes(param, over):
             part = self.part_bytes(param, over)
             if over == SHARD:
                 return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean

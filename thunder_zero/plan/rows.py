@@ -8,7 +8,7 @@ from torch import Tensor
 from thunder_zero.plan.params import Param, Plan
 
 
-def own_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
+def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's slice of a parameter that torch's tensor parallelism slices, as a copy; any other one itself."""
     tensor = plan.mesh.tensor
     if param.sliced is None or tensor.size == 1:
@@ -17,7 +17,7 @@ def own_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
     return whole.narrow(param.sliced, tensor.place * size, size).clone(memory_format=torch.contiguous_format)
 
 
-def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
+def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter, padded with zeros; the parameter itself if it is replicated."""
     if not param.sharded:
         return full

@@ -31,7 +31,7 @@ class Sizes:
     ahead_bytes: int
 
 
-def chosen(policy: Policy, usual: Sizes) -> Sizes:
+def choose(policy: Policy, usual: Sizes) -> Sizes:
     """The policy's sizes, and the usual ones where it leaves them open."""
     in_flight = policy.in_flight_bytes
     return Sizes(

@@ -20,7 +20,7 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind, Timeline
 
 
-def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
+def choose_last_units(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
     """Plans to keep the last units of forward unsharded, as many as do not raise the peak of gathered bytes: that of
     the timeline, before any pass, when ``scheduled`` has placed and freed its gathers."""
     if timeline.plan.policy.reshard_after_forward:

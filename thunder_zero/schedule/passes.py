@@ -1,6 +1,6 @@
 """Runs the passes, pure functions from timeline to timeline, with a proof after each.
 
-In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`applied` without proofs, or after some passes only.
+In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`apply_passes` without proofs.
 To add a pass, see "How to add a pass" in CONTRIBUTING.md.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.last_units import with_last_units_kept
+from thunder_zero.schedule.last_units import choose_last_units
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
@@ -23,7 +23,7 @@ from thunder_zero.schedule.verify_recompute import check_recompute
 Pass = Callable[[Timeline], Timeline]
 
 
-def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
+def apply_passes(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
     """The timeline after these passes, without a proof."""
     for step in passes:
         timeline = step(timeline)
@@ -32,7 +32,7 @@ def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
 
 def keep_last_units(timeline: Timeline) -> Timeline:
     """Keeps the last units of forward unsharded for backward, as many as do not raise the peak of gathered bytes."""
-    return with_last_units_kept(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
+    return choose_last_units(timeline, lambda candidate: apply_passes(candidate, (*GATHERING, free)))
 
 
 GATHERING = (

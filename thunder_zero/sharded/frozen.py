@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import own_rows
+from thunder_zero.plan.rows import local_rows
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.wire import decode_frozen
@@ -26,7 +26,7 @@ from thunder_zero.sharded.wire import decode_frozen
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows of a full parameter as they rest: padded, and as bytes, if the plan says so."""
-    rows = own_rows(full, param, plan)
+    rows = local_rows(full, param, plan)
     return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import own_rows, padded, rows_in
+from thunder_zero.plan.rows import local_rows, padded, rows_in
 from thunder_zero.sharded.wire import is_staged, rest_device
 from thunder_zero.sharded.writes import Versions, digests_of
 
@@ -44,7 +44,7 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Ran
         if param.resident:
             buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
             is_copied = is_staged(param, plan, device)
-            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan)
+            value = local_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan)
         rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
     return RankMemory(rows, buffers, shared)

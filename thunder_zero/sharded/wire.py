@@ -121,7 +121,7 @@ class Wire:
     # Gathers. A bucket has one format, if it has any.
 
     def _writes(self, param: Param) -> bool:
-        return self._writes_bytes and self._plan.writes(param)
+        return self._writes_bytes and self._plan.gathers_bytes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
         """Return what all ranks read of this rank's rows."""
@@ -192,7 +192,7 @@ class Wire:
     # Reductions, each over one axis of the mesh.
 
     def _trades(self, param: Param, over: str) -> bool:
-        return self._writes_bytes and self._plan.trades(param, over)
+        return self._writes_bytes and self._plan.reduces_bytes(param, over)
 
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:

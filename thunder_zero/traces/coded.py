@@ -19,7 +19,7 @@ from thunder_zero.traces.symbols import Facts, axis_of
 from thunder.core.symbol import BoundSymbol, Symbol
 
 
-def folded(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Iterator[Op]:
+def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Iterator[Op]:
     """Yield the operations of a phase without those that encode and decode. A launch reads what was encoded for it, a
     wait writes what was decoded of it; ``source`` ends with the positions of these lines.
 

@@ -34,7 +34,7 @@ SMALLEST = 2  # lines of a region that compute something
 COMMUNICATES = ("_c10d_functional", "_dtensor", "c10d", "symm_mem")
 
 
-def fused(trace: TraceCtx) -> TraceCtx:
+def fuse_regions(trace: TraceCtx) -> TraceCtx:
     """Return a scheduled trace with each run of operators of one phase as one line."""
     new = from_trace(trace)
     new.bound_symbols = []

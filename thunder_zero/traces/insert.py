@@ -160,7 +160,7 @@ def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     return lines
 
 
-def with_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
+def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
     """The trace of a phase, with its name and the digest of its launches before the first of them::
 
         zero_enter('backward', '1f0c5a9e')

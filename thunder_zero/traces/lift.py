@@ -26,7 +26,7 @@ from thunder_zero.plan.mesh import SHARD, TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import NUMBER, Kind, Op, ScheduleError, Timeline, Value, Work
-from thunder_zero.traces.coded import folded, paths_of
+from thunder_zero.traces.coded import fold, paths_of
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of, dtype_name
 from thunder_zero.traces.work import (
@@ -56,7 +56,7 @@ def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
     needed = forward_lines(lines)
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], facts)]
     if coded:
-        ops = list(folded(ops, lines, facts))
+        ops = list(fold(ops, lines, facts))
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].args[0]
     returned = _gradients(result["flat_args"], result["output"], facts) if is_joint(result) else ()
@@ -69,7 +69,7 @@ def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> T
     ops: list[Op] = []
     for is_backward, lines in enumerate(phases):
         found = (op for at, line in enumerate(lines) for op in _ops(line, at, bool(is_backward), facts))
-        ops += folded(found, lines, facts)
+        ops += fold(found, lines, facts)
     values = _values([*phases[0], *phases[1]])
     inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()

@@ -42,7 +42,7 @@ _KEEP_ZEROS = """
 KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
 
 
-def without_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
+def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
     """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names."""
     facts = scheduled.facts
     timeline = lift(scheduled.trace, facts, coded=True)

@@ -73,10 +73,10 @@ DIRECT = {  # functions of torch that take the same arguments to the same kernel
 }
 
 
-def bound(text: str) -> tuple[str, dict[str, Any]]:
+def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
     """Return text that calls operators by names of one word, and what these names are.
 
-    >>> bound("y = torch.ops.aten.relu.default(x)")[0]
+    >>> bind_operators("y = torch.ops.aten.relu.default(x)")[0]
     'y = zero_aten_relu_default(x)'
     """
     called: dict[str, Any] = {}

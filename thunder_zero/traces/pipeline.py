@@ -9,7 +9,7 @@
                       lift, passes.run, emit    the same lines in another order
     Scheduled
       compiled        phases                    fuses, splits and frees: :func:`phases`, or Thunder
-                      prove, with_enter         proved, compared between ranks, named
+                      prove, add_enter         proved, compared between ranks, named
     Program         forward and backward
 
 What is known beside the lines travels with them, as :class:`~thunder_zero.traces.symbols.Facts`. The joint trace comes
@@ -25,9 +25,9 @@ from functools import cached_property
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.insert import launches_of, with_enter
+from thunder_zero.traces.insert import launches_of, add_enter
 from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
-from thunder_zero.traces.split import split, with_frees
+from thunder_zero.traces.split import split, add_frees
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
 from thunder.core.proxies import Proxy, variableify
@@ -77,7 +77,7 @@ class Program:
         return lift_phases(self.forward, self.backward, self.scheduled.facts)
 
 
-def scheduled(joint: JointTrace) -> Scheduled:
+def schedule_trace(joint: JointTrace) -> Scheduled:
     """Return the trace as the passes (:mod:`thunder_zero.schedule.passes`) order it."""
     facts = joint.facts
     trace = drop_replicas(joint.trace, facts.executor)
@@ -92,7 +92,7 @@ def scheduled(joint: JointTrace) -> Scheduled:
     return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
 
 
-def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
+def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
     """Return the traces that run. ``phases`` makes them of the scheduled one.
 
     Raises:
@@ -100,25 +100,25 @@ def compiled(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> P
     """
     forward, backward = phases(scheduled.trace)
     prove(scheduled, forward, backward)
-    named = [with_enter(trace, phase, scheduled.facts) for phase, trace in by_name(forward, backward).items()]
+    named = [add_enter(trace, phase, scheduled.facts) for phase, trace in phases_by_name(forward, backward).items()]
     return Program(scheduled, named[0], named[1] if backward is not None else None)
 
 
-def phases(trace: TraceCtx) -> TwoTraces:
+def make_phases(trace: TraceCtx) -> TwoTraces:
     """Split a joint trace, if backward computes anything, and free each value after its last use."""
     if is_joint(trace.bound_symbols[-1].args[0]):
         return split(trace)
-    return with_frees(unwrap_return_value(trace)), None
+    return add_frees(unwrap_return_value(trace)), None
 
 
-def by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:
+def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:
     """Return the traces of a program by the names of their phases."""
     return {FORWARD_ALONE: forward} if backward is None else {"forward": forward, "backward": backward}
 
 
 def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
     """Prove that the traces that will run are right, and that all ranks will run the same."""
-    facts, phases = scheduled.facts, by_name(forward, backward)
+    facts, phases = scheduled.facts, phases_by_name(forward, backward)
     with _told_to_all(facts, phases):
         timeline = lift_phases(forward, backward, facts)
         if backward is None:

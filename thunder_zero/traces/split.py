@@ -37,7 +37,7 @@ def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     numbers = tuple(proxy for proxy in read.values() if not isinstance(proxy, TensorProxy))
     forward = _forward(trace, first, result, (tensors, numbers))
     backward = _backward(forward, second, result["output"], (tensors, numbers), _cotangents(result, tangents))
-    return with_frees(forward), with_frees(backward)
+    return add_frees(forward), add_frees(backward)
 
 
 def _forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[str, Any], saved: Any) -> TraceCtx:
@@ -102,7 +102,7 @@ def _needed(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
     return kept[::-1]
 
 
-def with_frees(trace: TraceCtx) -> TraceCtx:
+def add_frees(trace: TraceCtx) -> TraceCtx:
     """The trace with a ``del`` after the last use of each value; lists that backward got are emptied first."""
     *lines, end = trace.bound_symbols
     used = {proxy.name for proxy in proxies_in(end.args)}

@@ -327,9 +327,9 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
         if gathers and param.frozen_format:
             shape, dtype = param.rest_shape if arrived else tensor.shape, param.rest_dtype
-        elif gathers and plan.writes(param):
+        elif gathers and plan.gathers_bytes(param):
             shape, dtype = ((1 + others * arrived) * plan.payload_bytes(param),), torch.uint8
-        elif not gathers and plan.trades(param, over):
+        elif not gathers and plan.reduces_bytes(param, over):
             parts = others + (arrived and over == REPLICATE)
             shape, dtype = (parts * plan.part_bytes(param, over),), torch.uint8
         device = self._device_of(tensor)

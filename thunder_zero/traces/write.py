@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from thunder_zero.traces.operators import bound
+from thunder_zero.traces.operators import bind_operators
 
 import thunder
 from thunder.core.baseutils import build_callable, is_base_printable
@@ -40,7 +40,7 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
     names |= {"torch": torch, "thunder": thunder}
     name = signature.name
     shown = "\n".join((*HEADER, *text))
-    run, called = bound(shown)
+    run, called = bind_operators(shown)
     function: Callable[..., Any] = build_callable(name, run, f"thunder.{name}", {**names, **called})
     filename = unwrap(function).__code__.co_filename
     linecache.cache[filename] = len(shown), None, shown.splitlines(keepends=True), filename

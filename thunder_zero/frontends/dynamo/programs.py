@@ -34,9 +34,9 @@ from thunder_zero.sharded.accumulation import refuse_wrong_backward
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
 from thunder_zero.traces import pipeline
-from thunder_zero.traces.fuse import fused
+from thunder_zero.traces.fuse import fuse_regions
 from thunder_zero.traces.lift import proxies_in
-from thunder_zero.traces.missing_tangents import without_tangents
+from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.write import function_of
 
@@ -134,13 +134,13 @@ def program_of(
     """Return a graph as a joint trace, and the program of it that a mode needs."""
     with as_thunder_compiles():
         converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
-        return converted, pipeline.compiled(pipeline.scheduled(converted.joint), phases_of(fuses=fuses))
+        return converted, pipeline.compile_program(pipeline.schedule_trace(converted.joint), phases_of(fuses=fuses))
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
     """Return the program without gradients of outputs that nobody differentiated, by the names of those."""
     with as_thunder_compiles():
-        made = pipeline.compiled(without_tangents(program.scheduled, missing), phases_of(fuses=fuses))
+        made = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
     return replace(made, forward=program.forward)
 
 
@@ -155,7 +155,7 @@ def traces_without(program: pipeline.Program, *, fuses: bool, **shown: Any) -> T
 
 def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
     """Return what makes the phases of a scheduled trace."""
-    return (lambda trace: pipeline.phases(fused(trace))) if fuses else pipeline.phases
+    return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
 def as_thunder_compiles() -> Any:

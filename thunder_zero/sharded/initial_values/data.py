@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import own_slice
+from thunder_zero.plan.rows import local_slice
 from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
@@ -153,7 +153,7 @@ class Cuts:
         if self._model.sender is None and self._model.ranks.world.size() > 1:
             self._digests[path] = agree.digest(full)
             self._of_slices |= {path} if is_slice else set()
-        full = full if is_slice else own_slice(full, param, plan)
+        full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
         # Cut where the full values are: if the rows rest in host memory, the device never has all of them.

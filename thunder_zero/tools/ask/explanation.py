@@ -234,7 +234,7 @@ def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
     yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
     changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
     param = explanation.param
-    form = param.frozen_format or (param.gather_format if explanation.plan.writes(param) else None)
+    form = param.frozen_format or (param.gather_format if explanation.plan.gathers_bytes(param) else None)
     yield from _part("  bytes", f"{_travels(one, form, rounds='to nearest')}{changed}")
     yield from _time(one, explanation)
 
@@ -256,7 +256,7 @@ def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
     yield from _code("wait", one.wait)
     yield from _part("", one.why_wait)
     param, plan = explanation.param, explanation.plan
-    trades = {over: plan.trades(param, over) for over in plan.reduced_over(param)}
+    trades = {over: plan.reduces_bytes(param, over) for over in plan.reduced_over(param)}
     form = param.reduce_format if trades.get(SHARD) else None
     yield from _part("  bytes", _travels(one, form, rounds="at random"))
     if (across := param.reduce_format) is not None and trades.get(REPLICATE):

@@ -10,7 +10,7 @@ from thunder_zero.plan.amounts import itemsize
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
-from thunder_zero.schedule.passes import PASSES, applied
+from thunder_zero.schedule.passes import PASSES, apply_passes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.schedule.units import backward_ends
 
@@ -53,7 +53,7 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule."""
-        return applied(replace(self.lifted, plan=under(self.lifted.plan, self.policy)), PASSES)
+        return apply_passes(replace(self.lifted, plan=under(self.lifted.plan, self.policy)), PASSES)
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
