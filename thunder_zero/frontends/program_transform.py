@@ -29,7 +29,7 @@ from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.traces import pipeline
-from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs, take_rows, add_enter
+from thunder_zero.traces.insert import add_enter, facts_of, insert_synchronize, module_inputs, take_rows
 from thunder_zero.traces.lift import emit, lift
 from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
 from thunder_zero.traces.symbols import Facts, Runtime, ZeroExecutor

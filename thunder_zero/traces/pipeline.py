@@ -25,9 +25,9 @@ from functools import cached_property
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.insert import launches_of, add_enter
+from thunder_zero.traces.insert import add_enter, launches_of
 from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
-from thunder_zero.traces.split import split, add_frees
+from thunder_zero.traces.split import add_frees, split
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
 
 from thunder.core.proxies import Proxy, variableify
