@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 # So it does with the kernel that a convolution takes, and with many tensors divided in one call.
 
 
+IS_PARAM = "_is_param"  # the attribute by which torch knows a DTensor that is a parameter; no user set it
+
+
 def is_inside_function_transform() -> bool:
     """Whether ``torch.func`` or ``vmap`` is active."""
     return peek_interpreter_stack() is not None
@@ -59,6 +62,12 @@ def accumulates(leaves: Iterable[Node]) -> bool:
         return all(map(will_engine_execute_node, leaves))
     except RuntimeError:  # torch.autograd.grad of a leaf
         return False
+
+
+def node_class(function: type[torch.autograd.Function]) -> type[Node]:
+    """Return the class of the nodes that an autograd function puts into graphs."""
+    nodes: type[Node] = function._backward_cls
+    return nodes
 
 
 def running_backward() -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from thunder_zero.compat.torch_gaps import accumulates
+from thunder_zero.compat.torch_gaps import accumulates, node_class
 from thunder_zero.sharded.dtensors import Rows
 
 
@@ -84,7 +84,7 @@ class Accumulation:
 
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
-ROWS = Rows._backward_cls
+ROWS = node_class(Rows)
 
 
 def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumulation) -> None:

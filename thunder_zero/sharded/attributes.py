@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-OF_TORCH = "_is_param"  # an attribute by which torch knows a DTensor that is a parameter; no user set it
+from thunder_zero.compat.torch_gaps import IS_PARAM
 
 
 def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
@@ -15,7 +15,7 @@ def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
 def with_attributes_of(param: nn.Parameter, original: Tensor) -> nn.Parameter:
     """The parameter, with the attributes that another one has now, and no others."""
     own = vars(param)
-    kept = {name: value for name, value in own.items() if name == OF_TORCH}
+    kept = {name: value for name, value in own.items() if name == IS_PARAM}
     own.clear()
-    own.update({name: value for name, value in vars(original).items() if name != OF_TORCH}, **kept)
+    own.update({name: value for name, value in vars(original).items() if name != IS_PARAM}, **kept)
     return param
