@@ -7,7 +7,7 @@ What is trained, and how it is compared with eager mode, is in the tables of two
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,24 +56,36 @@ def train_operation(rank: int, world_size: int, name: str, stage: int) -> None:
 TRAIN: dict[str, Callable[..., None]] = {"layer": train_layer, "operation": train_operation}
 
 
-def table() -> str:
-    """A row for each layer and operation."""
+def measured() -> dict[tuple[str, str], float]:
+    """Return the largest error in all stages, of each layer and operation, by its group and name."""
     from examples.bench.layers import largest_error  # by its module's name, for the workers
 
-    rows = ["| trains | stage 2 | stage 3 |", "|---|---:|---:|"]
+    errors: dict[tuple[str, str], float] = {}
     with RanksPool() as pool:
         for group, names in (("layer", layers.LAYERS), ("operation", compiles.ALL)):
             for name in names:
-                found = [max(pool.run(2, largest_error, group, name, stage, timeout=300)) for stage in STAGES]
-                shown = f"`nn.{name}`" if group == "layer" and name in vars(layers.nn) else name
-                rows.append(f"| {shown} | {' | '.join(f'{error:.0e}' for error in found)} |")
-                print(rows[-1], flush=True)
+                errors[group, name] = max(
+                    error for stage in STAGES for error in pool.run(2, largest_error, group, name, stage, timeout=300)
+                )
+                print(f"{group} {name}: {errors[group, name]:.0e}", flush=True)
+    return errors
+
+
+def table(errors: Mapping[tuple[str, str], float]) -> str:
+    """Return two rows: what equals eager mode bit for bit, and what does not, with its error."""
+    rows = ["| | layers of `torch.nn` | code in forward |", "|---|---|---|"]
+    for words, differs in (("bit for bit", False), ("differs", True)):
+        cells: dict[str, list[str]] = {"layer": [], "operation": []}
+        for (group, name), error in errors.items():
+            if bool(error) == differs:
+                column = group if name in vars(layers.nn) else "operation"
+                cells[column].append(f"{name} ({error:.0e})" if differs else name)
+        rows.append(f"| {words} | {'; '.join(cells['layer'])} | {'; '.join(cells['operation'])} |")
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
-    made = table()
-    PAGE.write_text(with_section(PAGE.read_text(), "layers", "examples.bench.layers", made))
+    PAGE.write_text(with_section(PAGE.read_text(), "layers", "examples.bench.layers", table(measured())))
 
 
 if __name__ == "__main__":
