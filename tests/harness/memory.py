@@ -34,8 +34,8 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.runtime import ModelRuntime
 
 TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 ROWS = 2  # of each rank's batch
@@ -90,16 +90,19 @@ class Watched:
 def watched(plan: tz.schedule.Plan) -> Iterator[Watch]:
     """Watch the models that are transformed inside this block."""
     watch = Watch(plan)
-    gather, reduce = Calls.all_gather, Calls.reduce
+    gather, reduce = ModelRuntime.all_gather, ModelRuntime.reduce
 
-    def watched_gather(calls: Calls, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
+    def watched_gather(calls: ModelRuntime, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
         return Watched(gather(calls, shards, paths), paths, watch)
 
-    def watched_reduce(calls: Calls, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+    def watched_reduce(calls: ModelRuntime, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
         watch.at_reductions.append((tuple(paths), watch.alive()))
         return reduce(calls, grads, paths)
 
-    with mock.patch.object(Calls, "all_gather", watched_gather), mock.patch.object(Calls, "reduce", watched_reduce):
+    with (
+        mock.patch.object(ModelRuntime, "all_gather", watched_gather),
+        mock.patch.object(ModelRuntime, "reduce", watched_reduce),
+    ):
         yield watch
 
 

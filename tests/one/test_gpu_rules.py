@@ -28,7 +28,7 @@ from thunder_zero.comm.native import CoalescedNccl, float16_divisors
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.sharded.dtensors import part_of
-from thunder_zero.sharded.initial_values.data import Cuts, PlainModel, names_of
+from thunder_zero.sharded.initial_values.data import PlainModel, Sharder, names_of
 from thunder_zero.sharded.resident import lay_out
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.sharded.wire import HostCopies
@@ -136,8 +136,8 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
     module = fresh(Mlp, 4, 1)
     plan = make_plan(module, tz.Policy(stage, cpu_offload=True), Mesh.of(2))
     ranks: Any = mock.Mock(world=two_fake_ranks, shard_group=two_fake_ranks)
-    cuts = Cuts(PlainModel(module, plan, ranks, META, names_of(module)), are_read=False)
-    cut = {param.path: cuts.cut(module.get_parameter(param.path).detach(), param.path) for param in plan.params}
+    sharder = Sharder(PlainModel(module, plan, ranks, META, names_of(module)), are_read=False)
+    cut = {param.path: sharder.shard(module.get_parameter(param.path).detach(), param.path) for param in plan.params}
     for param in plan.params:
         assert cut[param.path].device == (META if param.resident else torch.device("cpu"))
         if not param.resident:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.initial_values import Other
+from thunder_zero.sharded.initial_values import UnplannedValue
 from thunder_zero.sharded.placeholders import set_tensor
 from thunder_zero.sharded.state import State
 
@@ -28,7 +28,7 @@ Check = Callable[[], str | None]  # an error in a sentence
 
 
 def place_others(
-    model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
+    model: ThunderModule, others: Iterable[UnplannedValue], known: Iterable[str], device: torch.device | None
 ) -> None:
     """Set the values of buffers and ignored parameters, and move the latter to ``device``."""
     for other in others:
@@ -40,7 +40,7 @@ def place_others(
                 param.data = param.data.to(device)
 
 
-def set_value(model: ThunderModule, other: Other) -> None:
+def set_value(model: ThunderModule, other: UnplannedValue) -> None:
     """Copy a value into a tensor of the module, or replace the tensor if it is on the meta device."""
     if not other.tensor.is_meta:
         with torch.no_grad():

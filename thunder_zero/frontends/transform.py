@@ -53,8 +53,8 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
-from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.initial_values import InitialValues, Sources, initial_values
+from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
 
 from thunder.core.module import ThunderModule
@@ -154,7 +154,7 @@ class ZeroTransform(ProgramTransform):
 
     def _adopt(self, model: ThunderModule) -> None:
         """Make the jitted module a sharded one, which Thunder compiles with our executors."""
-        calls = Calls(self._state)
+        calls = ModelRuntime(self._state)
         self.install(model, self._state.plan, calls)
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._calls = calls
@@ -169,7 +169,7 @@ class ZeroTransform(ProgramTransform):
         """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizers.watch(state, model._model)
-        place_others(model, values.others, plan.by_name, self._given.device)
+        place_others(model, values.unplanned, plan.by_name, self._given.device)
         place_parameters(model, state)
         place_buffers(model, state, self._given.device)
         return state

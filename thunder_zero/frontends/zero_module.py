@@ -38,11 +38,11 @@ from thunder_zero.sharded.accelerate import (
     refuse_plain_trainer,
 )
 from thunder_zero.sharded.accumulation import guard
-from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
 from thunder_zero.sharded.frozen import encoded_values
 from thunder_zero.sharded.full_state_dict import full_state_dict
 from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
+from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
 from thunder_zero.sharded.state import State
 
@@ -65,7 +65,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     """
 
     _forward_fn: Callable[..., Any]
-    _calls: Calls
+    _calls: ModelRuntime
     _entry: Callable[[Any], Entry]  # of Thunder's cache, as a program of ours
     _slots: ParameterSlots
     _compilations: Compilations

@@ -1,7 +1,7 @@
 """The gradients that ``no_sync`` has deferred so far, and the guard that refuses wrong backwards.
 
 The forward decides. Each prologue has ``zero_check_call``, which raises in a program of the other kind
-(``calls.py``), and Thunder takes or compiles the one that fits; ``tz.compile`` chooses by ``Mode.synced``. A program
+(``runtime.py``), and Thunder takes or compiles the one that fits; ``tz.compile`` chooses by ``Mode.synced``. A program
 under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction (``defer_reductions`` in
 ``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
 

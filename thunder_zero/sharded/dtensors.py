@@ -80,7 +80,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class HoldsRows(Protocol):
-    """What the gradients of rows need: see :class:`thunder_zero.sharded.state.Share`."""
+    """What the gradients of rows need: see :class:`thunder_zero.sharded.state.LocalState`."""
 
     shards: dict[str, nn.Parameter]
     specs: Mapping[str, DTensorSpec]

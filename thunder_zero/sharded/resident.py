@@ -6,7 +6,7 @@
                                       ^ stale after a step           a gather then fills the others'
     ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
 
-:func:`lay_out` makes the memory when the model is made. ``calls.py`` sends the gathers of these parameters here: only
+:func:`lay_out` makes the memory when the model is made. ``runtime.py`` sends the gathers of these parameters here: only
 what is stale or missing travels, and the handle gives full parameters as any other. If an optimizer may have stepped,
 ranks agree before the next forward on what is stale: a rank that took its buffer for fresh would not take part.
 """

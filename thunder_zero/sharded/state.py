@@ -1,6 +1,6 @@
 """One rank's share of one model: shards, placeholders, and everything with the model's lifetime.
 
-Training code steps the shards; compiled traces reach this state through ``calls.py``, which needs a :class:`Share`::
+Training code steps the shards; compiled traces reach this state through ``runtime.py``, which needs a :class:`LocalState`::
 
     shards['w']          DTensor (5, 8), what the optimizer steps     placeholders['w']    (5, 8) without values
     rows['w']            (3, 8), its memory and the padding           transport            gathers and reduces
@@ -35,7 +35,7 @@ from thunder_zero.sharded.wire import Wire
 from thunder_zero.sharded.writes import Versions
 
 
-class Share:
+class LocalState:
     """One rank's share of one model, as if it had no peers: the transport alone knows them.
 
     Args:
@@ -118,7 +118,7 @@ class Share:
         self.kept_unsharded.clear()
 
 
-class State(Share):
+class State(LocalState):
     """One rank's share of one model.
 
     Attributes:
@@ -133,7 +133,7 @@ class State(Share):
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Make the shards and placeholders of a plain module, which stays as it is; ``at_rest``: see :class:`Share`."""
+        """Make the shards and placeholders of a plain module, which stays as it is; ``at_rest``: see :class:`LocalState`."""
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()

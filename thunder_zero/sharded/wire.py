@@ -277,7 +277,7 @@ class Wire:
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
         """Return means: after the last axis in the dtypes and on the devices of the shards. A copy to host memory may
-        still run then: ``Calls.wait_offloaded`` waits for all of them."""
+        still run then: ``ModelRuntime.wait_offloaded`` waits for all of them."""
         means = list(arrived)
         if self._trades(params[0], over):
             make = self._scattered if over == SHARD else self._spread

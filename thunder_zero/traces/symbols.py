@@ -14,7 +14,7 @@ The lines that gather and reduce are made here. ``insert.py`` writes ``zero_sync
 full parameter, whose gradient is the mean over ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``:
 gather and wait, and in backward reduction and wait, if the parameter trains. Without autodiff (``torch.no_grad``),
 ``lower_synchronize`` makes gather and wait, when Thunder gives each line to an executor. A replicated parameter is cast
-at most, and its gradient all-reduced. ``sharded/calls.py`` has what the lines call.
+at most, and its gradient all-reduced. ``sharded/runtime.py`` has what the lines call.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from thunder_zero.frontends.dynamo.captured import (
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
 from thunder_zero.frontends.dynamo.convert import returned, written
 from thunder_zero.frontends.dynamo.graphs import Captured, GradMode, Graphs
-from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs
+from thunder_zero.frontends.dynamo.programs import GraphRuntime, Programs
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.accumulation import tensors_in
@@ -55,7 +55,7 @@ from thunder.core.module import ThunderModule
 class DynamoModule(ZeroModule):
     """A sharded model whose forward dynamo captures."""
 
-    _calls: GraphCalls
+    _calls: GraphRuntime
     _graphs: Graphs
     _fuses: bool
 
@@ -63,7 +63,7 @@ class DynamoModule(ZeroModule):
         """Let dynamo capture forward, when it is called; ``dynamic`` is that of ``torch.compile``. ``fuses``: inductor
         compiles what lies between lines of ours."""
         self._fuses = fuses
-        self._calls, self._graphs = GraphCalls(self.state), Graphs()
+        self._calls, self._graphs = GraphRuntime(self.state), Graphs()
         model = ref(self)  # dynamo keeps what it is given, and what that returns, as long as the process lives
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

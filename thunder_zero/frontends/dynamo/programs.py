@@ -31,7 +31,7 @@ from thunder_zero.frontends.dynamo.convert import Converted, convert
 from thunder_zero.frontends.dynamo.kernels import Fakes, with_kernels
 from thunder_zero.frontends.dynamo.random_slices import draws
 from thunder_zero.sharded.accumulation import refuse_wrong_backward
-from thunder_zero.sharded.calls import Calls
+from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
 from thunder_zero.traces import pipeline
 from thunder_zero.traces.fuse import fuse_regions
@@ -72,7 +72,7 @@ class Programs:
     executor: ZeroExecutor
     fuses: bool
     state: State
-    runtime: GraphCalls
+    runtime: GraphRuntime
     entries: dict[Mode, GraphEntry] = field(default_factory=dict)
     restored: Callable[[Sequence[Any]], Any] | None = None  # makes what forward returns of what the trace does
     _outputs: Sequence[ref[Any] | None] = ()  # of the last call, until ``restored`` is known
@@ -260,7 +260,7 @@ def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
         return output.view_as(output) if output._is_view() and id(output._base) in bases else output.detach()
 
 
-class GraphCalls(Calls):
+class GraphRuntime(ModelRuntime):
     """The functions that the traces of all graphs of one model call."""
 
     def __init__(self, state: State) -> None:

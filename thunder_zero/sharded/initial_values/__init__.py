@@ -20,19 +20,19 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.initial_values.data import (
     CPU,
-    Cuts,
     Failures,
     InitialValues,
-    Other,
     PlainModel,
+    Sharder,
     Sources,
+    UnplannedValue,
     fitted,
     names_of,
     whole_like,
 )
 from thunder_zero.sharded.initial_values.drawn import Drawn
 
-__all__ = ["InitialValues", "Other", "Sources", "initial_values"]
+__all__ = ["InitialValues", "Sources", "UnplannedValue", "initial_values"]
 
 
 FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
@@ -52,13 +52,13 @@ def initial_values(
     saved = module.state_dict() if are_read else {}  # it has no buffers that are not persistent
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
     missing = {t for t in model.names if t.is_meta and not model.arrives(t) and t not in read}
-    cuts = Cuts(model, are_read=are_read)
-    drawn = Drawn(model, missing, cuts, all_draw=not are_read)
+    sharder = Sharder(model, are_read=are_read)
+    drawn = Drawn(model, missing, sharder, all_draw=not are_read)
     with agree.all_or_none(group):
         _require_names(weights, read.values(), saved, type(module).__name__)
         drawn.reset()
     if sources.init is not None:
-        cuts.compare()  # before the next collective: a gather from ranks that differ would hide it
+        sharder.compare()  # before the next collective: a gather from ranks that differ would hide it
         drawn.initialize(sources.init, failures)
     with agree.all_or_none(group):
         failures.raise_first()
@@ -70,10 +70,10 @@ def initial_values(
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
 
-    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, cuts)
+    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, sharder)
     with agree.all_or_none(group):
         failures.raise_first()
-    cuts.compare()
+    sharder.compare()
     return values
 
 
@@ -159,18 +159,20 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
     return full
 
 
-def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, cuts: Cuts) -> InitialValues:
+def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
-    others = []
+    unplanned = []
     for tensor, names in model.names.items():
         param = model.param_of(tensor)
         if param is None:
             full = full_of(tensor)
             if full is not tensor:
-                others.append(Other(names, tensor, full.to(model.device if tensor.is_meta else tensor.device)))
+                unplanned.append(
+                    UnplannedValue(names, tensor, full.to(model.device if tensor.is_meta else tensor.device))
+                )
         elif (rows := drawn.at_rest(tensor)) is not None:
             at_rest[param.path] = rows
         else:
-            at_rest[param.path] = cuts.cut(full_of(tensor), param.path)
-    return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, others)
+            at_rest[param.path] = sharder.shard(full_of(tensor), param.path)
+    return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, unplanned)

@@ -1,10 +1,10 @@
 """The user's sources, the module that needs values, the values; what ranks compare of them.
 
 :func:`initial_values` takes :class:`Sources` and gives :class:`InitialValues`. Between the two, :class:`PlainModel`
-says which tensor gets its value from whom, :class:`Cuts` cuts full values to what a rank keeps, and remembers a digest
+says which tensor gets its value from whom, :class:`Sharder` cuts full values to what a rank keeps, and remembers a digest
 of each, and :class:`Failures` keeps an error until the next agreement, as the other ranks wait in collectives::
 
-    full value (5, 8)  ->  Cuts.cut  ->  this rank's rows (3, 8), with padding
+    full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare, unless one sent it to all
 """
 
@@ -39,7 +39,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class UnplannedValue:
     """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores."""
 
     names: Sequence[str]  # all of them
@@ -52,7 +52,9 @@ class InitialValues:
     """Initial values."""
 
     at_rest: dict[str, Tensor]  # by path, each planned parameter as it is at rest: in full, or this rank's rows
-    others: list[Other]  # of tensors outside the plan that were on the meta device or are read from a state dict
+    unplanned: list[
+        UnplannedValue
+    ]  # of tensors outside the plan that were on the meta device or are read from a state dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Failures:
             raise self._first
 
 
-class Cuts:
+class Sharder:
     """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
@@ -146,7 +148,7 @@ class Cuts:
         self._digests: dict[str, str] = {}
         self._of_slices: set[str] = set()  # paths whose digests are those of this rank's slice
 
-    def cut(self, full: Tensor, path: str) -> Tensor:
+    def shard(self, full: Tensor, path: str) -> Tensor:
         """The parameter as it is at rest: in full, or this rank's rows; of its slice, which ``full`` may be."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         is_slice = tuple(full.shape) != plan.whole_shape(param)

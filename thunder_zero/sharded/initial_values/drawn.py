@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted, whole_like
+from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
@@ -30,10 +30,10 @@ class Drawn:
     be broadcast. If ``all_draw``, every module with tensors on the meta device has its turn, so that the random
     generator moves as in construction; otherwise only those that own some of ``tensors``."""
 
-    def __init__(self, model: PlainModel, tensors: Collection[Tensor], cuts: Cuts, *, all_draw: bool) -> None:
+    def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
         self._model = model
         self._tensors = tensors
-        self._cuts = cuts
+        self._sharder = sharder
         self._values: dict[str, Tensor] = {}
         self._transport = transport_for(model.ranks.shard_group, model.device)
         self._all_draw = all_draw
@@ -62,7 +62,7 @@ class Drawn:
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
         name = self._model.name_of(tensor)
-        self._values[name] = self._cuts.cut(full, name) if self._is_cut(tensor) else full
+        self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
 
     def reset(self) -> None:
         """Call ``reset_parameters`` of each module that has a turn, in the order of construction. The first owner of

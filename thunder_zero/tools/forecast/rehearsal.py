@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.accumulation import Accumulation
-from thunder_zero.sharded.state import Share
+from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.unsent import UnsentWire
@@ -83,8 +83,8 @@ def take_step(
     optimizer.zero_grad()
 
 
-class Rehearsal(Share):
-    """A share without values, over which :class:`thunder_zero.sharded.calls.Calls` runs in a forecast of memory.
+class Rehearsal(LocalState):
+    """A share without values, over which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs in a forecast of memory.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
     ``reshard_after_backward=False`` keeps unsharded is gathered anew.

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import Kind, Op
-from thunder_zero.sharded.calls import Calls
+from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
@@ -247,7 +247,7 @@ class Replay:
     def _run(self, phase: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a phase; returns what it returns, and leaves its last values in ``values``."""
         names, lines = printed(trace)
-        context = names | functions_of(Calls(self.share), self.traces.plan)
+        context = names | functions_of(ModelRuntime(self.share), self.traces.plan)
         ops = [op for op in self.traces.timeline.ops if op.backward is (phase == "backward")]
         by_line = {position: op for op in ops for position in op.source}
         with tracectx(trace):

@@ -2,13 +2,13 @@
 
 A line of a trace has tensors and paths; what is done with them is decided here::
 
-    zero_check_call(True, 0)                Calls.check_call: raises under no_sync; Thunder then takes another program
-    t4 = zero_encode(t_w, 'w')              Calls.encode: a cast, a copy, or bytes; of all rows, stale ones or none
-    t5 = zero_all_gather(t4, 'w')           Calls.all_gather((t4,), ('w',))
+    zero_check_call(True, 0)                ModelRuntime.check_call: raises under no_sync; Thunder then takes another program
+    t4 = zero_encode(t_w, 'w')              ModelRuntime.encode: a cast, a copy, or bytes; of all rows, stale ones or none
+    t5 = zero_all_gather(t4, 'w')           ModelRuntime.all_gather((t4,), ('w',))
     t6 = zero_wait(t5)                      the handle's wait
-    t7 = zero_decode(t6, 'w')               Calls.decode: full parameters of bytes
-    t9 = zero_reduce_scatter(g_w, 'w')      Calls.reduce: with what no_sync has deferred
-    t1 = zero_defer_reduction(g_w, 'w')     Calls.defer: held in accumulation.py, nothing is sent
+    t7 = zero_decode(t6, 'w')               ModelRuntime.decode: full parameters of bytes
+    t9 = zero_reduce_scatter(g_w, 'w')      ModelRuntime.reduce: with what no_sync has deferred
+    t1 = zero_defer_reduction(g_w, 'w')     ModelRuntime.defer: held in accumulation.py, nothing is sent
 
 In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
 the mean gradients (all rows of a replicated parameter's).
@@ -32,15 +32,15 @@ from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows, has_hooks
 from thunder_zero.sharded.resident import StayingParameters
-from thunder_zero.sharded.state import Share
+from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.waits import launching
 from thunder_zero.sharded.wire import OnTheWire
 
 
-class Calls:
+class ModelRuntime:
     """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`)."""
 
-    def __init__(self, state: Share) -> None:
+    def __init__(self, state: LocalState) -> None:
         self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
