@@ -68,7 +68,7 @@ class Ranks:
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
         mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
-        return mesh if self.tensor is None else replace(mesh, of_slices=_names_of(self.tensor.get_group()))
+        return mesh if self.tensor is None else replace(mesh, slice_groups=_names_of(self.tensor.get_group()))
 
 
 def _names_of(group: dist.ProcessGroup) -> frozenset[str]:

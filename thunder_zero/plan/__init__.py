@@ -1,6 +1,6 @@
-"""What is decided before anything is traced: the policy, and the plan of each parameter.
+"""Decides, before anything is traced, how each parameter is sharded: the policy, and the plan of each parameter.
 
-In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms ask. Doors:
+In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms ask. Entries:
 ``policy.Policy``, ``make_plan.make_plan``, ``Plan.geometry``, ``Plan.sizes``; ``rows.py`` cuts tensors accordingly::
 
     Policy(stage=3) -- STAGES --> sharded, not resident, not kept unsharded

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: bytes, seconds, dtypes."""
+"""Parses and formats amounts: bytes, seconds, dtypes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ SHORT = {
 
 
 def bytes_of(name: str, amount: int | str) -> int:
-    """Bytes of ``"80GiB"``, ``"80GB"``, ``"1000000B"``, or a count of them; an error calls them ``name``."""
+    """Return the number of bytes in ``"80GiB"``, ``"80GB"``, ``"1000000B"`` or an int.
+
+    Raises:
+        ValueError: it is none of these, 0 or less; the message calls it ``name``.
+    """
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
     text = amount.upper() if isinstance(amount, str) else ""
-    found = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(I?)(B?)", text)
-    if not found or not float(found[1]) or (found[3] and not found[2]):
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(I?)(B?)", text)
+    if not match or not float(match[1]) or (match[3] and not match[2]):
         raise ValueError(f"{name} is {amount!r}; give a number of bytes, or one with a unit, such as '80GiB' or '80B'")
-    if not found[2] and not found[4]:
+    if not match[2] and not match[4]:
         raise ValueError(f"{name} is {amount!r}, without a unit; give it one, such as GiB, GB, or B for bytes")
-    power = " KMGT".index(found[2] or " ")
-    return round(float(found[1]) * float((1024 if found[3] else 1000) ** power))
+    power = " KMGT".index(match[2] or " ")
+    return round(float(match[1]) * float((1024 if match[3] else 1000) ** power))
 
 
 def size(nbytes: int) -> str:
-    """Bytes in at most 8 characters: ``"1.50 KiB"``."""
+    """Format bytes in at most 8 characters: ``"1.50 KiB"``."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     value, power = float(nbytes), 0
     while value >= 999.5 and power < len(units) - 1:
@@ -44,7 +48,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``"1.23 ms"``; at most 8 characters up to a thousand seconds."""
+    """Format seconds: ``"1.23 ms"``. The text has at most 8 characters up to a thousand seconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 0.9995:
             return f"{seconds * scale:.3g} {unit}"
@@ -56,22 +60,26 @@ def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
 @overload
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``; None of None. An error calls it ``name``."""
+    """Return the dtype that ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16`` names; None stays None.
+
+    Raises:
+        ValueError: it names no floating-point dtype; the message calls it ``name``.
+    """
     if dtype is None:
         return None
-    found = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    result = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(result, torch.dtype) or not result.is_floating_point:
         raise ValueError(f"{name} is {dtype!r}; give a dtype of floating-point numbers, such as 'bfloat16' or 'bf16'")
-    return found
+    return result
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` of ``torch.bfloat16``."""
+    """Return the name of a dtype without ``torch.``: ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of a dtype of torch, from the first number in its name: its bits; at least 1.
+    """Return the bytes of an element of a dtype: the first number in its name counts bits; at least 1.
 
     >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
     (2, 1, 8, 1)

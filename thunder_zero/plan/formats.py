@@ -1,10 +1,10 @@
-"""Which parameters travel in which format: by patterns of paths, or by what they are.
+"""Chooses which parameters travel in which format: by patterns of paths, or by what they are.
 
 ::
 
     gather_format=Int8()                         all but embeddings and parameters of one dimension
-    gather_format={"*": Int8(), "head": None}    what the last pattern that matches says
-    frozen_format=NF4()                          likewise, of the frozen parameters that get smaller so
+    gather_format={"*": Int8(), "head": None}    the last pattern that matches decides
+    frozen_format=NF4()                          frozen parameters that NF4 makes smaller, but no embeddings
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_formats(policy: Any) -> None:
-    """Check the formats of a policy, and keep copies of its dicts, which nobody changes.
+    """Check the formats of a policy, and replace its dicts by copies that the caller cannot change.
 
     Raises:
-        ValueError: a field is no format of its kind, or the stage has no such collectives.
+        ValueError: a field is not a format that it may have, or the stage has no such collectives.
     """
     for name, kinds in FORMATS.items():
         asked = getattr(policy, name)
         if isinstance(asked, Mapping):
             object.__setattr__(policy, name, dict(asked))
-        for each in asked.values() if isinstance(asked, Mapping) else [asked]:
-            if each is not None and not isinstance(each, kinds):
+        for form in asked.values() if isinstance(asked, Mapping) else [asked]:
+            if form is not None and not isinstance(form, kinds):
                 raise ValueError(
                     f"{name} is {asked!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, a "
                     f"dict of patterns of paths with such values, or None"
@@ -65,25 +65,33 @@ def require_formats(policy: Any) -> None:
 def embeddings_of(module: nn.Module) -> frozenset[str]:
     """Return the paths of the embeddings of a module."""
     named = module.named_modules(remove_duplicate=False)
-    return frozenset(path for path, each in named if any(kind.__name__ in EMBEDDINGS for kind in type(each).__mro__))
+    return frozenset(
+        path for path, submodule in named if any(kind.__name__ in EMBEDDINGS for kind in type(submodule).__mro__)
+    )
 
 
 def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]) -> Any:
-    """Return the format of a sharded parameter, given its names, by a field of the policy; None if it travels as it is.
+    """Return the format in which a sharded parameter travels, or None if it travels as it is.
+
+    Args:
+        field: the field of the policy, for errors.
+        asked: the field's value.
+        names: all names of the parameter; a tied one has several.
+        param: the parameter.
+        embeddings: paths of the module's embeddings.
 
     Raises:
-        ValueError: a pattern asks for one that its dtype cannot have, or patterns differ for a tied parameter's names.
+        ValueError: a pattern asks for a format that the dtype cannot have, or the names of a tied parameter get
+            different formats.
     """
     if not isinstance(asked, Mapping):
         is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
         return None if is_exempt or param.dtype not in DTYPES else asked
-    found = {path: _last_match(asked, path) for path in names}
-    if len(set(map(repr, found.values()))) > 1:
-        one, *others = found
-        raise ValueError(
-            f"{field} differs for {one!r} and {others[0]!r}, which are one tied parameter; give one format"
-        )
-    form = next(iter(found.values()))
+    forms = {path: _last_match(asked, path) for path in names}
+    if len(set(map(repr, forms.values()))) > 1:
+        first, second, *_ = forms
+        raise ValueError(f"{field} differs for {first!r} and {second!r}, which are one tied parameter; give one format")
+    form = next(iter(forms.values()))
     if form is not None and param.dtype not in DTYPES:
         raise ValueError(
             f"{field} asks for {form!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
@@ -95,10 +103,10 @@ def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parame
 def frozen_format_of(
     asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
-    """Return the format in which a sharded parameter rests; None if it trains, or does not get smaller by it.
+    """Return the format in which a sharded parameter rests, or None if it trains or would not get smaller.
 
     Raises:
-        ValueError: patterns differ for a tied parameter's names.
+        ValueError: the names of a tied parameter get different formats.
     """
     if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
         return None
@@ -108,7 +116,7 @@ def frozen_format_of(
 
 
 def fits(pattern: str, names: Sequence[str]) -> bool:
-    """Return whether a pattern names a parameter, or a submodule that holds it."""
+    """Return whether a pattern matches a parameter or a submodule that holds it, given the parameter's names."""
     return any(fnmatchcase(part, pattern) for name in names for part in around(name))
 
 

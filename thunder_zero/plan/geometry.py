@@ -1,9 +1,9 @@
-"""A parameter on a mesh: shapes, rows, what its gradient is summed over. Frozen data.
+"""A parameter on a mesh: its shapes, its rows, the axes over which its gradient is reduced. Frozen data.
 
-What an axis means for a parameter is said here alone; the integers below it are those of ``layout.py``. Rank 2 of
-``Mesh.of(4, rank=2)``, one parameter cut over ``shard`` and one that is not::
+Only this file says what an axis means for a parameter; ``layout.py`` has the arithmetic. On rank 2 of
+``Mesh.of(4, rank=2)``, a parameter that is cut into rows, and one that is not::
 
-    Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one of padding
+    Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one row of padding
     Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3), as on every rank
 
 Torch's tensor parallelism slices a parameter first, along any dimension; ZeRO then cuts the rows of the slice. On
@@ -13,7 +13,7 @@ Torch's tensor parallelism slices a parameter first, along any dimension; ZeRO t
     Geometry((6, 4), mesh, is_cut=True, sliced=1)     in compute (6, 2)   at rest (3, 2)
     Geometry((6, 4), mesh, is_cut=True)               in compute (6, 4)   at rest (3, 4), as on the peers along tensor
 
-A geometry has a mesh of its own: parameters of a model may have different axes.
+Each geometry has its own mesh, since the parameters of one model may have different axes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Geometry:
     """One parameter on a mesh.
 
     Attributes:
-        shape: global.
-        mesh: the axes that its ranks are on.
-        is_cut: at rest each rank along the axis ``shard`` has some rows, padded; otherwise each has all of them.
-        sliced: the dimension that the axis ``tensor`` divides; None: its ranks have the same.
-        is_partial: each rank along ``tensor`` makes a part of its gradient, as of a norm of this rank's heads.
+        shape: the global shape.
+        mesh: the axes of the ranks that hold the parameter.
+        is_cut: True if each rank along the axis ``shard`` stores some rows, padded; False if each stores all rows.
+        sliced: the dimension that the axis ``tensor`` divides; None if each rank along it has the whole parameter.
+        is_partial: True if each rank along ``tensor`` computes a part of the gradient, as for a norm of its own heads.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Geometry:
 
     @property
     def in_compute(self) -> tuple[int, ...]:
-        """The shape that compute reads: this rank's slice, of which the data axes are gathered."""
+        """The shape that compute reads: this rank's slice, gathered over the data axes."""
         if self.sliced is None:
             return self.shape
         size = self.shape[self.sliced] // self.mesh.tensor.size
@@ -58,12 +58,12 @@ class Geometry:
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """The shape of what all ranks store, concatenated: :attr:`in_compute` with rows of padding at its end."""
+        """The shape of all ranks' shards, concatenated: :attr:`in_compute` with rows of padding at its end."""
         return layout.padded_shape(self.in_compute, self.mesh.shard.size) if self.is_cut else self.in_compute
 
     @property
     def rows(self) -> slice:
-        """The real rows that this rank owns; all, if the parameter is not cut."""
+        """The real rows that this rank owns; all rows if the parameter is not cut."""
         return self.rows_of(self.mesh.shard.place)
 
     def rows_of(self, place: int) -> slice:
@@ -78,30 +78,32 @@ class Geometry:
 
     @property
     def padding(self) -> int:
-        """How many rows of zeros this rank stores at the end of its own."""
+        """The number of rows of padding at the end of this rank's shard."""
         shard = self.mesh.shard
         return layout.padding_rows(self.in_compute[0], shard.size, shard.place) if self.is_cut else 0
 
     @property
     def numel(self) -> int:
-        """The real elements that this rank owns."""
+        """The number of real elements that this rank owns."""
         return self.numel_of(self.mesh.shard.place)
 
     def numel_of(self, place: int) -> int:
-        """Return the real elements that the rank at a place of the axis ``shard`` owns, the first one the most."""
+        """Return how many real elements the rank at a place of the axis ``shard`` owns. Place 0 owns the most."""
         return (
             layout.owned_numel(self.in_compute, self.mesh.shard.size, place) if self.is_cut else prod(self.in_compute)
         )
 
     @property
     def is_spread(self) -> bool:
-        """True if other ranks own rows: a gather sends something."""
+        """True if a gather sends something, since other ranks own rows."""
         return self.is_cut and self.mesh.shard.size > 1
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that reduce its gradient, one after the other: first the one that cuts it. Over
-        the data axes they average; over ``tensor`` the last one sums."""
+        """The axes of the collectives that reduce the gradient, in order. The first one cuts it into rows.
+
+        A collective over data axes averages; one over ``tensor`` sums.
+        """
         summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
             return (SHARD, *summed)
@@ -109,5 +111,5 @@ class Geometry:
 
 
 def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:
-    """Return the geometry of a tensor that is cut, if it has rows to cut."""
+    """Return the geometry of a tensor that is cut into rows if it has any."""
     return Geometry(tuple(shape), mesh, layout.is_sharded(tuple(shape)))

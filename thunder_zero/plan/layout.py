@@ -14,45 +14,45 @@ from math import prod
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
+    """Return the half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
     start, stop = stored_range(rows, world_size, rank)
     return min(start, rows), min(stop, rows)
 
 
 def stored_rows(rows: int, world_size: int) -> int:
-    """Rows of the shard that each rank stores, padding included: ``ceil(rows / world_size)``."""
+    """Return the number of rows that each rank stores, padding included: ``ceil(rows / world_size)``."""
     return -(-rows // world_size)
 
 
 def stored_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The half-open range of the rows that ``rank`` stores, in all ranks' shards concatenated, padding included."""
+    """Return the half-open range of the rows that ``rank`` stores, counted in all ranks' shards, concatenated."""
     stored = stored_rows(rows, world_size)
     return rank * stored, (rank + 1) * stored
 
 
 def padding_rows(rows: int, world_size: int, rank: int) -> int:
-    """Rows of zeros at the end of the shard that ``rank`` stores."""
+    """Return the number of rows of padding that ``rank`` stores. Only the last ranks have any."""
     start, stop = row_range(rows, world_size, rank)
     return stored_rows(rows, world_size) - (stop - start)
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this shape can be cut: 0-dim and empty ones stay full."""
+    """Return whether a parameter of this shape can be cut: 0-dim and empty ones cannot."""
     return len(shape) > 0 and prod(shape) > 0
 
 
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Shape of the shard that each rank stores, padding included."""
+    """Return the shape of the shard that each rank stores, padding included."""
     return (stored_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
 
 
 def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Shape of all ranks' shards concatenated, padding included."""
+    """Return the shape of all ranks' shards, concatenated, padding included."""
     return (world_size * stored_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
 
 
 def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Real elements that ``rank`` owns."""
+    """Return the number of real elements that ``rank`` owns."""
     if not is_sharded(shape):
         return prod(shape)
     start, stop = row_range(shape[0], world_size, rank)
@@ -60,19 +60,19 @@ def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Elements that ``rank`` sends in one all-gather: its own rows, to each other rank."""
+    """Return how many elements ``rank`` sends in one all-gather: its own rows, to each other rank."""
     return owned_numel(shape, world_size, rank) * (world_size - 1) if is_sharded(shape) else 0
 
 
 def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Elements that ``rank`` sends in one reduce-scatter: every row that another rank owns, once."""
+    """Return how many elements ``rank`` sends in one reduce-scatter: every row that another rank owns, once."""
     return prod(shape) - owned_numel(shape, world_size, rank) if is_sharded(shape) else 0
 
 
 def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
-    """Elements that each rank sends in one all-reduce.
+    """Return how many elements each rank sends in one all-reduce.
 
-    A reduce-scatter and an all-gather, ``2 (W - 1) / W`` of the elements (Patarasuk and Yuan,
-    Bandwidth optimal all-reduce algorithms, 2009), rounded up.
+    It is a reduce-scatter and an all-gather, ``2 (W - 1) / W`` of the elements, rounded up (Patarasuk and Yuan,
+    Bandwidth optimal all-reduce algorithms, 2009).
     """
     return -(-2 * (world_size - 1) * prod(shape) // world_size)

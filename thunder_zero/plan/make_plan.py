@@ -3,7 +3,7 @@
 ``make_plan(module, policy, mesh)`` reads the module tree once. In stage 3 on four ranks::
 
     h.0.weight, shape (10, 8)    ->    Param("h.0.weight", unit="h.0", sharded=True, resident=False,
-                                             kept_unsharded=False, ...)    of whose rows each rank stores three
+                                             kept_unsharded=False, ...)    each rank stores three rows
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from thunder_zero.plan.params import ROOT, Param, Plan
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """The default unit rule: the outermost repeated submodules that hold parameters, as paths in module order.
+    """Return the paths of the outermost repeated submodules that hold parameters, in module order: the default units.
 
     A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
-    the same class (transformer blocks, the blocks of a ResNet's stages). A leaf counts only if a sibling in the same
-    container has its class (the layers of an MLP). The rule searches inside everything else.
+    its class (transformer blocks, the blocks of a ResNet's stages). A leaf is a block only if a sibling in its
+    container has its class (the layers of an MLP). Blocks are searched for inside all other submodules.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     everywhere = Counter(type(member) for member in members)
@@ -54,7 +54,7 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """A ModuleList or a plain Sequential; a subclass of Sequential is a block."""
+    """Return whether a module is a ModuleList or a plain Sequential; a subclass of Sequential is a block."""
     lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
     return lists or type(module).__name__ == "Sequential"
 
@@ -71,16 +71,16 @@ def make_plan(
     Args:
         module: the module to shard.
         policy: how to shard it.
-        mesh: the ranks that train it, and which one plans.
-        slices: the dimensions along which torch's tensor parallelism slices parameters, by their names.
-        partial: names of parameters of whose gradients each rank of tensor parallelism makes a part.
+        mesh: the ranks that train it, as the rank that plans sees them.
+        slices: maps names of parameters to the dimensions along which torch's tensor parallelism slices them.
+        partial: names of the parameters whose gradients are the sum of parts, one from each rank along ``tensor``.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
 
     Raises:
-        ValueError: a module without parameters, a unit path that is not a submodule, an ignored path that the module
-            does not have, a pattern that fits nothing.
+        ValueError: the module has no parameters, a unit is not a submodule, an ignored path does not exist, or a
+            pattern matches nothing.
     """
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
@@ -103,11 +103,12 @@ def make_plan(
 
 
 def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
-    """The names of each parameter that the policy does not ignore; refuses paths that the module does not have."""
+    """Return the names of each parameter that the policy does not ignore; refuse paths that the module does not
+    have."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
+    paths = {*modules, *(name for aliases in names.values() for name in aliases)}
     _require_there(policy.ignored, paths, module)
     _require_fitting("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
@@ -146,39 +147,39 @@ KINDS = {
 
 
 def _require_formats(plan: Plan) -> None:
-    """Refuse a format that no parameter takes: who asks for it counts on its bytes."""
+    """Refuse a format that no parameter takes: its user would count on the saved bytes."""
     for field, kind in KINDS.items():
         asked = getattr(plan.policy, field)
         for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
-            named = [param for param in plan.params if fits(pattern, param.names)]
-            if form is not None and not any(getattr(param, field) for param in named):
+            matched = [param for param in plan.params if fits(pattern, param.names)]
+            if form is not None and not any(getattr(param, field) for param in matched):
                 raise ValueError(
-                    f"{field} asks for {form!r} of {pattern!r}, and no parameter there can have it{_largest(named)}: "
+                    f"{field} asks for {form!r} of {pattern!r}, and no parameter there can have it{_largest(matched)}: "
                     f"it is for {kind}, without a pattern of two dimensions or more that are no embeddings; name "
                     f"others, freeze or unfreeze them before the model is sharded, or leave {field} out"
                 )
 
 
-def _largest(named: Sequence[Param]) -> str:
-    if not named:
+def _largest(params: Sequence[Param]) -> str:
+    if not params:
         return ""
-    first = max(named, key=lambda param: prod(param.shape))
-    how = "not sharded" if not first.sharded else "trains" if first.requires_grad else "frozen"
-    return f" ({first.path!r} is {tuple(first.shape)} {first.dtype}, {how})"
+    largest = max(params, key=lambda param: prod(param.shape))
+    how = "not sharded" if not largest.sharded else "trains" if largest.requires_grad else "frozen"
+    return f" ({largest.path!r} is {tuple(largest.shape)} {largest.dtype}, {how})"
 
 
-def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
+def _require_there(ignored: tuple[str, ...], known: set[str], module: nn.Module) -> None:
     for path in ignored:
-        if path not in there or path == ROOT:
+        if path not in known or path == ROOT:
             raise ValueError(
                 f"ignored names {path!r}, which is no parameter and no submodule of {type(module).__name__}; "
                 f"give paths as its named_parameters() and named_modules() have them"
             )
 
 
-def _require_fitting(field: str, patterns: Iterable[str], there: set[str], module: nn.Module) -> None:
+def _require_fitting(field: str, patterns: Iterable[str], known: set[str], module: nn.Module) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in there - {ROOT}):
+        if not any(fnmatchcase(path, pattern) for path in known - {ROOT}):
             raise ValueError(
                 f"{field} {pattern!r}, which fits no parameter and no submodule of "
                 f"{type(module).__name__}; give a path or a pattern of paths, such as 'blocks.*.norm'"
@@ -230,17 +231,17 @@ def _plan_param(
 
 
 def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
-    """Overrides may not differ for the names of a tied parameter."""
-    found = {name: other for name in names if (other := precision.of(name)) is not precision}
-    different = [name for name, other in found.items() if other != found[next(iter(found))]]
+    """Return the precision of a parameter, given all its names; refuse overrides that differ between them."""
+    overrides = {name: override for name in names if (override := precision.of(name)) is not precision}
+    different = [name for name, override in overrides.items() if override != overrides[next(iter(overrides))]]
     if different:
         raise ValueError(
-            f"mixed_precision has different overrides for {next(iter(found))!r} and {different[0]!r}, which are one "
-            f"tied parameter; give both the same"
+            f"mixed_precision has different overrides for {next(iter(overrides))!r} and {different[0]!r}, which are "
+            f"one tied parameter; give both the same"
         )
-    return next(iter(found.values()), precision)
+    return next(iter(overrides.values()), precision)
 
 
 def _unit_of(path: str, units: tuple[str, ...]) -> str:
-    """The innermost unit that holds the parameter."""
+    """Return the innermost unit that holds the parameter."""
     return max((unit for unit in units if path.startswith(f"{unit}.")), key=len, default=ROOT)

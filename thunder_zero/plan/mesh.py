@@ -8,8 +8,8 @@
                                        2        4  5
 
 Rows are cut over ``shard`` and gathered along it; along ``replicate`` each row has a copy. Both are data axes: along
-them each rank computes with a batch of its own. ``tensor`` is not in ``DATA``: its ranks have the same batch, and each
-computes with its slice of a parameter, by torch's own tensor parallelism (``parallelize_module``).
+them each rank computes with a batch of its own. Along ``tensor`` ranks have the same batch, and each computes with its
+slice of a parameter, by torch's own tensor parallelism (``parallelize_module``); ``DATA`` does not contain it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from math import prod
 from thunder_zero.plan.policy import is_count
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
-ALL = "all"  # both, in one collective
-OF_MEANS = (REPLICATE, TENSOR)  # axes over which a reduction reads what another one has averaged
-DATA = (REPLICATE, SHARD)  # axes along which batches differ, so that gradients are summed; the slowest first
+ALL = "all"  # shard and replicate, in one collective
+OF_MEANS = (REPLICATE, TENSOR)  # axes of the reductions that read a mean which another reduction has made
+DATA = (REPLICATE, SHARD)  # axes along which batches differ, and gradients are averaged; the slowest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Axis:
 
     Attributes:
         name: :data:`SHARD`, :data:`REPLICATE` or :data:`TENSOR`.
-        size: how many places it has.
-        place: this rank's.
+        size: the number of places along it.
+        place: this rank's place.
     """
 
     name: str
@@ -53,26 +53,26 @@ class Mesh:
 
     Attributes:
         axes: the dimensions, the slowest first.
-        of_slices: what torch calls process groups of the ranks along ``tensor``, in lines of its collectives;
-            none of a mesh that is only planned, where every collective of torch's counts as one of slices.
+        slice_groups: torch's names of the process groups of the ranks along ``tensor``, as lines of torch's collectives
+            have them. It is empty for a mesh that is only planned, where every such collective counts as one of slices.
     """
 
     axes: tuple[Axis, ...]
-    of_slices: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    slice_groups: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @staticmethod
     def of(
         world_size: int, rank: int = 0, replicas: int = 1, *, copy: int = 0, slices: int | None = None, part: int = 0
     ) -> Mesh:
-        """Return the mesh of the two data axes, and of tensor parallelism if there are slices.
+        """Return a mesh of the two data axes, and of ``tensor`` if there are slices.
 
         Args:
-            world_size: ranks among which one copy of the model is sharded.
-            rank: one of them.
-            replicas: copies of the sharded model.
-            copy: the copy to which the rank belongs.
-            slices: ranks among which torch slices parameters; None: it does not.
-            part: the slice that the rank has.
+            world_size: number of ranks among which one copy of the model is sharded.
+            rank: this rank's place among them.
+            replicas: number of copies of the sharded model.
+            copy: the copy to which this rank belongs.
+            slices: number of ranks among which torch slices parameters; None if it does not.
+            part: this rank's place among them.
 
         Raises:
             ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
@@ -87,7 +87,7 @@ class Mesh:
         return Mesh(data if slices is None else (*data, Axis(TENSOR, slices, part)))
 
     def __str__(self) -> str:
-        """``rank 1 of 2``: this rank among those that share its copy of the model, or its slice of one."""
+        """Format this rank's place in its copy of the model, or in its slice of one: ``rank 1 of 2``."""
         slices = f" of slice {self.tensor.place} of {self.tensor.size}" if self.is_sliced else ""
         return f"rank {self.shard.place} of {self.shard.size}{slices}"
 
@@ -101,7 +101,7 @@ class Mesh:
 
     @cached_property
     def replicate(self) -> Axis:
-        """The copies of the model: each has all rows."""
+        """The ranks that own the same rows, one in each copy of the model."""
         return self._axis(REPLICATE)
 
     @cached_property
@@ -111,18 +111,18 @@ class Mesh:
 
     @property
     def is_sliced(self) -> bool:
-        """True if torch's tensor parallelism has an axis."""
+        """True if torch's tensor parallelism slices the model."""
         return any(axis.name == TENSOR for axis in self.axes)
 
     def joins_slices(self, group: object) -> bool:
-        """Return whether a collective of torch's in a process group of this name is one of slices."""
-        return not self.of_slices or group in self.of_slices
+        """Return whether a collective of torch in a process group of this name is one of slices."""
+        return not self.slice_groups or group in self.slice_groups
 
     def over(self, name: str) -> Axis:
-        """Return the axis over which a collective goes, :data:`ALL` among them.
+        """Return the axis over which a collective goes. :data:`ALL` stands for both data axes.
 
         Raises:
-            ValueError: no mesh has such an axis.
+            ValueError: a mesh has no axis of this name.
         """
         if name not in (ALL, *DATA, TENSOR):
             raise ValueError(f"no mesh has an axis {name!r}; name one of {', '.join((ALL, *DATA, TENSOR))}")
@@ -130,7 +130,7 @@ class Mesh:
 
     @cached_property
     def batches(self) -> int:
-        """How many ranks compute with batches of their own: the mean gradient is the sum divided by this."""
+        """The number of ranks with batches of their own. The mean gradient is the sum divided by it."""
         return self.size(DATA)
 
     def size(self, axes: Iterable[str] | None = None) -> int:
@@ -138,7 +138,7 @@ class Mesh:
         return prod(axis.size for axis in self._on(axes))
 
     def place(self, axes: Iterable[str] | None = None) -> int:
-        """Return this rank's number among those that the axes join (default: all axes)."""
+        """Return this rank's number among the ranks that the axes join (default: all axes)."""
         number = 0
         for axis in self._on(axes):
             number = number * axis.size + axis.place

@@ -1,9 +1,9 @@
-"""Each parameter as it is planned: shape, shard, unit, lifetime, bytes. Frozen data.
+"""The plan of each parameter: shape, shard, unit, lifetime, bytes. Frozen data.
 
 Later code asks the plan, never the module, the stage or the process group. In stage 3 on four ranks::
 
     Param("h.0.weight", shape=(10, 8), unit="h.0", sharded=True, resident=False, kept_unsharded=False, ...)
-    plan.shard_shape(param)   (3, 8)          of whose ten rows each rank stores three, the last one with padding
+    plan.shard_shape(param)   (3, 8)          each rank stores three of ten rows, the last one with padding
     plan.gather_bytes(param)  288             what this rank sends to gather it once
 """
 
@@ -41,21 +41,24 @@ class Param:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
         shape: full, unpadded shape that compute reads: the parameter's, or that of this rank's slice.
-        dtype: of the module's parameter; of the shard, its ``.grad`` and the optimizer's state, unless it rests in a
-            ``frozen_format``.
-        compute_dtype: of the gathered parameter, which compute reads.
-        reduce_dtype: of its gradient on the wire.
-        requires_grad: it is trained.
+        dtype: dtype of the module's parameter. The shard, its ``.grad`` and the optimizer's state have it too, unless
+            the parameter rests in a ``frozen_format``.
+        compute_dtype: dtype of the gathered parameter, which compute reads.
+        reduce_dtype: dtype of its gradient on the wire.
+        requires_grad: True if it is trained.
         unit: path of its unit, ``""`` for the root unit.
-        sharded: each rank owns rows; otherwise it is replicated.
-        resident: sharded, and the full parameter stays in memory at rest too (ZeRO-1).
-        kept_unsharded: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
-            new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
-        gather_per_unit: each unit that uses it in forward gathers it anew.
-        gather_format, reduce_format: how it travels, and its gradient; None: in the dtypes above.
-        frozen_format: how its rows rest, and travel; None: in the dtypes above.
-        sliced: the dimension along which torch's tensor parallelism slices it; None: each rank computes with all of it.
-        is_partial: each rank of tensor parallelism makes a part of its gradient, and the sum of these is its gradient.
+        sharded: True if each rank owns rows; False if it is replicated.
+        resident: True if it is sharded and yet the full parameter stays in memory at rest (ZeRO-1).
+        kept_unsharded: True if one gather serves forward and backward; False if backward gathers again what forward
+            freed. In a new plan of ZeRO-3 it is False; the schedule then keeps some last units
+            (``Policy.reshard_after_forward``).
+        gather_per_unit: True if each unit that uses it in forward gathers it anew.
+        gather_format: how it travels; None: in ``compute_dtype``.
+        reduce_format: how its gradient travels; None: in ``reduce_dtype``.
+        frozen_format: how its rows rest and travel; None: in the dtypes above.
+        sliced: the dimension along which torch's tensor parallelism slices it; None if each rank computes with all of
+            it.
+        is_partial: True if each rank of tensor parallelism computes a part of its gradient, and the parts are summed.
     """
 
     path: str
@@ -78,7 +81,7 @@ class Param:
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
-        """Full, unpadded shape of what rests: the parameter's, or its rows as bytes."""
+        """Full, unpadded shape of what rests: the parameter's, or that of its rows as bytes."""
         form = self.frozen_format
         return self.shape if form is None else (self.shape[0], form.nbytes(prod(self.shape[1:])))
 
@@ -89,12 +92,12 @@ class Param:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of what rests on all ranks together, without padding."""
+        """Bytes that rest on all ranks together, without padding."""
         return prod(self.rest_shape) * self.rest_dtype.itemsize
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the parameter, the first one first."""
+        """All names of the parameter; the first is its path."""
         return (self.path, *self.aliases)
 
     @property
@@ -109,7 +112,7 @@ class Param:
 
     @property
     def is_cast(self) -> bool:
-        """Whether compute reads it in a dtype other than the shard's."""
+        """True if compute reads it in another dtype than the shard's."""
         return self.compute_dtype is not self.dtype
 
 
@@ -121,7 +124,7 @@ class Plan:
         policy: what the user asked for.
         mesh: the ranks that train the model.
         params: the parameters, in the order of ``module.named_parameters()``.
-        memory_bytes: of the device, or of the smallest one of all ranks; None: host memory.
+        memory_bytes: bytes of the device's memory, of the smallest device of all ranks; None for host memory.
     """
 
     policy: Policy
@@ -130,7 +133,7 @@ class Plan:
     memory_bytes: int | None = None
 
     def __repr__(self) -> str:
-        """A summary; :attr:`params` has the parameters."""
+        """Summarize the plan in one line; :attr:`params` has the parameters."""
         copies = f", {count} copies of the model" if (count := self.mesh.replicate.size) > 1 else ""
         full = size(sum(param.full_bytes for param in self.params))
         sharded = sum(param.sharded for param in self.params)
@@ -141,35 +144,35 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks train the model."""
+        """The number of ranks that train the model."""
         return self.mesh.size()
 
     def geometry(self, param: Param) -> Geometry:
-        """Return the shapes and rows of a parameter, and what its gradient is summed over."""
+        """Return the shapes of a parameter, its rows, and the axes over which its gradient is reduced."""
         return Geometry(self.whole_shape(param), self.mesh, param.sharded, param.sliced, param.is_partial)
 
     def whole_shape(self, param: Param) -> tuple[int, ...]:
         """Return the shape of a parameter with the slices of all ranks."""
         dim, slices = param.sliced, self.mesh.tensor.size
-        return tuple(size * slices if at == dim else size for at, size in enumerate(param.shape))
+        return tuple(size * slices if index == dim else size for index, size in enumerate(param.shape))
 
     def require_unsliced(self, what: str, instead: str) -> None:
-        """Refuse what would take slices of torch's tensor parallelism for parameters.
+        """Refuse a use that would take slices of torch's tensor parallelism for whole parameters.
 
         Raises:
-            RuntimeError: there are slices.
+            RuntimeError: the model is sliced.
         """
         if self.mesh.is_sliced:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
-        """Return the shapes and rows of what rests of a parameter: its own rows, or each as bytes."""
+        """Return the geometry of what rests of a parameter: its rows, or their bytes in a format."""
         form = param.frozen_format
         return self.geometry(param) if form is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
-        """Parameters by each of their names, aliases included."""
+        """Parameters by all of their names, aliases included."""
         return {name: param for param in self.params for name in param.names}
 
     @cached_property
@@ -179,10 +182,10 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that one gather serves for forward and backward.
+        """Paths of the sharded parameters that are gathered once for forward and backward.
 
-        ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
-        forward still frees those that backward does not read (biases).
+        ZeRO-3 chooses them when it schedules a step, so read them from ``traces_of(model).plan``. They make up whole
+        units; forward still frees those that backward does not read (biases).
         """
         return tuple(
             param.path for param in self.params if param.sharded and param.kept_unsharded and not param.resident
@@ -195,8 +198,10 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Bytes of a bucket and in flight, units gathered ahead. They do not depend on a rank's inputs, whose shapes
-        may differ between ranks: all ranks launch the same."""
+        """Bytes of a bucket and in flight, and units gathered ahead.
+
+        They do not depend on the shapes of inputs, which may differ between ranks: all ranks must launch the same.
+        """
         if self.memory_bytes is None:
             return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
@@ -204,7 +209,7 @@ class Plan:
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
-        """For each unit, bytes of its full parameters or of their gradients, whichever are more."""
+        """Bytes of each unit's full parameters or of their gradients, whichever are more."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
@@ -212,22 +217,22 @@ class Plan:
 
     @property
     def largest_unit_bytes(self) -> int:
-        """Bytes of the full parameters of the largest unit, or of their gradients."""
+        """Bytes of the largest unit (:attr:`unit_bytes`)."""
         return max(self.unit_bytes.values(), default=0)
 
     @property
     def largest_block_bytes(self) -> int:
-        """The same of the units but the root, if there are others."""
+        """Bytes of the largest unit except the root; of the root if it is the only unit."""
         blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
         return max(blocks.values())
 
     @cached_property
     def state_bytes(self) -> int:
-        """Estimates what rests on the device of each rank: shards, or full parameters where they stay; of those
-        that are trained also the gradients and :data:`STATES` tensors of an optimizer.
+        """Estimate of the bytes that rest on the device of each rank.
 
-        ``tz.tools.memory`` has the truth. This leaves out buffers of the module and an optimizer's numbers of steps,
-        and counts the shards of ZeRO-1 that are views of full parameters once more.
+        Shards rest there, or full parameters where they stay. Trained parameters add gradients and :data:`STATES`
+        tensors of an optimizer. ``tz.tools.memory`` has the exact number: this one leaves out buffers and an
+        optimizer's step counts, and counts the shards of ZeRO-1 twice, though they are views of full parameters.
         """
         total = 0
         for param in self.params:
@@ -238,30 +243,32 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
-        """Paths of the units that backward computes again whole: only their borders are saved."""
+        """Paths of the units that backward recomputes whole: forward saves only the borders between them."""
         chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
         return frozenset(chosen) - {ROOT}
 
     def may_serve_copies(self, param: Param) -> bool:
-        """Whether backward may keep or gather a parameter for recomputed operations alone: biases and the like of units
-        that it computes again whole."""
+        """Return whether backward may gather or keep a parameter only for recomputed operations.
+
+        It may for biases, and other parameters of one dimension, of units that it recomputes whole.
+        """
         return param.unit in self.recomputed and len(param.shape) <= 1
 
     def keeping(self, paths: Container[str]) -> Plan:
-        """The plan in which these parameters, too, are kept unsharded from forward to backward."""
-        params = (replace(one, kept_unsharded=one.kept_unsharded or one.path in paths) for one in self.params)
+        """Return the plan in which the given parameters, too, are kept unsharded from forward to backward."""
+        params = (replace(param, kept_unsharded=param.kept_unsharded or param.path in paths) for param in self.params)
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Shape of what rests: this rank's rows with padding, or the full shape."""
+        """Return the shape of what rests: this rank's rows with padding, or the full shape."""
         return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
-        """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
+        """Return whether its shard, gradient and optimizer state rest in host memory (``cpu_offload``)."""
         return self.policy.cpu_offload and param.sharded
 
     def ranks_over(self, over: str) -> int:
-        """Return how many ranks a collective has over an axis."""
+        """Return the number of ranks of a collective over an axis."""
         return self.mesh.over(over).size
 
     def reduced_over(self, param: Param) -> tuple[str, ...]:
@@ -269,14 +276,15 @@ class Plan:
         return self.geometry(param).reduced_over
 
     def encodes(self, *bucket: Param) -> bool:
-        """Return whether something else than rows as they rest is gathered of a bucket: a cast, a copy, or bytes."""
+        """Return whether a line encodes a bucket before its gather: casts it, copies it from the host, or writes
+        bytes."""
         return any(self.rests_on_host(param) or self.gathers_bytes(param) or self._casts(param) for param in bucket)
 
     def _casts(self, param: Param) -> bool:
         return param.sharded and param.is_cast and not param.frozen_format
 
     def gathers_bytes(self, param: Param) -> bool:
-        """Return whether its rows are written as bytes when it is gathered; one rank alone sends nothing."""
+        """Return whether its rows are sent as bytes when it is gathered; one rank alone sends nothing."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
     def gather_encoding(self, param: Param) -> Encoding:
@@ -285,18 +293,20 @@ class Plan:
         return param.frozen_format or form or Encoding(param.compute_dtype)
 
     def decodes(self, *bucket: Param) -> bool:
-        """Return whether bytes arrive when a bucket is gathered."""
+        """Return whether a line decodes the bytes that arrive when a bucket is gathered."""
         return any(param.frozen_format or self.gathers_bytes(param) for param in bucket)
 
     def encodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether something else than what backward made, or than the means so far, is reduced over an axis."""
+        """Return whether a line encodes the gradients of a bucket before their reduction over an axis: casts, or writes
+        bytes."""
         return any(self.reduces_bytes(param, over) or self._casts_gradient(param, over) for param in bucket)
 
     def _casts_gradient(self, param: Param, over: str) -> bool:
         return over == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
 
     def decodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether something else than the means at rest arrives from a reduction over an axis."""
+        """Return whether a line decodes what a reduction over an axis brings: reads bytes, casts means, or moves
+        them."""
         return any(self.reduces_bytes(param, over) or self._moves_mean(param, over) for param in bucket)
 
     def _moves_mean(self, param: Param, over: str) -> bool:
@@ -308,14 +318,17 @@ class Plan:
         return bool(self.reduce_encoding(param, over).block)
 
     def reduce_encoding(self, param: Param, over: str = SHARD) -> Encoding:
-        """Return how its gradient travels over an axis. With copies of the model a format is that between them."""
+        """Return how its gradient travels over an axis. A format applies to the last axis only: between copies, if
+        there are any."""
         is_last = over == self.reduced_over(param)[-1]
         form = param.reduce_format if is_last and self.ranks_over(over) > 1 else None
         return form or Encoding(param.reduce_dtype)
 
     def payload_bytes(self, param: Param) -> int:
-        """Return the bytes of a rank's rows in the format of gathers: of all rows that are stored, padding included, as
-        the blocks of every rank are alike."""
+        """Return the bytes of a rank's rows as they are gathered.
+
+        Padding counts, since the blocks of all ranks are alike.
+        """
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
     def gather_sends(self, param: Param, rank: int) -> int:
@@ -338,14 +351,18 @@ class Plan:
         return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
     def part_bytes(self, param: Param, over: str) -> int:
-        """Return the bytes, in the format of reductions, of the part of a gradient that one rank of an axis adds up:
-        its rows, or as many of these as each copy of the model has."""
+        """Return the bytes of the part of an encoded gradient that one rank of an axis sums up.
+
+        Over ``shard`` it is the rank's rows; over ``replicate`` these rows are divided among the copies of the model.
+        """
         rows = prod(self.shard_shape(param))
         return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.mesh.replicate.size))
 
     def reduce_sends(self, param: Param, over: str, rank: int) -> int:
-        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis. In a format those
-        are what is traded and, between copies, the means that come back."""
+        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis.
+
+        In a format it sends parts to its peers; between copies of the model, it also sends back the mean of its part.
+        """
         encoding = self.reduce_encoding(param, over)
         if encoding.block:
             return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
@@ -362,12 +379,12 @@ class Plan:
         return sum(self.reduce_sends(param, over, self.mesh.shard.place) for over in self.reduced_over(param))
 
     def reduce_receives(self, param: Param) -> int:
-        """Return the bytes that this rank receives when the gradient is reduced once: of a reduce-scatter the own rows
-        of every other rank; of all else as much as it sends."""
+        """Return the bytes that this rank receives when the gradient is reduced once, over all axes."""
         return sum(self._receives(param, over) for over in self.reduced_over(param))
 
     def slice_sends(self, collective: str, numel: int) -> int:
-        """Return the elements that a rank sends in a collective of torch's over slices, which reads so many."""
+        """Return how many elements a rank sends in a collective of torch's tensor parallelism that reads ``numel``
+        elements."""
         ranks = self.mesh.tensor.size
         match collective:
             case "all_reduce":
@@ -379,16 +396,18 @@ class Plan:
         return 0
 
     def _receives(self, param: Param, over: str) -> int:
-        if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:
+        if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:  # as much as it sends
             return self.reduce_sends(param, over, self.mesh.shard.place)
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
     def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the bytes of memory that the lines which encode and decode a parameter read and write when it is
-        gathered: by its cast, or for its format."""
+        """Return the bytes of memory that the encoding line, and the decoding line, of a gather read and write.
+
+        A cast counts as encoding.
+        """
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
-            return 0, param.rest_bytes + param.full_bytes  # on one rank alone, too
+            return 0, param.rest_bytes + param.full_bytes  # also on one rank alone
         if self.gathers_bytes(param):
             payload = self.payload_bytes(param)
             decoded = self.mesh.shard.size * payload + full * param.compute_dtype.itemsize
@@ -396,9 +415,12 @@ class Plan:
         return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
 
     def reduce_work(self, param: Param, over: str) -> tuple[int, int]:
-        """Return the bytes of memory that the lines which encode and decode a gradient read and write when it is
-        reduced over an axis. In a format each part is written once and added up once; between copies the sum is
-        written once more, and read by all."""
+        """Return the bytes of memory that the encoding line, and the decoding line, of a reduction over an axis read
+        and write.
+
+        In a format each part is written once and summed once; between copies the sum is written again, and all ranks
+        read it.
+        """
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1
         mean = rows * param.dtype.itemsize
         if self.reduces_bytes(param, over):

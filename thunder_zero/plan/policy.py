@@ -22,12 +22,12 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One row of the table: how long each tensor of a sharded parameter lives."""
+    """One row of the table of stages: how long each tensor of a sharded parameter lives."""
 
     name: str
-    sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
+    sharded: bool  # the optimizer steps this rank's rows, and gradients are reduce-scattered
     resident: bool  # the full parameter stays in memory at rest
-    kept_unsharded: bool  # alive from its first use in forward to its last in backward (of ZeRO-3's units: the last)
+    kept_unsharded: bool  # alive from its first use in forward to its last in backward; in ZeRO-3 only the last units
 
 
 #                     sharded  resident  kept_unsharded
@@ -43,16 +43,16 @@ STAGES: tuple[Stage, ...] = (
 class Times:
     """How long a rank computes from gather to gather, and how fast a gather is.
 
-    A gather is named by the path of the first parameter of its bucket. Ranks compare their ``repr``, which is equal for
-    equal times, and has a checksum of the seconds, so that others differ.
+    A gather is named by the path of the first parameter of its bucket. Ranks compare their ``repr``, which has a
+    checksum of the seconds and so differs where times do.
 
     Attributes:
-        forward: seconds computed, without communication, between the wait for this gather and the wait for the next
-            one in forward. The last one of a phase needs none. A gather without an entry counts as 0 seconds, so that
-            the next one starts too early rather than too late.
-        backward: the same in backward.
+        forward: for each gather, seconds of compute, without communication, from its wait to the wait of the next
+            gather of forward. The last gather of a phase needs no entry. Another gather without an entry counts as 0
+            seconds, so that the next gather starts too early rather than too late.
+        backward: the times of backward's gathers.
         bytes_per_second: bytes that a rank sends, and receives, in a second of a gather that has the wire to itself;
-            ``math.inf`` where nothing travels.
+            ``math.inf`` if nothing travels.
 
     Raises:
         ValueError: a time or the speed is out of its range.
@@ -74,7 +74,9 @@ class Times:
 
     def __repr__(self) -> str:
         seconds = {"forward": self.forward, "backward": self.backward}
-        gathers = ", ".join(f"{name}=<{len(of)} gathers, {sum(of.values()):.3g} s>" for name, of in seconds.items())
+        gathers = ", ".join(
+            f"{phase}=<{len(by_path)} gathers, {sum(by_path.values()):.3g} s>" for phase, by_path in seconds.items()
+        )
         checksum = crc32(repr(seconds).encode())
         return f"Times({gathers}, bytes_per_second={self.bytes_per_second}, <checksum {checksum:08x}>)"
 
@@ -100,14 +102,14 @@ COUNTS = {  # fields that count something, with their units
     "in_flight_bytes": "bytes",
     "prefetch": "units",
 }
-OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: thunder_zero/plan/sizes.py decides
+OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: plan/sizes.py chooses
 PATHS = {  # fields of paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
     "keep_unsharded": "paths of units, such as ('blocks.3',)",
     "recompute_units": "paths of units, such as ('blocks.0',)",
 }
-SHOWN = 4  # paths of a field, in a repr
+SHOWN = 4  # paths of one field in a repr
 RECOMPUTE = ("none", "cheap", "units")
 SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients")
 
@@ -118,69 +120,72 @@ class Policy:
 
     Attributes:
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
-        unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together; the
+        unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together. All
             other parameters form the root unit. Default: the repeated blocks
             (:func:`thunder_zero.plan.make_plan.repeated_blocks`).
-        ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
+        ignored: paths of parameters, or of submodules with all their parameters, that are not sharded, gathered or
             reduced; each rank trains its own (default none).
-        replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all of
-            theirs, that every rank keeps in full and whose gradients are all-reduced (default none).
+        replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all their
+            parameters, that every rank keeps in full and whose gradients are all-reduced (default none).
         replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
             (bytes of the full parameter, default 0: all are sharded).
         mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
-        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters (bytes;
-            0 sends each parameter by itself; default None: 16 MiB on the CPU; on a GPU the largest unit, or 16 MiB).
-        prefetch: units whose gathers may be in flight while an earlier unit computes (0 starts each gather right before
-            its use; default None: 2 on the CPU, 1 on a GPU).
-        in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
-            within it, and reductions stay in flight while the gradients that they still read, and those that backward
-            is making, do (bytes; 0 starts each gather right before its use); gathers that start ahead count beside
-            them, unless the reductions are of the last ``prefetch`` units. One collective may always be in flight,
-            however large. Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less for
-            gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that the
-            step leaves.
-        times: measured times (:func:`thunder_zero.tools.measure_times`). With them a gather starts after the latest
-            earlier wait from which it still ends before compute needs it, if the wire carries one collective after the
-            other. They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
-        gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
-            free it between, instead of once for all (default False). No effect on one that is kept unsharded.
-        reshard_after_forward: ZeRO-3 only. None (default): all units but the last of forward, which backward needs
-            first, as far as keeping those does not raise the peak of gathered bytes; ``Plan.kept_unsharded`` lists
-            them. True: all units.
-        reshard_after_backward: ZeRO-2 only. False: parameters gathered by a forward under ``no_sync`` stay gathered
-            until the micro-batch that reduces has read them; they do not change in an accumulation (default True:
-            each micro-batch gathers). Needs memory for the gathered model.
-        recompute: values of forward that backward computes again instead of saving them. ``"none"``: only those that
+        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters. 0 sends
+            each parameter by itself (default None: on the CPU 16 MiB; on a GPU the largest unit, at least 16 MiB).
+        prefetch: number of units whose gathers may be in flight while an earlier unit computes. 0 starts each gather
+            right before its use (default None: 2 on the CPU, 1 on a GPU).
+        in_flight_bytes: bound of the bytes in flight. Gathers start ahead of their use while the gathered bytes stay
+            within it; 0 starts each gather right before its use. Reductions stay in flight while the gradients that
+            they read and those that backward is making stay within it. Gathers that start ahead count beside these
+            gradients, unless only reductions of the last ``prefetch`` units are in flight. One collective may always be
+            in flight, however large. (Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less
+            for gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that
+            the step leaves.)
+        times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. A gather then
+            starts after the latest wait from which it still ends before compute needs it, if the wire carries one
+            collective after the other. ``in_flight_bytes`` still applies (default None).
+        gather_per_unit: a parameter that several units use in forward (tied weights) is gathered once for each of them
+            and freed between, instead of once for all (default False). It has no effect on a parameter that is kept
+            unsharded.
+        reshard_after_forward: ZeRO-3 only. True: forward frees all units. None (default): it keeps the last units,
+            which backward needs first, as long as that does not raise the peak of gathered bytes;
+            ``Plan.kept_unsharded`` lists them.
+        reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers. False: parameters that a forward
+            under ``no_sync`` gathered stay gathered until the micro-batch that reduces has read them, since they do not
+            change in an accumulation. That needs memory for the gathered model.
+        recompute: which values of forward backward computes again instead of saving them. ``"none"``: only those that
             the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
-            and other reductions of rows, as far as that saves memory. Gathers stay the same. ``"units"``: all but the
-            borders between units.
-        recompute_units: paths of units of which only the borders are saved, whatever ``recompute`` says for the others
-            (default none).
-        keep_unsharded: ZeRO-3 only: paths of units that forward does not free, which saves them a gather; those that
-            ``reshard_after_forward=None`` leaves come on top (default none).
-        cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
-            before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
-        broadcast_from: rank in the process group whose parameters and buffers all ranks take at
-            the start; None (default) requires them to be equal already.
-        check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
-            optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
-            would skip such a step instead: do not combine the two.
-        gather_format: ZeRO-1 to 3: parameters travel as bytes with a scale for each block of elements: ``Int8()`` or
-            ``Float8()``, about a quarter of float32. All ranks, the owner too, compute with what arrives; shards stay
-            exact. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms) travel as they
-            are, unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``, of which the last that
+            and other reductions of rows, as far as that saves memory; gathers stay the same. ``"units"``: all values
+            but the borders between units.
+        recompute_units: paths of units that are recomputed as by ``"units"``, whatever ``recompute`` says (default
+            none).
+        keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, which saves a gather each, in addition
+            to those that ``reshard_after_forward=None`` keeps (default none).
+        cpu_offload: shards, gradients and optimizer state rest in host memory. Each shard is copied to the device
+            before its gather, and its gradient back after the reduction (default False; on a CPU it only warns).
+        broadcast_from: rank in the process group whose parameters and buffers all ranks take at the start; None
+            (default) requires them to be equal already.
+        check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the optimizer sees it (default
+            False; costs one pass and one small collective a backward). A gradient scaler would skip such a step
+            instead: do not combine the two.
+        gather_format: ZeRO-1 to 3. Parameters travel as bytes with a scale for each block of elements: ``Int8()``,
+            about a quarter of float32. All ranks, the owner too, compute with what arrives; shards stay exact.
+            ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms) travel as they are,
+            unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``. The last pattern that
             matches decides (default None: all travel as they are).
-        reduce_format: ZeRO-1 to 3: likewise for gradients, ``Int8()``: a rank writes what it sends to an owner once,
-            rounded up or down at random so that the mean is right, and the owner adds up in float32 (default None).
-        frozen_format: ZeRO-2 and 3: frozen parameters rest, and are gathered, as ``NF4()``: 4 bits an element with a
+        reduce_format: ZeRO-1 to 3. Gradients travel as bytes: ``Int8()``. A rank encodes once what it sends to an
+            owner, rounded up or down at random so that the mean is right, and the owner sums in float32 (default None).
+        frozen_format: ZeRO-2 and 3. Frozen parameters rest, and are gathered, as ``NF4()``: 4 bits an element with a
             scale for each block, about a quarter of bfloat16. It is for floating-point parameters of two dimensions or
-            more that get smaller by it; embeddings stay as they are, unless a dict of patterns names them, as in
+            more that get smaller by it. Embeddings stay as they are, unless a dict of patterns names them, as in
             ``gather_format`` (default None: frozen parameters rest as they are).
         passes: functions from timeline to timeline, called in this order after the passes of
-            :mod:`thunder_zero.schedule.passes` but the last, which frees; each is proved as those are (default none).
-        transport: makes the :class:`thunder_zero.comm.transport.Transport` on which the model's collectives run, from a
-            process group and a number; hybrid sharding has three, which may share a group and differ in the number
-            (default None: by the backend). A subclass of ``thunder_zero.comm.pairwise.PairwiseGloo`` is one.
+            :mod:`thunder_zero.schedule.passes` except the last, which frees. Each is proved as the built-in passes are
+            (default none).
+        transport: makes the :class:`thunder_zero.comm.transport.Transport` of the model's collectives, from a process
+            group and a number. Hybrid sharding has three transports, which may share a group and differ in the number
+            (default None: by the backend). A subclass of ``thunder_zero.comm.pairwise.PairwiseGloo`` is such a
+            function.
 
     Raises:
         ValueError: a field is out of its range.
@@ -257,23 +262,23 @@ class Policy:
             )
 
     def __repr__(self) -> str:
-        """The stage and the fields that are not their defaults; of many paths the first ones."""
+        """Show the stage and the fields that are not their defaults; of many paths only the first ones."""
         texts = {"stage": repr(self.stage)}
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for item in fields(self):
+            value = getattr(self, item.name)
             if isinstance(value, tuple) and len(value) > SHOWN:
-                texts[each.name] = f"({', '.join(map(repr, value[:SHOWN]))}, ... {len(value) - SHOWN} more)"
-            elif value != each.default and value != MixedPrecision():
-                texts[each.name] = repr(value)
+                texts[item.name] = f"({', '.join(map(repr, value[:SHOWN]))}, ... {len(value) - SHOWN} more)"
+            elif value != item.default and value != MixedPrecision():
+                texts[item.name] = repr(value)
         return f"Policy({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def is_count(value: object) -> bool:
-    """Whether a value counts something: an int (no bool), 0 or more."""
+    """Return whether a value counts something: an int (no bool), 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 DDP = Policy(stage=0)  # gradients are averaged; every rank has all of parameters and optimizer state
 ZERO1 = Policy(stage=1)  # the optimizer and its state are sharded
-ZERO2 = Policy(stage=2)  # parameters too, and gathered from forward to backward
-ZERO3 = Policy(stage=3)  # parameters too, and gathered around their uses alone
+ZERO2 = Policy(stage=2)  # parameters, too; they stay gathered from forward to backward
+ZERO3 = Policy(stage=3)  # parameters, too; they are gathered only around their uses

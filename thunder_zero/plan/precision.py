@@ -24,22 +24,22 @@ class MixedPrecision:
     The fields are those of torch's ``MixedPrecisionPolicy`` (FSDP2), with ``buffer_dtype`` of FSDP1.
 
     Attributes:
-        param_dtype: floating-point parameters are cast to it, shard by shard, before they are gathered, and compute
-            runs in it (default None: as they are).
+        param_dtype: compute reads floating-point parameters in it; each rank casts its shard before the gather
+            (default None: no cast).
         reduce_dtype: gradients are cast to it before they are reduced, and their means to the shard's dtype
             (default None: the dtype that the gradient has).
-        output_dtype: floating-point tensors that forward returns, also in tuples, lists, dicts, OrderedDicts, named
-            tuples and dataclasses, are cast to it (default None: as they are).
-        buffer_dtype: floating-point buffers are cast to it once, when the module is transformed (default None).
-        cast_forward_inputs: floating-point tensors given to forward, found in the same way, are cast to
+        output_dtype: floating-point tensors that forward returns are cast to it, also those in tuples, lists, dicts,
+            OrderedDicts, named tuples and dataclasses (default None: no cast).
+        buffer_dtype: floating-point buffers are cast to it once, when the module is sharded (default None: no cast).
+        cast_forward_inputs: floating-point tensors given to forward, also those in collections, are cast to
             ``param_dtype`` (default True).
-        overrides: the precision of some parameters or submodules instead, by pattern of their paths
-            (``"blocks.*.norm"``, as in ``fnmatch``); the last pattern that matches decides. A submodule that a pattern
-            names computes by itself: its inputs are cast to its entry's ``param_dtype``, or to its own dtype, and its
-            outputs to ``output_dtype``, or back to the surrounding ``param_dtype``.
+        overrides: maps patterns of paths (``"blocks.*.norm"``, as in ``fnmatch``) to the precision of the parameters or
+            submodules that match; the last pattern that matches decides. A submodule that a pattern names computes by
+            itself: its inputs are cast to its entry's ``param_dtype``, or to its own dtype, and its outputs to
+            ``output_dtype``, or back to the surrounding ``param_dtype``.
 
     Raises:
-        ValueError: a field that is no such dtype, or an override that has overrides itself.
+        ValueError: a field is not a dtype that it may have, or an override has overrides itself.
     """
 
     param_dtype: torch.dtype | None = None
@@ -66,22 +66,22 @@ class MixedPrecision:
                 )
 
     def of(self, path: str) -> MixedPrecision:
-        """The precision of a parameter, buffer or submodule: its own entry, or that of an enclosing module."""
+        """Return the precision of a parameter, buffer or submodule: its own entry's, or an enclosing module's."""
         return self._override(tuple(around(path))) or self
 
-    def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """The dtypes to cast a module's inputs and outputs to; None: no cast.
+    def border(self, path: str, dtype: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Return the dtypes to cast a module's inputs and outputs to; None means no cast.
 
         Args:
-            path: of the whole module (""), or of a submodule; nothing is cast where no override names it.
-            own: dtype of the submodule's parameters.
+            path: the whole module ("") or a submodule; nothing is cast at a submodule that no override names.
+            dtype: the dtype of the submodule's parameters.
         """
         if not path:
             return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
         override = self._override((path,))
         if override is None:
             return None, None
-        inputs = (override.param_dtype or own) if override.cast_forward_inputs else None
+        inputs = (override.param_dtype or dtype) if override.cast_forward_inputs else None
         return inputs, override.output_dtype or self.param_dtype
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
@@ -91,7 +91,7 @@ class MixedPrecision:
 
 
 def around(path: str) -> Iterator[str]:
-    """The path and those of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
+    """Yield a path and the paths of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -9,7 +9,7 @@ from thunder_zero.plan.params import Param, Plan
 
 
 def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's slice of a parameter that torch's tensor parallelism slices, as a copy; any other one itself."""
+    """Return a copy of this rank's slice of a parameter, or the parameter itself if torch does not slice it."""
     tensor = plan.mesh.tensor
     if param.sliced is None or tensor.size == 1:
         return whole
@@ -18,7 +18,7 @@ def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows of a full parameter, padded with zeros; the parameter itself if it is replicated."""
+    """Return this rank's rows of a full parameter, padded with zeros, or the parameter itself if it is replicated."""
     if not param.sharded:
         return full
     geometry = plan.geometry(param)
@@ -28,17 +28,17 @@ def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows without their padding, as a view; all rows if the parameter is replicated."""
+    """Return a view of this rank's rows without their padding; all rows if the parameter is replicated."""
     return shard[: len(shard) - plan.geometry(param).padding] if param.sharded else shard
 
 
 def rows_in(buffer: Tensor, param: Param, plan: Plan) -> Tensor:
-    """The rows of a padded buffer that this rank stores, padding included, as a view."""
+    """Return a view of the rows of a padded buffer that this rank stores, padding included."""
     return buffer[plan.geometry(param).stored_rows]
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """A copy of a full parameter with rows of zeros at its end, so that the number of ranks divides its rows."""
+    """Return a copy of a full parameter with zero rows at its end, so that the number of ranks divides its rows."""
     buffer = full.new_zeros(plan.geometry(param).gathered)
     buffer[: len(full)] = full
     return buffer
