@@ -1,4 +1,4 @@
-"""Decides, before anything is traced, how each parameter is sharded: the policy, and the plan of each parameter.
+"""Decides how each parameter is sharded, before anything is traced: the policy, and a frozen plan.
 
 In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms ask. Entries:
 ``policy.Policy``, ``make_plan.make_plan``, ``Plan.geometry``, ``Plan.sizes``; ``rows.py`` cuts tensors accordingly::

@@ -1,4 +1,4 @@
-"""A parameter on a mesh: its shapes, its rows, the axes over which its gradient is reduced. Frozen data.
+"""A parameter on a mesh: its shapes, its rows, the axes that reduce its gradient. Frozen data.
 
 Only this file says what an axis means for a parameter; ``layout.py`` has the arithmetic. On rank 2 of
 ``Mesh.of(4, rank=2)``, a parameter that is cut into rows, and one that is not::

@@ -1,6 +1,6 @@
 """Decides when collectives start and end, and when gathered parameters are freed; knows no Thunder.
 
-In: a lifted timeline (``timeline.py``). Out: its schedule. Doors: ``passes.run``; ``verify.check`` for what will run.
+In: a lifted timeline (``timeline.py``). Out: its schedule. Entries: ``passes.run``; ``verify.check`` for what will run.
 Each pass is a pure function in a module of its own, and ``verify.py`` proves the result after each of them::
 
     gather  f0 <- t_w       lifted: at its use         gather  f0 <- t_w       prefetch: ahead of its use

@@ -10,8 +10,8 @@ In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: name
     compute y   <- x, wc      not derived: it depends on data too
     compute c   <- t_v        derived, if it casts a replicated parameter
 
-Saving a derived value for backward is as good as saving the parameter itself, and it may be a view of the gathered
-buffer. So a pass that frees parameters or gathers them again starts from the derived values.
+Saving a derived value for backward takes as much memory as saving the parameter, and it may be a view of the gathered
+buffer. So a pass that frees parameters, or gathers them again, starts from the derived values.
 """
 
 from __future__ import annotations
@@ -23,36 +23,41 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """The derived values, each with the gathered parameters (values) that it is made from, and may be a view of."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, at in timeline.derived.items():
-        op = timeline.ops[at]
-        of_reads = chain.from_iterable(found.get(read, ()) for read in op.reads)
-        found[name] = (name,) if op.kind is Kind.WAIT else tuple(dict.fromkeys(of_reads))
-    return found
+    """Return, for each derived value, the gathered parameters (values) that it is made from and may be a view of."""
+    sources: dict[str, tuple[str, ...]] = {}
+    for name, index in timeline.derived.items():
+        op = timeline.ops[index]
+        sources_of_reads = chain.from_iterable(sources.get(read, ()) for read in op.reads)
+        sources[name] = (name,) if op.kind is Kind.WAIT else tuple(dict.fromkeys(sources_of_reads))
+    return sources
 
 
 def regathered(timeline: Timeline) -> dict[str, int]:
-    """The derived values of forward that backward must not read, each with the position of its writer.
+    """Return the derived values of forward that backward must not read, each with the index of its writer.
 
-    They depend on a parameter that is gathered again, or on the cast copy of a replicated one. Includes the handles of
-    the gathers.
+    They depend on a parameter that is gathered again, or on the cast copy of a replicated parameter. The handles of the
+    gathers are included.
     """
-    found: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops[: timeline.backward_start]):
+    writers: dict[str, int] = {}
+    for index, op in enumerate(timeline.ops[: timeline.backward_start]):
         if op.kind is Kind.GATHER:
             writes = op.writes if any(not param.kept_unsharded for param in timeline.params_of(op)) else ()
         elif timeline.ends(op, Kind.GATHER):
             params = timeline.params_of(op)
             writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept_unsharded)
         else:
-            writes = () if found.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
-        found.update((name, at) for name in writes if name in timeline.derived or op.kind is Kind.GATHER)
-    return found
+            writes = () if writers.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
+        writers.update((name, index) for name in writes if name in timeline.derived or op.kind is Kind.GATHER)
+    return writers
 
 
 def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str]:
-    """Of these values of forward, given with their writers: those that backward reads, and those they come from."""
+    """Return the values of ``writer`` that backward reads, and those from which they are computed.
+
+    Args:
+        timeline: forward and backward.
+        writer: values of forward, each with the index of its writer.
+    """
     needed: set[str] = set()
     reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
     while reads:

@@ -8,13 +8,13 @@
     compute z   <- y                        free    w
                                             compute z   <- y
 
-The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it.
-If it is regathered for backward (``regather.py``), each phase has a last use; if it is kept unsharded, backward mostly
-has it. Resident and replicated parameters are never freed, nor are values that the return reads.
+The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it. A parameter
+that is gathered again for backward (``regather.py``) has a last use in each phase. One that is kept unsharded mostly
+has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return reads.
 
-This pass only says where: ``traces/lift.py`` emits no FREE. In the order that it emits, ``traces/split.py`` (or
-Thunder's ``del_last_used``) writes a ``del`` line after each value's last use; ``lift_phases`` reads the ``del`` lines
-of the traces that run as FREEs again, and ``verify.check`` requires one right after the last use of each gathered
+A FREE only marks the place: ``traces/lift.py`` emits none. In the order that it emits, ``traces/split.py`` (or
+Thunder's ``del_last_used``) writes a ``del`` line after each value's last use. ``lift_phases`` reads the ``del`` lines
+of the traces that run as FREEs again, and ``verify.check`` requires a FREE right after the last use of each gathered
 parameter.
 """
 
@@ -28,12 +28,12 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def free(timeline: Timeline) -> Timeline:
-    """Inserts a FREE after the last use of each gathered parameter."""
-    last = last_reads(timeline, gathered_from(timeline))
+    """Insert a FREE after the last use of each gathered parameter."""
+    last_read = last_reads(timeline, gathered_from(timeline))
     end = len(timeline.ops) - 1
     after: defaultdict[int, list[Op]] = defaultdict(list)
     for _, name, param in timeline.gathered:
-        at = last[name]
-        if at != end and not param.resident:
-            after[at].append(Op(Kind.FREE, (name,), params=(param.path,), backward=timeline.ops[at].backward))
-    return timeline.with_ops(new for at, op in enumerate(timeline.ops) for new in (op, *after.get(at, ())))
+        index = last_read[name]
+        if index != end and not param.resident:
+            after[index].append(Op(Kind.FREE, (name,), params=(param.path,), backward=timeline.ops[index].backward))
+    return timeline.with_ops(new for index, op in enumerate(timeline.ops) for new in (op, *after.get(index, ())))

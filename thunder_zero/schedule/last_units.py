@@ -1,6 +1,6 @@
 """Chooses the last units of forward that are kept unsharded for backward.
 
-Backward begins with the units that forward ends with. Leaving them gathered between the phases saves a gather each, and
+Backward begins with the units that forward ends with. Keeping them gathered between the phases saves a gather each, and
 needs no more bytes than the peak of the other gathers::
 
     forward   a  b  c  d            peak: three units (one computes, two are under way)
@@ -20,14 +20,18 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind, Timeline
 
 
-def choose_last_units(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
-    """Plans to keep the last units of forward unsharded, as many as do not raise the peak of gathered bytes: that of
-    the timeline, before any pass, when ``scheduled`` has placed and freed its gathers."""
+def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timeline]) -> Timeline:
+    """Plan to keep as many of the last units of forward unsharded as do not raise the peak of gathered bytes.
+
+    Args:
+        timeline: before any pass.
+        schedule: places and frees the gathers of a timeline, from which the peak follows.
+    """
     if timeline.plan.policy.reshard_after_forward:
         return timeline
 
     def peak(plan: Plan) -> int:
-        return max(gathered_bytes(scheduled(replace(timeline, plan=plan))))
+        return max(gathered_bytes(schedule(replace(timeline, plan=plan))))
 
     def keeping(number: int) -> Plan:
         return timeline.plan.keeping(frozenset().union(*runs[:number]))
@@ -37,9 +41,9 @@ def choose_last_units(timeline: Timeline, scheduled: Callable[[Timeline], Timeli
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to ``limit`` that fits, if all numbers up to it do; 0 always fits.
+    """Return the largest number up to ``limit`` that fits, if all smaller numbers fit, too; 0 always fits.
 
-    Tries few numbers, since a try may be expensive: first in steps that double, then by bisection.
+    Each try may be expensive, so only a few numbers are tried: first in steps that double, then by bisection.
 
     >>> largest(lambda number: number * number <= 30, limit=100)
     5
@@ -52,8 +56,11 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
-    """The units that backward would gather again, from the last of forward, each with all its parameters: a fuser may
-    make backward compute from one that it would not read otherwise (a bias). The root has several runs, head first."""
+    """Return the units that backward would gather again, from the last of forward on, each with all its parameters.
+
+    Parameters that backward does not read (biases) are included: a fuser may make backward compute from them. The root
+    has several runs, head first.
+    """
     needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]

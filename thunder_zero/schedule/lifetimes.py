@@ -1,7 +1,7 @@
-"""When values live: where memory is last needed, and the bytes that are alive at once.
+"""When values live: where memory is last needed, and how many bytes are alive at once.
 
-In: a timeline. Out: positions of its operations, or bytes at each of them. :func:`last_uses` is the one walk; those who
-ask say which memory a value is in.
+In: a timeline. Out: indices of its operations, or bytes at each of them. :func:`last_uses` walks over the operations;
+its callers say which memory a value is in.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[str, int]:
-    """For each memory, the position of the last operation that reads or writes a value in it; a FREE does neither.
-    ``holds`` gives the memory that a value may be in, such as the values that it may be a view of."""
+    """Return, for each memory, the index of the last operation that reads or writes a value in it. A FREE does neither.
+
+    Args:
+        ops: the operations.
+        holds: returns the memory that a value may be in, such as the values of which it may be a view.
+    """
     last: dict[str, int] = {}
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
             for memory in holds(name):
-                last[memory] = at
+                last[memory] = index
     return last
 
 
 def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """For each gathered parameter (value), the last position that needs it, or what may be a view of it."""
+    """Return, for each gathered parameter (value), the last index that needs it, or a possible view of it."""
     return last_uses(timeline.ops, lambda name: made_from.get(name, ()))
 
 
 def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
-    """For each memory that operations write, the positions where it is alive, up to ``stop``.
+    """Return, for each memory that operations write, the indices where it is alive, up to ``stop``.
 
-    It is from the operation that writes it to the last one that reads it or a view of it; with collectives from the
-    launch to the wait: the buffer of a gathered parameter or of a reduced gradient, and the gradients that a reduction
-    reads. The caller drops what forward returns.
+    A life goes from the operation that writes the memory to the last one that reads it or a view of it. The buffers of
+    collectives live from the launch to the wait: that of a gathered parameter or of a reduced gradient, and the
+    gradients that a reduction reads. The caller drops what forward returns.
     """
-    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
+    launched = {op.writes[0]: index for index, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
     forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}
     *ops, end = (
         replace(op, reads=timeline.launches[op.reads[0]].reads) if op.kind is Kind.WAIT else op for op in timeline.ops
@@ -44,8 +48,8 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     end = replace(end, reads=tuple(name for name in end.reads if timeline.memory(name) not in forward))
     last = last_uses([*ops, end][:stop], lambda name: (timeline.memory(name),))
     return {
-        name: range(launched[op.reads[0]] if op.kind is Kind.WAIT else at, last[name] + 1)
-        for at, op in enumerate(timeline.ops[:stop])
+        name: range(launched[op.reads[0]] if op.kind is Kind.WAIT else index, last[name] + 1)
+        for index, op in enumerate(timeline.ops[:stop])
         if op.kind not in LAUNCHES
         if not (timeline.ends(op, Kind.GATHER) and timeline.params_of(op)[0].resident)
         for name in op.writes
@@ -54,7 +58,7 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
 
 
 def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ...]:
-    """Bytes of what is alive at each position of a timeline, given where it is."""
+    """Return the bytes that are alive at each index of a timeline, given the lives of memory."""
     changes = [0] * (len(timeline.ops) + 1)
     for memory, life in lives.items():
         changes[life.start] += timeline.nbytes(memory)
@@ -63,19 +67,19 @@ def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ..
 
 
 def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
-    """Estimates the bytes alive while each operation runs, to compare schedules.
+    """Estimate the bytes alive while each operation runs, to compare schedules.
 
-    ``tz.tools.memory`` has the truth. This leaves out what is there before the step, the loss, buffers of transports,
-    and what an operation allocates and frees by itself.
+    ``tz.tools.memory`` has the exact number. This one leaves out what exists before the step, the loss, the buffers of
+    transports, and what an operation allocates and frees by itself.
     """
     return bytes_alive(timeline, lifetimes(timeline))
 
 
 def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ...]:
-    """Bytes of gathered parameters alive after each operation: of all, or of one unit.
+    """Return the bytes of gathered parameters that are alive after each operation: of all units, or of one.
 
     A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
+    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. If the collectives of a backend send
     chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
     accumulation keeps unsharded (``policy.reshard_after_backward=False``) stay after the step, and do not count then.
     """

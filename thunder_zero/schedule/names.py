@@ -1,4 +1,4 @@
-"""Names of launches, waits, units and programs: for profiles, forecasts, and what ranks compare."""
+"""Names launches, waits, units and programs: for profiles, for forecasts, and for ranks to compare."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 @dataclass(frozen=True, slots=True)
 class ProgramName:
-    """One program, which ranks compare before it first runs.
+    """The name of one program, which ranks compare before it first runs.
 
     Attributes:
         phase: ``"forward"``, ``"backward"``, or ``"forward without backward"`` (evaluation).
-        synced: whether it reduces gradients; if not, it defers them (``no_sync``).
+        synced: True if the program reduces gradients, False if it defers them (``no_sync``).
         graph: the graph of the model, if a front end compiles several.
     """
 
@@ -25,7 +25,7 @@ class ProgramName:
 
     @property
     def reduces(self) -> bool:
-        """Whether it is a backward that reduces gradients."""
+        """True if it is a backward that reduces gradients."""
         return self.phase == "backward" and self.synced
 
     def __str__(self) -> str:
@@ -33,18 +33,18 @@ class ProgramName:
 
 
 def launch_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
-    """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``; of means ``reduce ... over replicate``."""
+    """Return ``gather blocks.3.norm.weight, 5 more``, ``reduce ...``, or for means ``reduce ... over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
     return f"{kind} {paths[0]}{more}{f' over {over}' * (over in OF_MEANS)}"
 
 
 def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
-    """``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is that of the launch."""
+    """Return ``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is the launch's."""
     return f"wait for {launch_label(kind, paths, over)}"
 
 
 def label_of(op: Op, timeline: Timeline) -> str:
-    """The label of a launch of a timeline, or of its wait; of torch's tensor parallelism ``all_reduce over tensor``."""
+    """Return the label of a launch or of its wait; for torch's tensor parallelism ``all_reduce over tensor``."""
     if op.is_torchs:
         launch = timeline.collectives[op.reads[0]] if op.waits else op
         return f"{'wait for ' * op.waits}{launch.moves} over {TENSOR}"
@@ -53,5 +53,5 @@ def label_of(op: Op, timeline: Timeline) -> str:
 
 
 def unit_label(unit: str) -> str:
-    """``unit blocks.3``."""
+    """Return ``unit blocks.3``, or ``root unit``."""
     return f"unit {unit}" if unit else "root unit"

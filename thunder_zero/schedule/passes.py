@@ -1,7 +1,7 @@
 """Runs the passes, pure functions from timeline to timeline, with a proof after each.
 
-In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`apply_passes` without proofs.
-To add a pass, see "How to add a pass" in CONTRIBUTING.md.
+In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`apply_passes` without proofs. To add a pass, see
+"How to add a pass" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Pass = Callable[[Timeline], Timeline]
 
 
 def apply_passes(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
-    """The timeline after these passes, without a proof."""
+    """Return the timeline after some passes, without a proof."""
     for step in passes:
         timeline = step(timeline)
     return timeline
 
 
 def keep_last_units(timeline: Timeline) -> Timeline:
-    """Keeps the last units of forward unsharded for backward, as many as do not raise the peak of gathered bytes."""
+    """Keep the last units of forward unsharded for backward, as many as do not raise the peak of gathered bytes."""
     return choose_last_units(timeline, lambda candidate: apply_passes(candidate, (*GATHERING, free)))
 
 
@@ -50,12 +50,13 @@ PASSES = (
 
 
 def run(timeline: Timeline) -> Timeline:
-    """The schedule of a lifted timeline: every pass in order, with a proof before the first and after each. The user's,
-    ``Policy.passes``, come before the last, which frees.
+    """Schedule a lifted timeline: run every pass in order, with a proof before the first and after each.
+
+    The user's passes (``Policy.passes``) run before the last pass, which frees.
 
     Raises:
-        ScheduleError: a pass of the user's breaks a rule; names the pass.
-        TypeError: it returns no timeline.
+        ScheduleError: a pass of the user's breaks a rule, or raises; the message names the pass.
+        TypeError: a pass of the user's returns no timeline.
     """
     lifted = timeline
     check_pass(lifted, lifted)
@@ -65,18 +66,18 @@ def run(timeline: Timeline) -> Timeline:
         check_pass(timeline, lifted)
         if step is recompute:
             check_recompute(timeline, before)
-    for own in lifted.plan.policy.passes:
-        timeline = _checked(own, timeline, lifted)
+    for custom in lifted.plan.policy.passes:
+        timeline = _run_custom(custom, timeline, lifted)
     timeline = last(timeline)
     check_schedule(timeline, lifted)
     return timeline
 
 
-def _checked(own: Pass, timeline: Timeline, lifted: Timeline) -> Timeline:
-    """Return the timeline after a pass of the user's, proved as those of this room are."""
-    name = getattr(own, "__name__", type(own).__name__)
+def _run_custom(custom: Pass, timeline: Timeline, lifted: Timeline) -> Timeline:
+    """Return the timeline after a pass of the user's, with the proofs of the built-in passes."""
+    name = getattr(custom, "__name__", type(custom).__name__)
     try:
-        result = own(timeline)
+        result = custom(timeline)
     except Exception as error:
         raise ScheduleError(f"the pass {name} of Policy.passes raised {type(error).__name__}: {error}") from error
     if not isinstance(result, Timeline):

@@ -1,7 +1,7 @@
 """Starts each gather ahead of its use.
 
-The gathers of a phase start in the order of their waits: the first where the phase starts, each other right after the
-wait of an earlier one, so that the computations between two waits stay one region for the fuser::
+The gathers of a phase start in the order of their waits. The first starts where the phase starts, and each other one
+right after the wait of an earlier gather, so that the computations between two waits stay one region for the fuser::
 
     gather a            gather a
     wait   a            wait   a
@@ -13,9 +13,9 @@ wait of an earlier one, so that the computations between two waits stay one regi
     wait   c            wait   c
     compute ..          compute ..
 
-The plan decides which wait that is: ``Sizes.prefetch`` counts units, whose gathers start after the first wait of an
-earlier unit; with ``policy.times`` it is the latest wait after which the gather can still end in time, if the wire
-carries one gather after the other::
+The plan decides which wait that is. ``Sizes.prefetch`` counts units: the gathers of a unit start after the first wait
+of an earlier unit. With ``policy.times`` it is the latest wait after which the gather can still end in time, if the
+wire carries one gather after the other::
 
     gather a            gather a
     wait   a            wait   a
@@ -50,23 +50,23 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
-    """Starts each gather as early as ``Sizes.prefetch`` allows, or as late as ``policy.times`` allow.
+    """Start each gather as early as ``Sizes.prefetch`` allows, or as late as ``policy.times`` allow.
 
-    At most ``Sizes.ahead_bytes`` are in flight. The first gather of a phase has the wire to itself: others, which
-    are needed later, would only delay it.
+    At most ``Sizes.ahead_bytes`` are in flight. The first gather of a phase has the wire to itself: gathers that are
+    needed later would only delay it.
     """
     ops = timeline.ops
     if _starts_at_use(timeline.plan):
         return timeline
     after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
     for start, stop in _phases(timeline):
-        for at, op in _starts(timeline, start, stop):
-            after[at].append(op)
+        for index, op in _starts(timeline, start, stop):
+            after[index].append(op)
     moved = after.pop(-1, [])
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if op.kind is not Kind.GATHER:
             moved.append(op)
-        moved += after.get(at, ())
+        moved += after.get(index, ())
     return timeline.with_ops(moved)
 
 
@@ -75,13 +75,14 @@ class _Use:
     """The place where one phase first needs a bucket of gathered parameters.
 
     Attributes:
-        at: the position after which other gathers may start: that of the wait, or the one before the first read of a
+        index: the index after which other gathers may start: that of the wait, or the one before the first read of a
             bucket that forward gathered.
-        is_kept_unsharded: forward gathered it, and backward has it from the start.
-        nbytes: bytes on the wire for it: its gather, and the reductions since the previous use.
+        gather: the launch of the bucket.
+        is_kept_unsharded: True if forward gathered the bucket, and backward has it from the start.
+        nbytes: bytes on the wire for the bucket: its gather, and the reductions since the previous use.
     """
 
-    at: int
+    index: int
     gather: Op
     is_kept_unsharded: bool
     nbytes: int
@@ -100,30 +101,30 @@ class Bound(StrEnum):
 
 
 def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
-    """For each gather of a scheduled timeline, by its handle: the position after which it starts, and why not earlier.
+    """Return, for each gather of a scheduled timeline, the index after which it starts, and why not earlier.
 
-    The position is that of a wait, or the one before the first read of a bucket that forward gathered; for the first
-    gathers of a phase, the one before the phase.
+    Gathers are named by their handles. The index is that of a wait, or the one before the first read of a bucket that
+    forward gathered. For the first gathers of a phase, it is the one before the phase.
     """
     ops = timeline.ops
-    found: dict[str, tuple[int, Bound]] = {}
+    result: dict[str, tuple[int, Bound]] = {}
     for start, stop in _phases(timeline):
         uses = _uses(timeline, start, stop)
         for use, by_bound in zip(uses, _bounds(timeline, uses), strict=True):
             ended = max(by_bound.values())
-            at = uses[ended - 1].at if ended else start - 1
+            index = uses[ended - 1].index if ended else start - 1
             bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.PHASE
             if _starts_at_use(timeline.plan):
-                at, bound = use.at, Bound.USE
-            elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : timeline.writer[use.gather.writes[0]]]):
+                index, bound = use.index, Bound.USE
+            elif any(op.kind is Kind.COMPUTE for op in ops[index + 1 : timeline.writer[use.gather.writes[0]]]):
                 bound = Bound.EARLIER
             if not use.is_kept_unsharded:
-                found[use.gather.writes[0]] = at, bound
-    return found
+                result[use.gather.writes[0]] = index, bound
+    return result
 
 
 def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The first position of each phase, and the one after its last."""
+    """Return the range of each phase: its first index, and the one after its last."""
     return (0, timeline.backward_start), (timeline.backward_start, len(timeline.ops))
 
 
@@ -132,7 +133,7 @@ def _starts_at_use(plan: Plan) -> bool:
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
-    """The gathers of one phase, each with the position after which it starts."""
+    """Return the gathers of one phase, each with the index after which it starts."""
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
@@ -140,7 +141,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
         if not use.is_kept_unsharded:
             ended = max(by_bound.values())
             shards = max(timeline.writer.get(read, earliest) for read in use.gather.reads)
-            earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
+            earliest = max(earliest, shards, uses[ended - 1].index if ended else earliest)
             starts.append((earliest, use.gather))
     return starts
 
@@ -150,36 +151,42 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     seen: set[str] = set()  # handles of buckets that are kept unsharded
     uses: list[_Use] = []
     reduced = 0
-    for at in range(start, stop):
-        op = timeline.ops[at]
+    for index in range(start, stop):
+        op = timeline.ops[index]
         for gather in [ahead[read] for read in op.reads if read in ahead]:
             if gather.writes[0] not in seen:
                 seen.add(gather.writes[0])
-                uses.append(_Use(at - 1, gather, True, 0))
+                uses.append(_Use(index - 1, gather, True, 0))
         if op.kind is Kind.REDUCE:
             reduced += timeline.wire_bytes(op)
         elif timeline.ends(op, Kind.GATHER):
             gather = timeline.launches[op.reads[0]]
-            uses.append(_Use(at, gather, False, reduced + timeline.wire_bytes(gather)))
+            uses.append(_Use(index, gather, False, reduced + timeline.wire_bytes(gather)))
             reduced = 0
     return uses
 
 
-def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
-    """The parameters that forward gathers for both phases, and values computed from them alone, with their gathers."""
-    if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
+def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Op]:
+    """Return the gathers that forward makes for both phases, by their parameters and by values computed from these
+    alone."""
+    if backward_start == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[backward_start:]):
         return {}
     launches = {
-        name: timeline.launches[timeline.ops[at].reads[0]]
-        for at, name, param in timeline.gathered
-        if at < border and param.kept_unsharded and not param.resident
+        name: timeline.launches[timeline.ops[index].reads[0]]
+        for index, name, param in timeline.gathered
+        if index < backward_start and param.kept_unsharded and not param.resident
     }
     made_from = gathered_from(timeline)
-    return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}
+    return {
+        name: launches[source] for name, sources in made_from.items() for source in sources[::-1] if source in launches
+    }
 
 
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
-    """For each bucket of a phase, how many of them must have been used before its gather starts, by what demands it."""
+    """Return, for each bucket of a phase, how many earlier buckets must have been used before its gather starts.
+
+    Each :class:`Bound` demands its own number; the largest one decides.
+    """
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:
@@ -199,9 +206,9 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
 
 
 def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
-    """For each gather in a sequence, how many of them must have ended before the gathers of its unit may start.
+    """Return, for each gather in a sequence, how many of them must have ended before the gathers of its unit may start.
 
-    That is up to the first one of the unit that computes while ``prefetch`` units are under way.
+    That is up to the first gather of the unit that computes while ``prefetch`` units are under way.
 
     >>> ended_units(["a", "a", "b", "b", "c"], prefetch=1)
     [0, 0, 1, 1, 3]
@@ -219,9 +226,9 @@ def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
 
 
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
-    """For each gather in a sequence, how many of them must have ended before it may start.
+    """Return, for each gather in a sequence, how many of them must have ended before it may start.
 
-    The smallest number for which the bytes in flight stay within ``bound``; one gather may always be in flight.
+    It is the smallest number for which the bytes in flight stay within ``bound``. One gather may always be in flight.
 
     >>> ended_before([4, 4, 4, 9, 1], bound=8)
     [0, 0, 1, 3, 4]
@@ -237,7 +244,7 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
 
 
 def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
-    """For each gather in a sequence, how many of them have ended at its latest start.
+    """Return, for each gather in a sequence, how many of them have ended at its latest start.
 
     The latest start is the last moment from which this gather and all later ones, one after the other on the wire, end
     before compute waits for them. A gather starts right after a wait, or before all of them.

@@ -1,7 +1,7 @@
 """Computes values of forward again in backward instead of saving them: ``Policy.recompute``.
 
-Backward reads values of forward. Those that can be computed again from others that it reads, or from fewer bytes, are
-not saved; their operations are copied right before the first operation of backward that needs them::
+Backward reads values of forward. A value is not saved if it can be computed again from other values that backward
+reads, or from fewer bytes. Its operations are copied right before the first operation of backward that needs them::
 
     compute h  <- x, w                      compute h  <- x, w
     compute a  <- h                         compute a  <- h
@@ -13,12 +13,12 @@ not saved; their operations are copied right before the first operation of backw
     compute gh <- g, a                      compute gh <- g, a_again
 
 What is saved is a minimum cut: the fewest bytes from which the rest can be computed again by cheap operations
-(``Op.cheap``). Values that view the same memory count once. Parameters count nothing, nor do inputs that backward reads
-anyway; other inputs do, since the caller may have dropped them.
+(``Op.cheap``). Values that view the same memory count once. Parameters count 0 bytes, as do inputs that backward reads
+anyway; other inputs count, since the caller may have dropped them.
 
-A copy may read a gathered parameter only while backward has it anyway, so that no gather starts earlier or for it, and
-none is freed later. The pass runs after all passes that place collectives: what it chooses depends on the shapes of
-inputs, the launches do not.
+A copy may read a gathered parameter only while backward has it anyway. So recomputing adds no gather, starts none
+earlier, and frees no parameter later. The pass runs after all passes that place collectives: its choice depends on the
+shapes of inputs, while launches must not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
-    """Computes again in backward what the policy allows, so that the fewest bytes are saved."""
+    """Compute again in backward what the policy allows, so that the fewest bytes are saved."""
     has_backward = timeline.backward_start < len(timeline.ops) - 1
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
@@ -55,8 +55,10 @@ def recompute(timeline: Timeline) -> Timeline:
 
 
 def saved_bytes(timeline: Timeline) -> int:
-    """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
-    gathers again, or must (``repair_fusion.py``)."""
+    """Return the bytes that forward computes or gathers and backward reads; each memory counts once.
+
+    Parameters that backward gathers again, or must (``fusion_repair.py``), do not count.
+    """
     dropped = regathered(timeline)
     forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
@@ -65,16 +67,18 @@ def saved_bytes(timeline: Timeline) -> int:
 
 @dataclass(frozen=True)
 class _Phases:
+    """A timeline of both phases, with what recomputing needs to know of it, each computed once."""
+
     timeline: Timeline
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """The values of forward, each with the position of its writer."""
-        return {name: at for name, at in self.timeline.writer.items() if at < self.timeline.backward_start}
+        """The values of forward, each with the index of its writer."""
+        return {name: index for name, index in self.timeline.writer.items() if index < self.timeline.backward_start}
 
     @cached_property
     def segments(self) -> Segments:
-        """The units, if only their borders are saved; otherwise nothing belongs to a unit."""
+        """The segments of forward, if some units save only their borders; otherwise nothing belongs to a unit."""
         if self.timeline.plan.recomputed:
             return segments(self.timeline)
         return Segments((), frozenset())
@@ -86,34 +90,35 @@ class _Phases:
 
     @cached_property
     def available(self) -> dict[str, range]:
-        """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
+        """The gathered parameters (values of forward), each with the indices at which backward has it anyway."""
         timeline = self.timeline
         last = last_reads(timeline, self.gathered)
-        found: dict[str, range] = {}
+        result: dict[str, range] = {}
         by_path: defaultdict[str, list[str]] = defaultdict(list)
-        for at, name, param in timeline.gathered:
+        for index, name, param in timeline.gathered:
             may_stay = param.resident or timeline.plan.may_serve_copies(param)
-            until = len(timeline.ops) if may_stay else last[name] + 1
-            if not timeline.ops[at].backward:
+            stop = len(timeline.ops) if may_stay else last[name] + 1
+            if not timeline.ops[index].backward:
                 by_path[param.path].append(name)
-                found[name] = range(at, until if param.kept_unsharded else 0)
+                result[name] = range(index, stop if param.kept_unsharded else 0)
             else:
-                found.update(dict.fromkeys(by_path[param.path], range(at, until)))
-        return found
+                result.update(dict.fromkeys(by_path[param.path], range(index, stop)))
+        return result
 
     @cached_property
     def read(self) -> dict[str, int]:
-        """The values of forward that computations of backward read, each with the position of the first."""
-        found: dict[str, int] = {}
-        for at, op in enumerate(self.timeline.ops[:-1]):
+        """The values of forward that computations of backward read, each with the index of the first reader."""
+        result: dict[str, int] = {}
+        for index, op in enumerate(self.timeline.ops[:-1]):
             for name in op.reads if op.backward and op.kind is Kind.COMPUTE else ():
                 if name in self.writer:
-                    found.setdefault(name, at)
-        return found
+                    result.setdefault(name, index)
+        return result
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The values whose memory is overwritten: they are read where they are read now."""
+        """The values whose memory is overwritten: they are saved, since what they were cannot be computed again
+        later."""
         return overwritten(self.timeline)
 
     @cached_property
@@ -126,7 +131,7 @@ class _Phases:
 
     @cached_property
     def kept_anyway(self) -> frozenset[str]:
-        """The inputs that are there in backward in any case: parameters, and what backward reads as it is."""
+        """The inputs that exist in backward in any case: parameters, and inputs that backward reads as they are."""
         read = {name for op in self.timeline.ops[:-1] if op.backward for name in op.reads}
         return frozenset(name for name, path in self.timeline.inputs.items() if path is not None or name in read)
 
@@ -135,9 +140,10 @@ class _Phases:
         """Lines of forward that backward computes again anyway."""
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
-    def may_repeat(self, at: int) -> bool:
-        op = self.timeline.ops[at]
-        unit = self.segments.unit_at[at] if at < len(self.segments.unit_at) else ROOT
+    def may_repeat(self, index: int) -> bool:
+        """Return whether backward may compute the operation at an index of forward again."""
+        op = self.timeline.ops[index]
+        unit = self.segments.unit_at[index] if index < len(self.segments.unit_at) else ROOT
         return (
             op.kind is Kind.COMPUTE
             and op.repeatable
@@ -151,39 +157,43 @@ class _Phases:
         )
 
     def may_read(self, name: str) -> bool:
-        """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
-        at = self.writer[name]
+        """Return whether backward has a derived value of forward anyway, or can compute it again from what it has."""
+        index = self.writer[name]
         if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
-        return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
+        return self.timeline.ops[index].kind is Kind.WAIT or name in self.read or self.may_repeat(index)
 
 
 def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
-    """The values of forward to compute again where backward needs them, each with the position of its writer."""
+    """Return the values of forward to compute again where backward needs them, each with the index of its writer."""
     nodes, made_from, wanted = _graph(phases, refused)
-    number = {memory: at for at, memory in enumerate(nodes)}
+    number = {memory: index for index, memory in enumerate(nodes)}
     outputs = {phases.timeline.memory(name) for name in phases.timeline.ops[-1].reads}
     nbytes = [0 if memory in phases.kept_anyway else phases.timeline.nbytes(memory) for memory in nodes]
-    endless = sum(nbytes) + 1
-    for at, memory in enumerate(nodes):
+    uncut = sum(nbytes) + 1
+    for index, memory in enumerate(nodes):
         if memory in outputs and memory in phases.writer and memory not in wanted:
-            nbytes[at] = endless  # the caller may overwrite its outputs, so save none that backward did not read
-    parents = [None if made is None else {number[memory] for memory in made} for made in map(made_from.get, nodes)]
+            nbytes[index] = uncut  # the caller may overwrite outputs: save only those that backward reads anyway
+    parents = [
+        None if sources is None else {number[memory] for memory in sources} for sources in map(made_from.get, nodes)
+    ]
     _, recomputed = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
-    computed = {nodes[at] for at in recomputed}
-    return {name: at for name, at in phases.writer.items() if _is_computed(phases, name, computed, number)}
+    computed = {nodes[index] for index in recomputed}
+    return {name: index for name, index in phases.writer.items() if _is_computed(phases, name, computed, number)}
 
 
 def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
-    if name in phases.gathered:  # derived: what backward reads is there, the rest can be computed
+    if name in phases.gathered:  # derived: backward has what it reads, and can compute the rest
         return name not in phases.read and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
     memory = phases.timeline.memory(name)
     return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing
 
 
 def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
-    """All memory that computing again may need, in the order of forward; for each, what it is made from, or None; and
-    what of it backward reads."""
+    """Return the memory that recomputing may need, what each is made from, and which of it backward reads.
+
+    The memory is in the order of forward. Memory that cannot be computed again is made from None.
+    """
     wanted = {
         phases.timeline.memory(name)
         for name in phases.read
@@ -197,11 +207,11 @@ def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set
         memory = todo.pop()
         if memory in made_from:
             continue
-        at = phases.writer.get(memory)
+        index = phases.writer.get(memory)
         made_from[memory] = None
         is_kept = memory in phases.segments.saved or memory in phases.fixed
-        if not is_kept and at is not None and at not in refused and phases.may_repeat(at):
-            reads = phases.timeline.ops[at].reads
+        if not is_kept and index is not None and index not in refused and phases.may_repeat(index):
+            reads = phases.timeline.ops[index].reads
             made_from[memory] = {phases.timeline.memory(read) for read in reads if read not in phases.gathered}
             todo += made_from[memory] or ()
     nodes = sorted(made_from, key=lambda memory: (phases.writer.get(memory, -1), memory))
@@ -211,22 +221,29 @@ def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set
 def cheapest_to_keep(
     nbytes: Sequence[int], made_from: Sequence[Collection[int] | None], wanted: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Chooses which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
+    """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
 
-    Among the choices of fewest bytes it takes the one that computes least again. That choice is unique, so that all
-    ranks make the same. ``made_from`` has None for values that cannot be computed again; ``wanted`` are needed.
+    Among the cuts of fewest bytes it takes the one that recomputes least. That cut is unique, so all ranks choose it.
+
+    Args:
+        nbytes: bytes of each value.
+        made_from: for each value, the values from which it can be computed again; None if it cannot.
+        wanted: the values that are needed.
+
+    Returns:
+        The values to keep, and the values to compute again.
 
     >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
     ({0}, {1, 2})
     """
-    # Value n is an edge of its bytes from node 2n to 2n + 1. Edges without a capacity are too large for any cut.
+    # Value n is an edge from node 2n to node 2n + 1, its bytes the capacity. No cut takes an edge without a capacity.
     network = nx.DiGraph()
     network.add_nodes_from(("start", "end"))
     for number, (size, sources) in enumerate(zip(nbytes, made_from, strict=True)):
         network.add_edge("start" if sources is None else 2 * number, 2 * number + 1, capacity=size)
         network.add_edges_from((2 * source + 1, 2 * number) for source in sources or ())
     network.add_edges_from((2 * number + 1, "end") for number in wanted)
-    # Of all minimum cuts networkx returns the one nearest to the end: all that can still reach it is behind the cut.
+    # Networkx returns the minimum cut that is nearest to the end: all nodes that can still reach it are behind the cut.
     _, (_, behind) = nx.minimum_cut(network, "start", "end", flow_func=boykov_kolmogorov)
     needed = {number for number in range(len(nbytes)) if 2 * number + 1 in behind}
     recomputed = {number for number in needed if 2 * number in behind}
@@ -234,7 +251,7 @@ def cheapest_to_keep(
 
 
 class _Placement:
-    """Puts the copies of a chain where backward first needs them."""
+    """Inserts the copies of a chain where backward first needs them."""
 
     def __init__(self, phases: _Phases, chain: Mapping[str, int]) -> None:
         self.phases = phases
@@ -243,16 +260,16 @@ class _Placement:
         self.values = dict(phases.timeline.values)
         self.refused: set[int] = set()
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
-        self.dropped: dict[str, str] = {}  # copy that another pass made later -> ours
+        self.dropped: dict[str, str] = {}  # copy that regather made -> our earlier copy of the same value
         self.full: defaultdict[str, list[str]] = defaultdict(list)  # parameter -> its gathered values in forward
         self.lines: dict[int, tuple[str, ...]] = {}  # line -> what it writes in forward
 
     def run(self) -> None:
-        """Put the copies; ``refused`` has the operations that would read a parameter that is not there."""
+        """Insert the recomputed operations. ``refused`` lists those that would read a parameter that has been freed."""
         timeline = self.phases.timeline
-        for at, op in enumerate(timeline.ops[:-1]):
+        for index, op in enumerate(timeline.ops[:-1]):
             if op.backward:
-                self._backward(at, op)
+                self._backward(index, op)
             else:
                 self._forward(op)
         self.ops.append(timeline.ops[-1])
@@ -265,7 +282,7 @@ class _Placement:
             for path, name in zip(op.params, op.writes, strict=True):
                 self.full[path].append(name)
 
-    def _backward(self, at: int, op: Op) -> None:
+    def _backward(self, index: int, op: Op) -> None:
         op = reads_renamed(op, self.dropped)
         let_views_follow(op, self.dropped, self.values)
         if self.phases.timeline.ends(op, Kind.GATHER):
@@ -274,18 +291,20 @@ class _Placement:
         elif op.repeated and op.kind is Kind.COMPUTE:
             originals = self.lines[op.source[0]]
             if originals[0] in self.names:
-                self.dropped.update((name, self.names[of]) for of, name in zip(originals, op.writes, strict=True))
+                self.dropped.update(
+                    (name, self.names[original]) for original, name in zip(originals, op.writes, strict=True)
+                )
                 return
-            self._copy_reads(at, op)
+            self._copy_reads(index, op)
             op = reads_renamed(op, self.names)
             self.names.update(zip(originals, op.writes, strict=True))
         elif op.kind is Kind.COMPUTE:
-            self._copy_reads(at, op)
+            self._copy_reads(index, op)
             op = reads_renamed(op, self.names)
         let_views_follow(op, self.names, self.values)
         self.ops.append(op)
 
-    def _copy_reads(self, at: int, op: Op) -> None:
+    def _copy_reads(self, index: int, op: Op) -> None:
         phases = self.phases
         for name in op.reads:
             if name not in self.chain or name in self.names:
@@ -294,5 +313,5 @@ class _Placement:
             self.ops += new
             for position in positions:
                 reads = phases.timeline.ops[position].reads
-                if any(at not in phases.available[full] for read in reads for full in phases.gathered.get(read, ())):
+                if any(index not in phases.available[full] for read in reads for full in phases.gathered.get(read, ())):
                     self.refused.add(position)

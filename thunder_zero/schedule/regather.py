@@ -13,8 +13,8 @@ backward. Backward gathers and computes again the values that it reads, right be
                                             compute wt_again  <- w_again
     compute gx  <- gy, wt                   compute gx  <- gy, wt_again
 
-The same holds within forward for a parameter with ``gather_per_unit``: if another unit has gathered since, its next use
-reads a new gather.
+Within forward, a parameter with ``gather_per_unit`` is gathered again, too: if another unit has gathered since, its
+next use reads a new gather.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import replace
 
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
-from thunder_zero.schedule.units import touches
+from thunder_zero.schedule.units import first_touches
 
 NOT_A_TENSOR = Value(0, "")
 
 
 def regather(timeline: Timeline) -> Timeline:
-    """Gathers a second time, for backward and for each unit of forward, the parameters that are not kept unsharded."""
+    """Gather again, for backward and for each unit of forward, the parameters that are not kept unsharded."""
     # Backward first: it copies originals, once for all readers.
     return _regathered_in_forward(_regathered_in_backward(timeline))
 
@@ -42,9 +42,9 @@ def _regathered_in_backward(timeline: Timeline) -> Timeline:
     values = dict(timeline.values)
     names: dict[str, str] = {}
     ops: list[Op] = []
-    for at, op in enumerate(timeline.ops[:-1]):
+    for index, op in enumerate(timeline.ops[:-1]):
         if op.backward:
-            for read in (*early.get(at, ()), *op.reads):
+            for read in (*early.get(index, ()), *op.reads):
                 ops += copies(timeline, read, chain, names, values, backward=True)[0]
             op = reads_renamed(op, names)
             let_views_follow(op, names, values)
@@ -53,18 +53,21 @@ def _regathered_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
-    """If only the borders of units are saved: the gathered parameters of a unit that backward needs, and its biases,
-    where backward comes to the unit. Independent of what will be computed again."""
+    """Return the gathered parameters that backward gathers where it comes to their unit, by the index of that place.
+
+    These are the parameters of units of which forward saves only the borders: those that backward needs, and biases.
+    The choice does not depend on what will be recomputed.
+    """
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
     needed = needed_in_backward(timeline, chain)
-    at = {unit: first for unit, first in touches(timeline).items() if unit in recomputed}
-    found: dict[int, list[str]] = {}
+    first = {unit: index for unit, index in first_touches(timeline).items() if unit in recomputed}
+    early: dict[int, list[str]] = {}
     for _, name, param in timeline.gathered:
-        if name in chain and param.unit in at and (name in needed or timeline.plan.may_serve_copies(param)):
-            found.setdefault(at[param.unit], []).append(name)
-    return found
+        if name in chain and param.unit in first and (name in needed or timeline.plan.may_serve_copies(param)):
+            early.setdefault(first[param.unit], []).append(name)
+    return early
 
 
 def _regathered_in_forward(timeline: Timeline) -> Timeline:
@@ -73,7 +76,7 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
     # value -> gathers of other units before it was written
-    born: dict[str, int] = {}
+    gathers_before: dict[str, int] = {}
     # unit -> gathers of other units before its latest copies, and the names of those copies
     copied: dict[str, tuple[int, dict[str, str]]] = {}
     gathers: Counter[str] = Counter()  # by unit
@@ -84,37 +87,39 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
             continue
         gathers.update(param.unit for param in timeline.params_of(op) if op.kind is Kind.GATHER)
         renamed: dict[str, str] = {}
-        of_units: dict[str, str] = {}
+        names_of_units: dict[str, str] = {}
         for read in op.reads:
             unit = unit_of.get(read)
-            if unit is None or (others := gathers.total() - gathers[unit]) == born[read]:
+            if unit is None or (other_gathers := gathers.total() - gathers[unit]) == gathers_before[read]:
                 continue
-            if unit not in copied or copied[unit][0] != others:
-                copied[unit] = others, {}
+            if unit not in copied or copied[unit][0] != other_gathers:
+                copied[unit] = other_gathers, {}
             names = copied[unit][1]
             ops += copies(timeline, read, chains[unit], names, values, backward=False)[0]
             renamed[read] = names[read]
-            of_units |= names
-        born |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
+            names_of_units |= names
+        gathers_before |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
         ops.append(reads_renamed(op, renamed))
-        let_views_follow(ops[-1], of_units, values)
+        let_views_follow(ops[-1], names_of_units, values)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """For each unit, forward's values (and handles) that derive from its ``gather_per_unit`` parameters alone, each
-    with the position of its writer."""
+    """Return, for each unit, forward's values (and handles) that derive only from its ``gather_per_unit`` parameters.
+
+    Each value has the index of its writer.
+    """
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
-    for name, at in regathered(timeline).items():
-        op = timeline.ops[at]
+    for name, index in regathered(timeline).items():
+        op = timeline.ops[index]
         units = {unit_of[read] for read in op.reads if read in unit_of}
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
             if param.gather_per_unit and not param.kept_unsharded:
                 units.add(param.unit)
         if len(units) == 1:
             (unit_of[name],) = units
-            chains.setdefault(unit_of[name], {})[name] = at
+            chains.setdefault(unit_of[name], {})[name] = index
     return chains
 
 
@@ -127,38 +132,51 @@ def copies(
     *,
     backward: bool,
 ) -> tuple[list[Op], list[int]]:
-    """Copies of the operations of ``chain`` that lead to ``value`` and have no copies in ``names`` yet, in order, and
-    the positions of what they copy. Adds the names of the copied values to ``names``, and their sizes to ``values``."""
+    """Copy the operations of ``chain`` that lead to ``value``, in order, unless ``names`` has copies of them already.
+
+    Adds the names of the copied values to ``names``, and their sizes to ``values``.
+
+    Args:
+        timeline: has the operations.
+        value: the value that is needed again.
+        chain: values that may be made again, each with the index of its writer.
+        names: maps values to the names of their copies.
+        values: sizes and dtypes.
+        backward: the phase of the copies.
+
+    Returns:
+        The copies, and the indices of the operations that they copy.
+    """
     if value not in chain or value in names:  # mostly
         return [], []
-    found: set[int] = set()
+    chosen: set[int] = set()
     needed = [value]
     while needed:
         name = needed.pop()
-        if name in chain and name not in names and chain[name] not in found:
-            found.add(chain[name])
+        if name in chain and name not in names and chain[name] not in chosen:
+            chosen.add(chain[name])
             needed += timeline.ops[chain[name]].reads
-    positions = sorted(found)
-    made = []
-    for at in positions:
-        op = timeline.ops[at]
+    positions = sorted(chosen)
+    copied = []
+    for index in positions:
+        op = timeline.ops[index]
         for name in op.writes:
             names[name] = _unused(f"{name}_again", values)
             values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
         writes = tuple(names[name] for name in op.writes)
-        made.append(replace(reads_renamed(op, names), writes=writes, backward=backward, repeated=True))
-    return made, positions
+        copied.append(replace(reads_renamed(op, names), writes=writes, backward=backward, repeated=True))
+    return copied, positions
 
 
 def reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
-    """The operation, reading the values of these names in place of the original ones."""
+    """Return the operation with other names of the values that it reads, if ``names`` has them."""
     if names.keys().isdisjoint(op.reads):  # mostly
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
 
 
 def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value]) -> None:
-    """Make what an operation writes as views of originals views of their copies, where it reads those."""
+    """Update the bases of what an operation writes: views of an original become views of the copy that it reads now."""
     memories = {(values[read].base if read in values else "") or read for read in op.reads}
     for name in op.writes:
         if name in values and names.get(values[name].base) in memories:

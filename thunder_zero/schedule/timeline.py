@@ -34,7 +34,7 @@ from thunder_zero.plan.params import Param, Plan
 
 
 class Kind(StrEnum):
-    """The kinds of operations."""
+    """What an operation does."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -79,22 +79,25 @@ class Op:
         writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value for each parameter; DEFER: a
             placeholder, which backward returns as the gradient (at run time it is None).
         params: paths of parameters. GATHER, REDUCE and WAIT: those that travel, in the order of ``reads`` of the launch
-            and of ``writes`` of the wait; FREE: the one whose memory it frees; DEFER: the one whose gradient it defers.
-        backward: whether it runs in the phase of backward.
-        repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
+            and of ``writes`` of the wait; FREE: the parameter whose memory it frees; DEFER: the parameter whose
+            gradient it defers.
+        backward: True if it runs in backward.
+        repeatable: COMPUTE only: True if running it twice gives equal values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
-        cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
+        cheap: COMPUTE only: True if it is repeatable at little cost: views, pointwise work, reductions of rows.
         updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
-        repeated: whether it is a copy that gathers or computes again what forward freed, or did not save.
-        source: positions of its lines in the lifted trace; several after bucketing. Lifted from lines that run: of its
-            line, and of the one that encodes what a launch sends, or decodes what a wait brings. FREE: ().
+        repeated: True if it is a copy that gathers or computes again what forward freed, or did not save.
+        source: indices of its lines in the lifted trace; a bucket has several, a FREE none. In a timeline that is
+            lifted from the traces that run, also the lines that encode what a launch sends, or decode what a wait
+            brings.
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
         over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of
-            another. Of a COMPUTE that is a collective of torch's tensor parallelism, or the wait for one: "tensor".
+            another REDUCE. A COMPUTE that is a collective of torch's tensor parallelism, or waits for one, has
+            "tensor".
         sends: COMPUTE only: bytes that this rank sends in such a collective.
-        moves: COMPUTE only: what such a collective does: "gather", "scatter", "all_reduce" or "all_to_all"; "" of the
-            wait for one.
+        moves: COMPUTE only: what such a collective does: "gather", "scatter", "all_reduce" or "all_to_all"; "" for the
+            wait.
     """
 
     kind: Kind
@@ -134,8 +137,8 @@ class Value:
     """The size and dtype of a value.
 
     Attributes:
-        nbytes: bytes of its elements (of a handle: of the result in flight).
-        dtype: name of its dtype, ``"float32"``; NUMBER of a number of Python.
+        nbytes: bytes of its elements; for a handle, of the result in flight.
+        dtype: name of its dtype, ``"float32"``; NUMBER for a Python number.
         base: the value whose memory it views; "" if it is not known to be a view.
     """
 
@@ -144,7 +147,7 @@ class Value:
     base: str = ""
 
     def copied(self, names: Mapping[str, str]) -> Value:
-        """The value of a copy, given the names of copied values: the copy of a view is a view of the copy."""
+        """Return the value of a copy, given the names of copied values: the copy of a view is a view of the copy."""
         return replace(self, base=names[self.base]) if self.base in names else self
 
 
@@ -168,7 +171,7 @@ class Timeline:
     gradients: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """A summary: the plan, and of each phase the operations by kind and the bytes that this rank sends."""
+        """Summarize the plan and, for each phase, the operations by kind and the bytes that this rank sends."""
         lines = [f"<Timeline: {len(self.ops)} operations, {self.plan!r}"]
         for phase in ("forward", "backward"):
             ops = [op for op in self.ops if op.backward is (phase == "backward")]
@@ -178,56 +181,61 @@ class Timeline:
 
     @cached_property
     def replicated(self) -> frozenset[str]:
-        """Inputs that are replicated parameters. Both phases may read them, so values that depend on them and on
-        gathered parameters alone can be computed again."""
+        """Inputs that are replicated parameters.
+
+        Both phases may read them, so values that depend only on them and on gathered parameters can be computed again.
+        """
         by_name = self.plan.by_name
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """Replicated inputs that operations read through a cast copy; each phase makes its own."""
+        """Replicated inputs that operations read through a cast copy; each phase makes its own copy."""
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
     def numbers(self) -> frozenset[str]:
-        """The values that are numbers of Python: sizes that differ from call to call, which backward may have."""
+        """The values that are Python numbers: sizes that differ from call to call, which backward may read."""
         return frozenset(name for name, value in self.values.items() if value.dtype == NUMBER)
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """The position of the operation that writes each value; inputs have none."""
-        return {name: at for at, op in enumerate(self.ops) for name in op.writes}
+        """The index of the operation that writes each value; inputs have none."""
+        return {name: index for index, op in enumerate(self.ops) for name in op.writes}
 
     @cached_property
     def derived(self) -> dict[str, int]:
-        """The values that depend on parameters alone (``derived.py``), each with the position of its writer."""
-        found: dict[str, int] = {}
-        without_data = {*self.replicated, *self.numbers}  # with derived values, and constants
-        for at, op in enumerate(self.ops):
+        """The values that depend on parameters alone (``derived.py``), each with the index of its writer."""
+        writers: dict[str, int] = {}
+        without_data = {*self.replicated, *self.numbers}  # and then constants and derived values
+        for index, op in enumerate(self.ops):
             if op.kind is Kind.COMPUTE:
                 if not op.repeatable or not without_data.issuperset(op.reads) or not self.numbers.isdisjoint(op.writes):
                     continue
-                is_derived = not found.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
+                is_derived = not writers.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
             elif self.ends(op, Kind.GATHER):
                 is_derived = True
             else:
                 continue
             without_data.update(op.writes)
             if is_derived:
-                found.update(dict.fromkeys(op.writes, at))
-        return found
+                writers.update(dict.fromkeys(op.writes, index))
+        return writers
 
     @cached_property
     def gathered(self) -> tuple[tuple[int, str, Param], ...]:
-        """The full parameters that gathers make, in order: the position of the WAIT, the value, the parameter."""
-        waits = ((at, op) for at, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
+        """The full parameters that gathers make, in order: the index of the WAIT, the value, the parameter."""
+        waits = ((index, op) for index, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
         return tuple(
-            (at, name, param) for at, op in waits for name, param in zip(op.writes, self.params_of(op), strict=True)
+            (index, name, param)
+            for index, op in waits
+            for name, param in zip(op.writes, self.params_of(op), strict=True)
         )
 
     @cached_property
     def backward_start(self) -> int:
-        """The number of operations of forward, without the return: backward's come after them."""
+        """The number of operations of forward, and so the index of the first one of backward; the return does not
+        count."""
         return sum(not op.backward for op in self.ops[:-1])
 
     @cached_property
@@ -237,47 +245,49 @@ class Timeline:
 
     @cached_property
     def collectives(self) -> dict[str, Op]:
-        """The operation that starts each collective, those of torch's tensor parallelism, too, by what it writes."""
+        """The operation that starts each collective, by the handle that it writes; includes torch's tensor
+        parallelism."""
         return {op.writes[0]: op for op in self.ops if op.launches}
 
     def ends(self, op: Op, kind: Kind) -> bool:
-        """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
+        """Return whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
-    def hands_on(self, op: Op) -> bool:
-        """Whether an operation is the WAIT for means that another reduction reads: those inside of a copy."""
+    def is_continued(self, op: Op) -> bool:
+        """Return whether an operation is the WAIT for means that another REDUCE reads: means inside one copy of the
+        model."""
         return self.ends(op, Kind.REDUCE) and (
             self.launches[op.reads[0]].over != self.plan.reduced_over(self.params_of(op)[0])[-1]
         )
 
     def continues(self, op: Op) -> bool:
-        """Whether an operation is a REDUCE that reads the means of another one."""
+        """Return whether an operation is a REDUCE that reads the means of another REDUCE."""
         return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
     def recomputes(self, op: Op) -> bool:
-        """Whether an operation computes again what forward did not save, apart from derived values."""
+        """Return whether an operation computes again what forward did not save; derived values do not count."""
         return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
-        """The value whose memory a value views, or itself."""
+        """Return the value whose memory a value views, or the value itself."""
         value = self.values.get(name)
         return value.base or name if value else name
 
     def nbytes(self, name: str) -> int:
-        """The bytes of a value's elements; 0 if it is not a tensor."""
+        """Return the bytes of a value's elements; 0 if it is not a tensor."""
         value = self.values.get(name)
         return value.nbytes if value else 0
 
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
-        """The same timeline with other operations (and further values)."""
+        """Return the timeline with other operations, and with additional values."""
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
 
     def params_of(self, op: Op) -> tuple[Param, ...]:
-        """The plans of the parameters that an operation moves or frees."""
+        """Return the parameters that an operation moves or frees."""
         return tuple(self.plan.by_name[path] for path in op.params)
 
     def bytes_sent(self, op: Op) -> int:
-        """Bytes that this rank sends for one operation."""
+        """Return the bytes that this rank sends in one operation."""
         if op.kind is Kind.GATHER:
             return sum(map(self.plan.gather_bytes, self.params_of(op)))
         if op.kind is Kind.REDUCE:
@@ -287,10 +297,11 @@ class Timeline:
         return op.sends
 
     def wire_bytes(self, op: Op) -> int:
-        """Bytes that the busiest rank sends, or receives, in one collective; every rank computes the same number.
+        """Return the bytes that the busiest rank sends or receives in one collective; every rank computes the same
+        number.
 
-        That is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and
-        averages most between the copies of a sharded model.
+        The busiest is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter,
+        and averages most between the copies of a sharded model.
         """
         return sum(self._busiest(op, param) for param in self.params_of(op))
 
@@ -304,33 +315,33 @@ class Timeline:
         return peers * rows * param.reduce_dtype.itemsize  # received: more than it sends
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
-        """How a launch sends a parameter, or its gradient."""
+        """Return how a launch sends a parameter, or its gradient."""
         plan = self.plan
         return plan.gather_encoding(param) if op.kind is Kind.GATHER else plan.reduce_encoding(param, op.over)
 
     def full_bytes(self, op: Op) -> int:
-        """Bytes of the full parameters, or of the full gradients, that an operation handles, or whose means."""
+        """Return the bytes of the full parameters, or of the full gradients, that an operation is about."""
         of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
         return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:
-    """The values whose memory an operation overwrites, or may overwrite: what they were cannot be read later."""
-    shares: dict[str, str] = {}  # value -> the first value that may have the same memory
+    """Return the values whose memory an operation overwrites, or may overwrite: they must not be read later."""
+    memory_of: dict[str, str] = {}  # value -> the first value that may have the same memory
     for op in timeline.ops:
         if op.work is Work.VIEW and op.reads:
-            shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
-    gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
-    return frozenset(gone.union(name for name, first in shares.items() if first in gone))
+            memory_of.update(dict.fromkeys(op.writes, memory_of.get(op.reads[0], op.reads[0])))
+    changed = {memory_of.get(name, name) for op in timeline.ops for name in op.updates}
+    return frozenset(changed.union(name for name, first in memory_of.items() if first in changed))
 
 
 class ScheduleError(Exception):
     """A timeline breaks a rule. The message names the operation, its parameters and the rule, in one sentence."""
 
 
-def fault(timeline: Timeline, at: int, rule: str) -> ScheduleError:
-    """The error for an operation that breaks a rule; ``rule`` goes on after its name."""
-    op = timeline.ops[at]
+def fault(timeline: Timeline, index: int, rule: str) -> ScheduleError:
+    """Return the error for the operation at ``index``; ``rule`` says in a message which rule it breaks."""
+    op = timeline.ops[index]
     names = op.params or op.writes or op.reads
     what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
-    return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")
+    return ScheduleError(f"op {index} ({op.kind} {what}) {rule}")

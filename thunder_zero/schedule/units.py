@@ -1,7 +1,7 @@
 """Divides forward between units, for ``Policy.recompute="units"``.
 
-An operation belongs to the unit whose parameters it reads. Between the last of one unit and the first of the next lies
-the border, where the fewest bytes are alive::
+An operation belongs to the unit whose parameters it reads. The border between two units lies between the last operation
+of one and the first of the next, where the fewest bytes are alive::
 
     compute h  <- x0, a.w          a
     compute x1 <- x0, h            a             x1 is alive at the border: it is saved
@@ -20,12 +20,13 @@ from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.timeline import Kind, Timeline, Work
 
-NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done again, but for derived values
+NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done again, except for derived values
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Operations of forward that read parameters of one unit, with no other unit's between: the first, the last."""
+    """Operations of forward that read parameters of one unit, with no other unit's between them: the first and the
+    last."""
 
     unit: str
     first: int
@@ -33,26 +34,27 @@ class Run:
 
 
 def runs(timeline: Timeline) -> list[Run]:
-    """The runs of forward, in order. They depend on the program alone, not on shapes."""
+    """Return the runs of forward, in order. They depend on the program alone, not on shapes."""
     units, number = _units_of_values(timeline), _numbers(timeline)
     readers: list[tuple[str, int]] = []
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.backward:
             break
         read = {unit for name in op.reads for unit in units.get(name, ())}
         if op.kind is Kind.COMPUTE and read and not all(name in units for name in op.writes):
-            readers.append((max(read, key=number.__getitem__), at))
-    grouped = [(unit, [at for _, at in run]) for unit, run in groupby(readers, key=lambda reader: reader[0])]
+            readers.append((max(read, key=number.__getitem__), index))
+    grouped = [(unit, [index for _, index in run]) for unit, run in groupby(readers, key=lambda reader: reader[0])]
     return [Run(unit, positions[0], positions[-1]) for unit, positions in grouped]
 
 
 def _numbers(timeline: Timeline) -> dict[str, int]:
-    """The units in the order of the module, the root first: an operation of several belongs to the last."""
-    return {ROOT: -1} | {unit: at for at, unit in enumerate(timeline.plan.units) if unit != ROOT}
+    """Number the units in the order of the module, the root first. An operation of several units belongs to the
+    last."""
+    return {ROOT: -1} | {unit: number for number, unit in enumerate(timeline.plan.units) if unit != ROOT}
 
 
 def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
-    """The values that no data has gone into, each with the units of its parameters; constants have none."""
+    """Return the values that do not depend on data, each with the units of its parameters; constants have none."""
     paths = {name: path for name, path in timeline.inputs.items() if path is not None}
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}
@@ -63,9 +65,12 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
     return units
 
 
-def touches(timeline: Timeline) -> dict[str, int]:
-    """For each unit but the root, where backward first reads a value of forward that is computed in one of its runs, or
-    one of its parameters that backward gathers again."""
+def first_touches(timeline: Timeline) -> dict[str, int]:
+    """Return, for each unit but the root, the index where backward first needs it.
+
+    There backward reads a value of forward that one of the unit's runs computes, or a parameter of the unit that it
+    gathers again.
+    """
     of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
     unit_of = {name: unit for unit, ops in of_runs for op in ops for name in op.writes}
     units = _units_of_values(timeline)
@@ -73,19 +78,20 @@ def touches(timeline: Timeline) -> dict[str, int]:
     of_parameters = units.keys() & regathered(timeline).keys()
     unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in of_parameters}
     first: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops[:-1]):
+    for index, op in enumerate(timeline.ops[:-1]):
         for name in op.reads if op.backward else ():
             if unit := unit_of.get(name, ROOT):
-                first.setdefault(unit, at)
+                first.setdefault(unit, index)
     return first
 
 
 def backward_ends(timeline: Timeline) -> dict[str, int]:
-    """For each unit but the root, where backward launches, or defers, the last of its gradients; in that order."""
+    """Return, for each unit but the root, the index where backward launches, or defers, the last of its gradients; in
+    order."""
     last: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind in (Kind.REDUCE, Kind.DEFER) and not timeline.continues(op):
-            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
+            last.update((param.unit, index) for param in timeline.params_of(op) if param.unit != ROOT)
     return dict(sorted(last.items(), key=lambda end: end[1]))
 
 
@@ -94,7 +100,7 @@ class Segments:
     """Forward, cut at the borders between runs.
 
     Attributes:
-        unit_at: for each operation of forward, its unit; the root for units that are not computed again whole.
+        unit_at: for each operation of forward, its unit; the root for units that are not recomputed whole.
         saved: the memory that is alive at the borders and that units have computed.
     """
 
@@ -103,15 +109,18 @@ class Segments:
 
 
 def segments(timeline: Timeline) -> Segments:
-    """Cuts forward between units where the fewest bytes are alive; among equals, as early as possible."""
-    found = runs(timeline)
+    """Cut forward between units where the fewest bytes are alive; among equal places, as early as possible."""
+    runs_of_forward = runs(timeline)
     derived, border = timeline.derived, timeline.backward_start
     lives = {memory: life for memory, life in lifetimes(timeline, border).items() if memory not in derived}
     alive = bytes_alive(timeline, {memory: life[1:] for memory, life in lives.items()})  # before each operation
-    cuts = [min(range(a.last + 1, b.first + 1), key=alive.__getitem__) for a, b in pairwise(found)]
+    cuts = [
+        min(range(before.last + 1, after.first + 1), key=alive.__getitem__)
+        for before, after in pairwise(runs_of_forward)
+    ]
     ends = [*cuts, border]
     unit_at: list[str] = []
-    for run, end in zip(found, ends, strict=False):
+    for run, end in zip(runs_of_forward, ends, strict=False):
         unit_at += [run.unit if run.unit in timeline.plan.recomputed else ROOT] * (end - len(unit_at))
     saved = {
         memory

@@ -1,8 +1,8 @@
-"""Proves that a timeline is right: after each pass, after the last one, and before it runs.
+"""Proves that a timeline is right: after each pass, after the last pass, and before it runs.
 
-These are ``check_pass``, ``check_schedule`` and ``check``. Each raises on the first rule that a timeline breaks; each
-rule is one function below. They read sizes and orders only, in near-linear time. ``verify_in_flight.py`` has the rules
-of what is under way at once, ``verify_recompute.py`` those of computing again.
+The three proofs are ``check_pass``, ``check_schedule`` and ``check``. Each raises for the first rule that a timeline
+breaks; each rule is one function below. They read only sizes and orders, in near-linear time. ``verify_in_flight.py``
+has the rules of what is in flight at once, ``verify_recompute.py`` the rules of recomputing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """What ``tz.traces_of`` returns, of which this room, which knows no Thunder, needs the timeline alone."""
+    """An object with a timeline, such as ``tz.traces_of`` returns; this room knows no Thunder, and needs nothing else
+    of it."""
 
     @property
     def timeline(self) -> Timeline:
@@ -31,12 +32,12 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
     """Prove that the timeline of the traces that run is right.
 
     Args:
-        timeline: what to prove, or the ``Traces`` that ``tz.traces_of`` or ``tz.trace`` returns, which have it.
+        timeline: what to prove; or ``Traces``, as ``tz.traces_of`` and ``tz.trace`` return them, which have a timeline.
         trained: paths of the parameters whose gradients backward must return.
 
     Raises:
-        ScheduleError: the first rule that does not hold.
-        TypeError: it is neither.
+        ScheduleError: a rule does not hold; the message names the first one.
+        TypeError: ``timeline`` is neither a timeline nor traces.
     """
     if isinstance(timeline, HasTimeline):
         timeline = timeline.timeline
@@ -50,8 +51,8 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
     """Prove that a pass did nothing wrong; the gathers of backward and the frees may still be missing.
 
-    Each operation of ``lifted``, the timeline before the first pass, must occur exactly once, every operation must read
-    the same values, up to copies, and backward must return the same gradients.
+    Each operation of ``lifted``, the timeline before the first pass, must occur exactly once. Every operation must read
+    the values that it read there, or copies of them, and backward must return the same gradients.
     """
     _check_communication(timeline)
     _check_same(timeline, lifted)
@@ -94,150 +95,157 @@ def _check_lifetimes(timeline: Timeline) -> None:
 
 
 def _check_order(timeline: Timeline) -> None:
-    """The return is last, backward follows forward, and each value is written once, before it is read."""
+    """Check that the return is last, backward follows forward, and each value is written once, before it is read."""
     ops = timeline.ops
     if not ops or ops[-1].kind is not Kind.COMPUTE or ops[-1].writes:
         raise ScheduleError(f"op {len(ops) - 1} is last, but it is not the return: a compute that writes nothing")
     written: dict[str, int] = {}
     first_read: dict[str, int] = {}
     backward = False
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if unknown := [path for path in op.params if path not in timeline.plan.by_name]:
-            raise fault(timeline, at, f"names {unknown[0]}, which is not a parameter of the plan")
+            raise fault(timeline, index, f"names {unknown[0]}, which is not a parameter of the plan")
         if backward and not op.backward:
-            raise fault(timeline, at, "belongs to forward, but comes after operations of backward")
+            raise fault(timeline, index, "belongs to forward, but comes after operations of backward")
         backward = op.backward
         for name in op.reads:
-            first_read.setdefault(name, at)
+            first_read.setdefault(name, index)
         for name in op.writes:
             if name in written:
-                raise fault(timeline, at, f"writes {name}, which op {written[name]} already wrote")
+                raise fault(timeline, index, f"writes {name}, which op {written[name]} already wrote")
             if name in first_read:
-                raise fault(timeline, at, f"writes {name} after op {first_read[name]} has read it")
-            written[name] = at
+                raise fault(timeline, index, f"writes {name} after op {first_read[name]} has read it")
+            written[name] = index
 
 
 def _check_inputs(timeline: Timeline) -> None:
-    """Each tensor is an input or written by an operation."""
-    there = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
-    for at, op in enumerate(timeline.ops):
+    """Check that each tensor is an input or written by an operation."""
+    available = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
+    for index, op in enumerate(timeline.ops):
         if inputs := [name for name in op.writes if name in timeline.inputs]:
-            raise fault(timeline, at, f"writes {inputs[0]}, which is an input")
-        if missing := [name for name in op.reads if name in timeline.values and name not in there]:
-            raise fault(timeline, at, f"reads {missing[0]}, which is neither an input nor written by any operation")
+            raise fault(timeline, index, f"writes {inputs[0]}, which is an input")
+        if missing := [name for name in op.reads if name in timeline.values and name not in available]:
+            raise fault(timeline, index, f"reads {missing[0]}, which is neither an input nor written by any operation")
 
 
 def _check_launches(timeline: Timeline) -> None:
-    """A bucket holds shards or gradients of one dtype and kind, within the size limit; only gathers read shards."""
+    """Check that a bucket holds shards or gradients of one dtype and kind, within the size limit; only gathers read
+    shards."""
     by_name = timeline.plan.by_name
     shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind in LAUNCHES:
-            _check_bucket(timeline, at, op)
-            _check_axis(timeline, at, op)
+            _check_bucket(timeline, index, op)
+            _check_axis(timeline, index, op)
         if op.kind is Kind.GATHER:
-            _check_gather(timeline, at, op, shards)
-    for at, op in enumerate(timeline.ops):
+            _check_gather(timeline, index, op, shards)
+    for index, op in enumerate(timeline.ops):
         if op.kind is Kind.COMPUTE and op.writes and (used := [name for name in op.reads if name in shards]):
-            raise fault(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
+            raise fault(timeline, index, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
 
 
-def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
+def _check_bucket(timeline: Timeline, index: int, op: Op) -> None:
     if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
-        raise fault(timeline, at, "must read one value for each of its parameters, and write one handle")
+        raise fault(timeline, index, "must read one value for each of its parameters, and write one handle")
     params = timeline.params_of(op)
     limit = timeline.plan.sizes.bucket_bytes
     if not all(name in timeline.values for name in (*op.reads, *op.writes)):
-        raise fault(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
+        raise fault(timeline, index, "reads or writes a value whose bytes and dtype are unknown")
     read = [timeline.values[name].dtype for name in op.reads]
     if len({*zip(read, (timeline.travels_as(op, param) for param in params), strict=True)}) > 1:
-        raise fault(timeline, at, "mixes dtypes or formats in one bucket")
+        raise fault(timeline, index, "mixes dtypes or formats in one bucket")
     if len({(param.sharded, param.resident) for param in params}) > 1:
-        raise fault(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
+        raise fault(timeline, index, "mixes sharded, resident and replicated parameters in one bucket")
     if op.kind is Kind.REDUCE and len({timeline.plan.reduced_over(param) for param in params}) > 1:
-        raise fault(timeline, at, "mixes gradients that are reduced over different axes in one bucket")
+        raise fault(timeline, index, "mixes gradients that are reduced over different axes in one bucket")
     if len(params) > 1 and timeline.full_bytes(op) > limit:
-        raise fault(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+        raise fault(timeline, index, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
 
 
-def _check_axis(timeline: Timeline, at: int, op: Op) -> None:
-    """Gathers are inside of a copy of the model. Reductions go over the axes of the plan, one after the other, each
-    over the means of the one before."""
+def _check_axis(timeline: Timeline, index: int, op: Op) -> None:
+    """Check that a launch goes over the right axis of the mesh.
+
+    Gathers stay inside a copy of the model. Reductions go over the axes of the plan, one after the other, and each
+    reads the means of the one before.
+    """
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
         axes = (SHARD,) if op.kind is Kind.GATHER else timeline.plan.reduced_over(param)
         if op.over not in axes:
-            raise fault(timeline, at, f"goes over {op.over!r}; the plan has {' and then '.join(map(repr, axes))}")
+            raise fault(timeline, index, f"goes over {op.over!r}; the plan has {' and then '.join(map(repr, axes))}")
         writer = timeline.ops[timeline.writer[name]] if name in timeline.writer else None
         before = timeline.launches[writer.reads[0]] if writer and timeline.ends(writer, Kind.REDUCE) else None
         needs = axes[: axes.index(op.over)][-1:]
         if needs != ((before.over,) if before else ()):
             what = f"the means over {needs[0]!r}" if needs else "a gradient that nothing has averaged"
-            raise fault(timeline, at, f"goes over {op.over!r} and must read {what} of {param.path}, not {name}")
+            raise fault(timeline, index, f"goes over {op.over!r} and must read {what} of {param.path}, not {name}")
         if writer and before and writer.params[writer.writes.index(name)] != param.path:
-            raise fault(timeline, at, f"averages {name} as {param.path}, but it is another parameter's mean")
+            raise fault(timeline, index, f"averages {name} as {param.path}, but it is another parameter's mean")
 
 
-def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]) -> None:
+def _check_gather(timeline: Timeline, index: int, op: Op, shards: Mapping[str, str]) -> None:
     if not timeline.params_of(op)[0].sharded:
-        raise fault(timeline, at, "gathers a replicated parameter, which every rank has in full")
+        raise fault(timeline, index, "gathers a replicated parameter, which every rank has in full")
     for name, path in zip(op.reads, op.params, strict=True):
         if shards.get(name) != path:
             what = f"the shard of {shards[name]}" if name in shards else "not a shard"
-            raise fault(timeline, at, f"gathers {name} as {path}, but it is {what}")
+            raise fault(timeline, index, f"gathers {name} as {path}, but it is {what}")
 
 
 def _check_waits(timeline: Timeline) -> None:
-    """Exactly one wait ends each launch, after it and in the same phase, and only waits read handles."""
+    """Check that exactly one wait ends each launch, later in the same phase, and that only waits read handles."""
     under_way: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind is Kind.WAIT:
             launched = under_way.pop(op.reads[0], None) if len(op.reads) == 1 else None
             if launched is None:
-                raise fault(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
+                raise fault(timeline, index, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
             launch = timeline.ops[launched]
             if op.params != launch.params or len(op.writes) != len(op.params):
-                raise fault(timeline, at, f"waits for other parameters than op {launched} launched")
+                raise fault(timeline, index, f"waits for other parameters than op {launched} launched")
             if op.backward != launch.backward:
-                raise fault(timeline, at, f"waits in backward for what op {launched} launched in forward")
+                raise fault(timeline, index, f"waits in backward for what op {launched} launched in forward")
         elif handles := [name for name in op.reads if name in timeline.launches]:
-            raise fault(timeline, at, f"reads {handles[0]}, a handle that only a wait may read")
+            raise fault(timeline, index, f"reads {handles[0]}, a handle that only a wait may read")
         if op.kind in LAUNCHES:
-            under_way[op.writes[0]] = at
+            under_way[op.writes[0]] = index
     for launched in under_way.values():
         raise fault(timeline, launched, "is never waited for")
 
 
 def _check_reductions(timeline: Timeline) -> None:
-    """Backward reduces each gradient of a trainable parameter at most once over an axis, or defers all of them to a
-    later one."""
+    """Check that backward reduces each gradient at most once over an axis, or defers all gradients to a later
+    backward."""
     verbs = {Kind.REDUCE: ("reduces", "reduced"), Kind.DEFER: ("defers", "deferred")}
     handled: dict[tuple[str, str], int] = {}
     first: tuple[Kind, int] | None = None
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind not in verbs:
             continue
         verb, past = verbs[op.kind]
-        first = first or (op.kind, at)
+        first = first or (op.kind, index)
         if op.kind is not first[0]:
-            raise fault(timeline, at, f"{verb} a gradient, but op {first[1]} {verbs[first[0]][0]} one")
+            raise fault(timeline, index, f"{verb} a gradient, but op {first[1]} {verbs[first[0]][0]} one")
         if not op.backward:
-            raise fault(timeline, at, f"{verb} a gradient in forward")
+            raise fault(timeline, index, f"{verb} a gradient in forward")
         for param in timeline.params_of(op):
             if not param.requires_grad:
-                raise fault(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
+                raise fault(timeline, index, f"{verb} a gradient of {param.path}, which is frozen")
             key = param.path, op.over
             if key in handled:
-                raise fault(timeline, at, f"{verb} {param.path}, which op {handled[key]} already {past}")
-            handled[key] = at
+                raise fault(timeline, index, f"{verb} {param.path}, which op {handled[key]} already {past}")
+            handled[key] = index
 
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
-    """Backward returns every reduced gradient (the mean) as the gradient of its own parameter, and nothing else as the
-    gradient of a parameter; a deferred gradient has a placeholder that is returned in the same way."""
+    """Check that backward returns every reduced gradient (the mean) as the gradient of its own parameter, and nothing
+    else.
+
+    A deferred gradient has a placeholder, which is returned in its place.
+    """
     means = {
-        (path, name): at
-        for at, op in enumerate(timeline.ops)
-        if (timeline.ends(op, Kind.REDUCE) and not timeline.hands_on(op)) or op.kind is Kind.DEFER
+        (path, name): index
+        for index, op in enumerate(timeline.ops)
+        if (timeline.ends(op, Kind.REDUCE) and not timeline.is_continued(op)) or op.kind is Kind.DEFER
         for path, name in zip(op.params, op.writes, strict=True)
     }
     read = set(timeline.ops[-1].reads)
@@ -254,58 +262,62 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
         if name not in read:
             raise ScheduleError(f"backward's return does not read {name}, the gradient of {path}")
         returned.add(path)
-    for (path, name), at in means.items():
+    for (path, name), index in means.items():
         if path not in returned:
-            what = "ends the reduction of" if timeline.ops[at].kind is Kind.WAIT else "defers the gradient of"
-            raise fault(timeline, at, f"{what} {path}, but {name} is not returned as its gradient")
+            what = "ends the reduction of" if timeline.ops[index].kind is Kind.WAIT else "defers the gradient of"
+            raise fault(timeline, index, f"{what} {path}, but {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
 
 
 def _check_copies(timeline: Timeline) -> None:
-    """Only gathers, their waits and repeatable computations have copies."""
-    for at, op in enumerate(timeline.ops):
+    """Check that only gathers, their waits and repeatable computations have copies."""
+    for index, op in enumerate(timeline.ops):
         if op.repeated and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
-            raise fault(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
+            raise fault(
+                timeline, index, "is done again, but is neither a gather, its wait nor a repeatable computation"
+            )
 
 
 def _check_frees(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last: Mapping[str, int]) -> None:
-    """Each free ends a gathered parameter, once, after the last read of it or of a view of it."""
+    """Check that each free ends a gathered parameter, once, after the last read of it or of a view of it."""
     freed: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind is not Kind.FREE:
             continue
         gathered = _gathered(timeline, made_from, op)
         if gathered is None or timeline.params_of(op)[0].resident:
-            raise fault(timeline, at, "frees memory that is not a gathered parameter's")
+            raise fault(timeline, index, "frees memory that is not a gathered parameter's")
         if gathered in freed:
-            raise fault(timeline, at, f"frees {gathered}, which op {freed[gathered]} already freed")
-        if last[gathered] > at:
-            raise fault(timeline, at, f"frees {gathered}, but op {last[gathered]} still reads it or a view of it")
-        freed[gathered] = at
+            raise fault(timeline, index, f"frees {gathered}, which op {freed[gathered]} already freed")
+        if last[gathered] > index:
+            raise fault(timeline, index, f"frees {gathered}, but op {last[gathered]} still reads it or a view of it")
+        freed[gathered] = index
 
 
 def _check_ends(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last: Mapping[str, int]) -> None:
-    """Every gathered parameter is freed right after its last use, unless it is resident or forward returns it."""
+    """Check that every gathered parameter is freed right after its last use, unless it is resident or forward returns
+    it."""
     freed: set[str | None] = set()
-    before = -1  # position of the latest operation that is not a FREE
-    for at, op in enumerate(timeline.ops):
+    latest_use = -1  # index of the latest operation that is not a FREE
+    for index, op in enumerate(timeline.ops):
         if op.kind is not Kind.FREE:
-            before = at
+            latest_use = index
             continue
         gathered = _gathered(timeline, made_from, op)
-        if gathered is not None and last[gathered] < before:
-            raise fault(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
+        if gathered is not None and last[gathered] < latest_use:
+            raise fault(timeline, index, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
         freed.add(gathered)
     returns = (op for op in timeline.ops if op.kind is Kind.COMPUTE and not op.writes)
     escaped = {name for op in returns for read in op.reads for name in made_from.get(read, ())}
-    for at, name, param in timeline.gathered:
+    for index, name, param in timeline.gathered:
         if name not in freed and name not in escaped and not param.resident:
-            raise fault(timeline, at, f"gathers {param.path} as {name}, which is never freed")
+            raise fault(timeline, index, f"gathers {param.path} as {name}, which is never freed")
 
 
 def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: Op) -> str | None:
-    """The gathered value whose memory a FREE releases: the one that it reads, or that this was computed from."""
+    """Return the gathered value whose memory a FREE releases: the one that it reads, or from which that was
+    computed."""
     if not len(free.reads) == len(free.params) == 1:
         return None
     for name in made_from.get(free.reads[0], ()):
@@ -316,65 +328,69 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
 
 
 def _check_regathered(timeline: Timeline) -> None:
-    """A gather serves both phases (kept unsharded), or one; with ``gather_per_unit`` forward may have several."""
+    """Check that a gather serves both phases (kept unsharded) or one; with ``gather_per_unit`` forward may have
+    several."""
     gathered: dict[tuple[str, bool], int] = {}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
             phase = (param.path, op.backward and not param.kept_unsharded)
             if phase in gathered and (op.backward or param.kept_unsharded or not param.gather_per_unit):
                 why = "is kept unsharded" if param.kept_unsharded else "needs one gather in each phase"
-                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
-            gathered[phase] = at
+                raise fault(timeline, index, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
+            gathered[phase] = index
 
 
 def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
-    """Backward gathers what its own operations read, and nothing for the sake of what it computes again, but for biases
-    of units if only their borders are saved."""
+    """Check that backward gathers only what its own operations read, and nothing for recomputed operations.
+
+    Biases of units that save only their borders are an exception.
+    """
     before = replace(lifted, plan=timeline.plan)
     needed = needed_in_backward(before, regathered(before))
     read = {param.path for _, name, param in before.gathered if name in needed}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER and op.backward else ():
             if param.path not in read and not timeline.plan.may_serve_copies(param):
-                raise fault(timeline, at, f"gathers {param.path} in backward, which only copies read")
+                raise fault(timeline, index, f"gathers {param.path} in backward, which only copies read")
 
 
 def _check_saved(timeline: Timeline) -> None:
-    """Backward reads no derived value of forward, unless its parameters are kept unsharded."""
+    """Check that backward reads no derived value of forward, unless its parameters are kept unsharded."""
     crossing = regathered(timeline)
-    for at, op in enumerate(timeline.ops[:-1]):
+    for index, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
             raise fault(
-                timeline, at, f"reads forward's {saved[0]}, which depends on parameters that backward gathers again"
+                timeline, index, f"reads forward's {saved[0]}, which depends on parameters that backward gathers again"
             )
 
 
 def _check_same(timeline: Timeline, lifted: Timeline) -> None:
-    """Every lifted operation occurs once; all of them, and all copies, read the values that the lifted ones read."""
+    """Check that every lifted operation occurs once, and reads the values that it read when it was lifted, or copies of
+    them."""
     originals = {op.source[0]: op for op in lifted.ops}
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[int] = set()
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if _is_untouched(op, originals, seen) and canonical.keys().isdisjoint(op.reads):
             seen.update(op.source)
             continue
-        for part in _parts(timeline, at, op) if op.kind is not Kind.FREE else ():
+        for part in _parts(timeline, index, op) if op.kind is not Kind.FREE else ():
             (source,) = part.source
             original = originals.get(source)
             if original is None or not _is_copy(part, original):
-                raise fault(timeline, at, f"differs from position {source} of the lifted trace")
+                raise fault(timeline, index, f"differs from position {source} of the lifted trace")
             if op.repeated:
                 canonical.update(zip(part.writes, original.writes, strict=True))
             elif source in seen:
-                raise fault(timeline, at, f"runs position {source} of the lifted trace twice")
+                raise fault(timeline, index, f"runs position {source} of the lifted trace twice")
             elif op.backward != original.backward:
-                raise fault(timeline, at, f"is in a different phase than position {source} of the lifted trace")
+                raise fault(timeline, index, f"is in a different phase than position {source} of the lifted trace")
             elif op.kind not in LAUNCHES and part.writes != original.writes:
-                raise fault(timeline, at, f"writes other values than position {source} of the lifted trace")
+                raise fault(timeline, index, f"writes other values than position {source} of the lifted trace")
             else:
                 seen.add(source)
             if op.kind is not Kind.WAIT and tuple(canonical.get(name, name) for name in part.reads) != original.reads:
-                raise fault(timeline, at, f"reads other values than position {source} of the lifted trace")
+                raise fault(timeline, index, f"reads other values than position {source} of the lifted trace")
     if lost := sorted(originals.keys() - seen):
         what = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
         raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is missing")
@@ -383,11 +399,13 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
 
 
 def _is_untouched(op: Op, originals: Mapping[int, Op], seen: Collection[int]) -> bool:
-    """Whether an operation is one of the lifted timeline itself, as most are, and occurs for the first time."""
+    """Return whether an operation is an unchanged one of the lifted timeline, as most are, and occurs for the first
+    time."""
     return len(op.source) == 1 and originals.get(op.source[0]) is op and op.source[0] not in seen
 
 
 def _is_copy(op: Op, original: Op) -> bool:
+    """Return whether an operation does what a lifted one does, whatever values it reads."""
     same = (op.kind, op.params, op.repeatable, op.over) == (
         original.kind,
         original.params,
@@ -397,14 +415,14 @@ def _is_copy(op: Op, original: Op) -> bool:
     return same and len(op.writes) == len(original.writes)
 
 
-def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
-    """The operations before bucketing that this one was merged from: one for each parameter."""
+def _parts(timeline: Timeline, index: int, op: Op) -> Iterator[Op]:
+    """Yield the operations before bucketing from which one operation was merged: one for each parameter."""
     if len(op.source) == 1:
         yield op
         return
     if op.kind is Kind.COMPUTE or not 0 < len(op.source) == len(op.params):
         raise fault(
-            timeline, at, "must come from one line of the trace, or for a bucket from one line for each parameter"
+            timeline, index, "must come from one line of the trace, or for a bucket from one line for each parameter"
         )
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
         reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)

@@ -1,7 +1,7 @@
 """Proves that what is in flight stays within the plan's sizes: bytes, and units ahead.
 
 In: a timeline. Out: nothing, or a ScheduleError. ``verify.py`` calls :func:`check_in_flight` in each of its proofs, and
-:func:`check_making` in that of the schedule, before fusion. With ``in_flight_bytes`` = 100::
+:func:`check_making` in the proof of the schedule, before fusion. With ``in_flight_bytes`` = 100::
 
     gather  a <- t_a     60 bytes
     gather  b <- t_b     60 bytes         refused: 120 are in flight, and b's wait does not come at once
@@ -18,20 +18,22 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:
-    """Prove that gathers in flight, and reductions in flight, stay within the bounds. A single one may exceed them, and
-    so may one that is waited for immediately."""
+    """Prove that gathers in flight, and reductions in flight, stay within the bounds.
+
+    A single launch may exceed them, and so may a launch that is waited for immediately.
+    """
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
     under_way: Counter[Kind] = Counter()
     launches: Counter[Kind] = Counter()
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind in LAUNCHES:
             size = timeline.full_bytes(op)
             under_way[op.kind] += size
             launches[op.kind] += size > 0
-            is_awaited = timeline.ops[at + 1].reads == op.writes
+            is_awaited = timeline.ops[index + 1].reads == op.writes
             if not is_awaited and size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
-                raise fault(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
+                raise fault(timeline, index, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
         elif op.kind is Kind.WAIT:
             kind = timeline.launches[op.reads[0]].kind
             under_way[kind] -= timeline.full_bytes(op)
@@ -39,8 +41,11 @@ def check_in_flight(timeline: Timeline) -> None:
 
 
 def _check_ahead(timeline: Timeline) -> None:
-    """At most ``Sizes.prefetch`` units, one at least, are ahead: until a gather of theirs has ended, or a parameter is
-    read that forward gathered for backward. What is waited for immediately does not count."""
+    """Check that at most ``Sizes.prefetch`` units, but at least one, are gathered ahead.
+
+    A unit is ahead until one of its gathers has ended, or a parameter is read that forward gathered for backward. A
+    gather that is waited for immediately does not count.
+    """
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
@@ -48,18 +53,18 @@ def _check_ahead(timeline: Timeline) -> None:
     in_flight: Counter[str] = Counter()  # gathers by unit
     begun: set[str] = set()  # units that compute, or did
     latest, launched = "", None
-    for at, op in enumerate(timeline.ops):
-        if at == timeline.backward_start:
+    for index, op in enumerate(timeline.ops):
+        if index == timeline.backward_start:
             begun.clear()
         if op.kind is Kind.GATHER and timeline.full_bytes(op):
-            unit, launched = timeline.params_of(op)[0].unit, at
+            unit, launched = timeline.params_of(op)[0].unit, index
             if not in_flight[unit] and unit != latest:
                 begun.discard(unit)
             in_flight[unit] += 1
             continue
         ends = timeline.ends(op, Kind.GATHER) and timeline.full_bytes(op) > 0
-        of_read = (unit_of[read] for read in op.reads if read in unit_of)
-        units = dict.fromkeys([timeline.params_of(op)[0].unit] if ends else of_read)
+        units_of_reads = (unit_of[read] for read in op.reads if read in unit_of)
+        units = dict.fromkeys([timeline.params_of(op)[0].unit] if ends else units_of_reads)
         if launched is not None:
             is_awaited = op.reads == timeline.ops[launched].writes
             ahead = in_flight.keys() - begun - (units.keys() if is_awaited or not ends else set())
@@ -76,28 +81,31 @@ def _check_ahead(timeline: Timeline) -> None:
 
 
 def check_making(timeline: Timeline) -> None:
-    """Prove that full gradients in flight, and those that are being made for the next reductions, stay within the
-    bound, unless nothing is in flight while they are made; and so do they with gathers that start ahead, unless only
-    reductions of the last ``Sizes.prefetch`` units are in flight. Holds before fusion only: a fuser makes several
-    gradients at once."""
+    """Prove that gradients and gathers ahead stay within ``in_flight_bytes``.
+
+    Full gradients in flight, and those that are being made for the next reductions, stay within it, unless nothing is
+    in flight while they are made. Together with gathers that start ahead they stay within it, unless only reductions of
+    the last ``Sizes.prefetch`` units are in flight. The rule holds before fusion only: a fuser makes several gradients
+    at once.
+    """
     bound = timeline.plan.sizes.in_flight_bytes
     begun = making(timeline)
     ahead = gathers_ahead(timeline)
     running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
     made = under_way = reductions = 0
-    for at, op in enumerate(timeline.ops):
-        made += begun[at]
-        if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
+    for index, op in enumerate(timeline.ops):
+        made += begun[index]
+        if (begun[index] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
             raise fault(
                 timeline,
-                at,
+                index,
                 f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
             )
-        older, starting = ahead.get(at, (0, 0))
+        older, starting = ahead.get(index, (0, 0))
         if older and min(running.values(), default=older) < older and under_way + made + starting > bound:
             raise fault(
                 timeline,
-                at,
+                index,
                 f"starts {starting} bytes ahead beside {under_way + made} bytes of gradients, some of which were made "
                 f"{timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )

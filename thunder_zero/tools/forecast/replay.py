@@ -282,7 +282,7 @@ class Replay:
         if op.kind in (Kind.REDUCE, Kind.DEFER) and position == min(op.source) and not timeline.continues(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._becomes(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
-        elif op.kind is Kind.WAIT and position == max(op.source) and not timeline.hands_on(op):
+        elif op.kind is Kind.WAIT and position == max(op.source) and not timeline.is_continued(op):
             is_gather = timeline.ends(op, Kind.GATHER)
             for name, path in zip(op.writes, op.params, strict=True):
                 became = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
