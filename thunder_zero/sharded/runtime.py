@@ -1,14 +1,14 @@
 """The functions that compiled traces call while they run, bound to one model's state.
 
-A line of a trace has tensors and paths; what is done with them is decided here::
+A line of a trace names tensors and parameter paths; :class:`ModelRuntime` decides what is done with them::
 
-    zero_check_call(True, 0)                ModelRuntime.check_call: raises under no_sync; Thunder then takes another program
-    t4 = zero_encode(t_w, 'w')              ModelRuntime.encode: a cast, a copy, or bytes; of all rows, stale ones or none
-    t5 = zero_all_gather(t4, 'w')           ModelRuntime.all_gather((t4,), ('w',))
-    t6 = zero_wait(t5)                      the handle's wait
-    t7 = zero_decode(t6, 'w')               ModelRuntime.decode: full parameters of bytes
-    t9 = zero_reduce_scatter(g_w, 'w')      ModelRuntime.reduce: with what no_sync has deferred
-    t1 = zero_defer_reduction(g_w, 'w')     ModelRuntime.defer: held in accumulation.py, nothing is sent
+    zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then takes another program
+    t4 = zero_encode(t_w, 'w')              encode        a cast, a copy, or bytes; of all rows, stale ones or none
+    t5 = zero_all_gather(t4, 'w')           all_gather    ((t4,), ('w',))
+    t6 = zero_wait(t5)                                    the handle's wait
+    t7 = zero_decode(t6, 'w')               decode        full parameters of bytes
+    t9 = zero_reduce_scatter(g_w, 'w')      reduce        with what no_sync has deferred
+    t1 = zero_defer_reduction(g_w, 'w')     defer         held in accumulation.py, nothing is sent
 
 In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
 the mean gradients (all rows of a replicated parameter's).

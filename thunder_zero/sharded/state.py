@@ -1,6 +1,6 @@
-"""One rank's share of one model: shards, placeholders, and everything with the model's lifetime.
+"""This rank's state of one model: shards, placeholders, and everything with the model's lifetime.
 
-Training code steps the shards; compiled traces reach this state through ``runtime.py``, which needs a :class:`LocalState`::
+Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
 
     shards['w']          DTensor (5, 8), what the optimizer steps     placeholders['w']    (5, 8) without values
     rows['w']            (3, 8), its memory and the padding           transport            gathers and reduces
@@ -133,7 +133,8 @@ class State(LocalState):
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Make the shards and placeholders of a plain module, which stays as it is; ``at_rest``: see :class:`LocalState`."""
+        """Make the shards and placeholders of a plain module, which stays as it is. ``at_rest`` is that of
+        :class:`LocalState`."""
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()

@@ -84,7 +84,7 @@ def take_step(
 
 
 class Rehearsal(LocalState):
-    """A share without values, over which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs in a forecast of memory.
+    """A state without values, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs in a forecast of memory.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
     ``reshard_after_backward=False`` keeps unsharded is gathered anew.
