@@ -496,6 +496,12 @@ def torch_has_no_public_names() -> bool:
     return not [name for name in names if any(word in name.lower() for word in words)]
 
 
+def no_public_name_gives_a_jitted_module() -> bool:
+    module = nn.Linear(1, 1)
+    model = thunder.jit(module)
+    return not any(getattr(model, name) is module for name in dir(type(model)) if not name.startswith("_"))
+
+
 # The table
 
 
@@ -534,6 +540,7 @@ def torch_draws_for_no_slice_on_a_cpu() -> bool:
 NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
     Need("thunder/trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
+    Need("jitted.py", no_public_name_gives_a_jitted_module),
     Need("casts.py", hooks_take_longer),
     Need("never_fuses.py", executors_are_asked_for_parts),
     Need("uncapturable.py", a_composable_checkpoint_is_not_captured),

@@ -74,6 +74,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     rooms("compat/private")),
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
+    Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
     Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
     Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
@@ -97,7 +98,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch_gaps "
                                                               "sharded optim")),
     Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint")),
-    Room("lightning.py",      IMPORT, IMPORT,  IMPORT,  rooms("plan comm sharded optim frontends")),
+    Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
@@ -199,7 +200,7 @@ def allowed(path: str, room: Room, name: str, use: May) -> bool:
         is_around = f"{name_of(room)}/".startswith(f"{home}/")
         may = is_around or any(f"{home}/".startswith(f"{read}/") for read in (name_of(room), *room.reads))
         return may or (room.reads is ALL and home not in EXTRAS)
-    return top not in EXTRAS or path == f"{top}.py"
+    return top not in EXTRAS or path.startswith(f"{top}/")
 
 
 def test_a_room_imports_only_what_it_may() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.compat.jitted import forget_buffers, hold_parameter, plain_of
 from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.initial_values import UnplannedValue
 from thunder_zero.sharded.placeholders import set_tensor
@@ -35,7 +36,7 @@ def place_others(
         set_value(model, other)
     if device is not None:
         planned = set(known)
-        for name, param in model._model.named_parameters(remove_duplicate=False):
+        for name, param in plain_of(model).named_parameters(remove_duplicate=False):
             if name not in planned:
                 param.data = param.data.to(device)
 
@@ -49,28 +50,28 @@ def set_value(model: ThunderModule, other: UnplannedValue) -> None:
     is_parameter = isinstance(other.tensor, nn.Parameter)
     value = parameter_like(other.tensor, other.value) if is_parameter else other.value
     for name in other.names:
-        set_tensor(model._model, name, value)
+        set_tensor(plain_of(model), name, value)
         if is_parameter:
-            model._overrides_parameters[name] = value
+            hold_parameter(model, name, value)
 
 
 def place_parameters(model: ThunderModule, state: State) -> None:
     """Put the shards into the plain module, and where Thunder looks parameters up."""
     for param in state.plan.params:
         for name in param.names:
-            model._overrides_parameters[name] = state.shards[param.path]
-            set_tensor(model._model, name, state.shards[param.path])
+            hold_parameter(model, name, state.shards[param.path])
+            set_tensor(plain_of(model), name, state.shards[param.path])
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
     """Cast the buffers to the policy's dtype and move them to ``device``; Thunder gets them from the plain module."""
     precision = state.plan.policy.mixed_precision
-    for name, buffer in list(model._model.named_buffers()):
+    for name, buffer in list(plain_of(model).named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
         placed = buffer.to(device=device, dtype=dtype)
         if placed is not buffer:
-            set_tensor(model._model, name, placed)
-    model._overrides_buffers.clear()
+            set_tensor(plain_of(model), name, placed)
+    forget_buffers(model)
 
 
 def hooks_stay(plain: nn.Module) -> list[Check]:
@@ -82,7 +83,7 @@ def intact(model: ThunderModule, state: State) -> list[Check]:
     """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward. A
     change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data =
     ...`` would be ignored silently, or would train something other than the plan."""
-    plain: nn.Module = model._model
+    plain: nn.Module = plain_of(model)
     modules = list(plain.named_modules())
     holders: list[tuple[dict[str, Any], str, str]] = []
     for path, module in modules:

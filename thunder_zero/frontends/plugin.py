@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from thunder_zero.compat import thunder as room
+from thunder_zero.compat.jitted import plain_of
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.refusals import require_untransformed
 from thunder_zero.frontends.transform import ZeroTransform
@@ -42,8 +43,8 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
     require_untransformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
-            f"{type(model._model).__name__} was called before it was sharded, so its traces exist already; apply zero "
-            f"right after thunder.jit"
+            f"{type(plain_of(model)).__name__} was called before it was sharded, so its traces exist already; apply "
+            f"zero right after thunder.jit"
         )
     return add_transform(model, transform=transform)
 

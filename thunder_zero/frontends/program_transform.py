@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from thunder_zero.compat import thunder as room
+from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.never_fuses import NeverFuses
 from thunder_zero.compat.uncapturable import RefusedPart, require_traceable
 from thunder_zero.frontends.compiled import Entry, Traces
@@ -112,7 +113,7 @@ class ProgramTransform(Transform):
         """
         self._tracing = room.Tracing()
         self._tracing.follow(model)
-        self._plain = model._model
+        self._plain = plain_of(model)
         self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
         front = room.executors_in_front(data.executors_list)

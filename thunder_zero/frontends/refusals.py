@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.torch_gaps import is_inside_function_transform
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
@@ -65,7 +66,7 @@ PARTS: tuple[RefusedPart, ...] = (
 
 def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> None:
     """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module."""
-    module: nn.Module = model._model
+    module: nn.Module = plain_of(model)
     name = type(module).__name__
     why_not = chain(_other_transforms(model, transform, name), _other_wrappers(module, name), _state(module, name))
     for sentence in why_not:
@@ -94,8 +95,8 @@ def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
     """Why a module cannot be sharded, by what it is: sentences."""
     if isinstance(module, ThunderModule):
         yield (
-            f"{type(module._model).__name__} is already jitted, and was given to thunder.jit again; give thunder.jit "
-            f"the plain module, or apply thunder_zero.zero to the jitted one"
+            f"{type(plain_of(module)).__name__} is already jitted, and was given to thunder.jit again; give "
+            f"thunder.jit the plain module, or apply thunder_zero.zero to the jitted one"
         )
     if isinstance(module, DistributedDataParallel):
         yield "DistributedDataParallel already reduces gradients; give the module inside it"

@@ -32,6 +32,7 @@ from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.slices import partial_of, require_planned
 from thunder_zero.comm.split_ties import require_whole_ties
 from thunder_zero.compat.casts import cast_borders, cast_inputs
+from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.plans_of_transformers import leave_to_plan
 from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.compat.uncapturable import RefusedPart
@@ -106,11 +107,11 @@ class ZeroTransform(ProgramTransform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
-        with transforming(model._model):
+        with transforming(plain_of(model)):
             self._shard(model)
 
     def _shard(self, model: ThunderModule) -> None:
-        where, plain = self._given, model._model
+        where, plain = self._given, plain_of(model)
         ranks = ranks_of(where.process_group, where.mesh, where.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
@@ -161,15 +162,21 @@ class ZeroTransform(ProgramTransform):
         model._entry = self.entry
 
     def _checks(self, model: ThunderModule) -> list[Check]:
-        return [*hooks_stay(model._model), *intact(model, self._state), *nones_stay(model._model)]
+        return [*hooks_stay(plain_of(model)), *intact(model, self._state), *nones_stay(plain_of(model))]
 
     def _take_over(
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
     ) -> State:
         """Make the model's state, and put shards into its modules."""
+<<<<<<< HEAD
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizers.watch(state, model._model)
         place_others(model, values.unplanned, plan.by_name, self._given.device)
+=======
+        state = State(plain_of(model), plan, ranks, device, values.at_rest)
+        optimizers.watch(state, plain_of(model))
+        place_others(model, values.others, plan.by_name, self._given.device)
+>>>>>>> d63cffd4 (Lightning's strategies are a room of three files; what a jitted module holds is read in compat alone)
         place_parameters(model, state)
         place_buffers(model, state, self._given.device)
         return state
@@ -179,17 +186,17 @@ class ZeroTransform(ProgramTransform):
         the arguments of forward, in the dtypes of compute."""
         if is_tracing():
             raise TypeError(
-                f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
+                f"thunder.jit was given a function that calls {type(plain_of(model)).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
-        refuse_tools(type(model._model).__name__)
+        refuse_tools(type(plain_of(model)).__name__)
         model._slots.require_at_rest()
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._intact)
         self._state.same_batch.compare(args, kwargs)
         self._state.agree_on_stale()
-        return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
+        return cast_inputs(type(plain_of(model)).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
         """Count the forward; let the host write to offloaded shards, since no backward need follow, which would wait

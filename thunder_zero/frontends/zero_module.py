@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat import thunder as room
+from thunder_zero.compat.jitted import BACKWARD_NODES, plain_of
 from thunder_zero.compat.torch_gaps import refuse_fully_shard
 from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import Compilations
@@ -48,14 +49,12 @@ from thunder_zero.sharded.state import State
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 OF_FULL_PARAMETERS = {  # functions of Hugging Face's models: what to call instead
     "generate": "call it on all ranks inside of: with tz.full_parameters(model) as module: module.generate(...)",
     "save_pretrained": "tz.save_pretrained(model, folder), on all ranks, writes the same folder",
     "push_to_hub": "tz.save_pretrained(model, folder), on all ranks, writes a folder to upload",
 }
-CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
 
 class ZeroModule(ShardedModel, ThunderModule):
@@ -79,7 +78,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def guard(self, output: Any) -> None:
         """Make the backward of what a program returned raise where it would be wrong."""
-        guard(output, CONNECTED, type(self.plain).__name__, self.state.accumulation)
+        guard(output, BACKWARD_NODES, type(self.plain).__name__, self.state.accumulation)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load full tensors by the plain module's names; names that are missing keep their values.
@@ -305,11 +304,11 @@ def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
 
 def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
+    plain, says = plain_of(model), progress and state.group.rank() == 0
     model.__class__ = kind
     model._state = state
-    refuse_fully_shard(model, model._model)
-    model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
-    plain, says = model._model, progress and state.group.rank() == 0
+    refuse_fully_shard(model, plain)
+    model._non_persistent_buffers_set = plain._non_persistent_buffers_set  # torch's state dicts ask the root
     model._compilations = Compilations(type(plain).__name__, plain.forward, says)
     model._slots = ParameterSlots(plain, state.plan, state.shards)
 

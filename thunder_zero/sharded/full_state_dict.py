@@ -7,7 +7,7 @@ In: DTensors, or an optimizer over them. Out: full tensors, as a plain module an
     shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
     step_shards                   an optimizer of the plain module's parameters -> one of the shards
 
-The first two are collectives; ``lightning.py`` uses the last three.
+The first two are collectives; ``lightning/`` uses the last three.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from torch.types import py_sym_types
 
 from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, users_value
 from thunder_zero.compat.dynamo import users_line
+from thunder_zero.compat.jitted import set_signature
 from thunder_zero.compat.private import OpOverload
 from thunder_zero.frontends.dynamo.early_sums import with_early_sums
 from thunder_zero.frontends.dynamo.names import SAME, first_free, is_output, names_of
@@ -37,7 +38,6 @@ from thunder_zero.traces.pipeline import JointTrace
 from thunder_zero.traces.symbols import Facts, SymbolicShape, ZeroExecutor
 
 from thunder.core import prims
-from thunder.core.codeutils import SigInfo
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import CONSTRAINT, FloatProxy, IntegerProxy, NumberProxy, Proxy, TensorProxy
@@ -148,8 +148,7 @@ class _Conversion:
                 gradients += [arg if isinstance(arg, NumberProxy) else None for arg in rest]
                 result = {"flat_args": [*of, *rest], "output": tuple(gradients), "fw_flat_out": (*flat, *self.effects)}
             prims.python_return(result)
-        trace._siginfo = SigInfo("computation")
-        trace._siginfo.args = [(arg.name, None) for arg in args]
+        set_signature(trace, "computation", (arg.name for arg in args))
         trace.args = args
         named = [(position, self.made[node].name) for node, position in tangents.items()] if self.backward else []
         numbers = {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}  # by their symbols

@@ -1,0 +1,233 @@
+"""The strategy of Lightning Fabric.
+
+In: a plain or a jitted module that ``Fabric.setup`` is given. Out: :class:`Forward`, which Fabric wraps::
+
+    model(x), Fabric's wrapper  ->  Forward  ->  ZeroModule  ->  the module's forward, compiled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from thunder_zero.frontends.arguments import Arguments
+from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.lightning.sharding import TIMEOUT, check_sharding, full_model_state_dict, require_supported
+from thunder_zero.optim.global_numbers import clip_grad_norm_
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.full_state_dict import (
+    full_optimizer_state_dict,
+    shard_optimizer_state_dict,
+    step_shards,
+)
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from torch.optim import Optimizer
+
+
+class ZeroStrategy(DDPStrategy):
+    """DDP, ZeRO-1, ZeRO-2 or ZeRO-3 in Thunder, as a strategy of Lightning Fabric.
+
+    >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroStrategy(stage=3))
+    >>> fabric.launch()
+    >>> model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+
+    DDPStrategy provides the processes (with its launcher, or under torchrun), the process group and Fabric's own
+    collectives. An optimizer may be built before or after ``setup``. Once Fabric has set it up, it steps this rank's
+    rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers. Any number of ranks can
+    load the file, and so can plain torch. All ranks must call ``save`` and ``clip_gradients``. The ``state_dict`` of
+    Fabric's wrapper is the plain module's, which holds DTensors.
+
+    Args:
+        policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
+        mesh_shape: the number of copies of the model, and the number of ranks that share one (hybrid sharding); if
+            None, all ranks share one copy.
+        frontend: what compiles the module: ``thunder.jit`` if "thunder", :func:`thunder_zero.compile` if "dynamo".
+        jit_options: further arguments of the front end, such as ``{"executors": [...]}`` for "thunder", and
+            ``{"fuse": "inductor"}`` for "dynamo".
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy; Fabric sets them
+            from its own arguments.
+        process_group_backend, timeout, start_method: see DDPStrategy.
+        arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``, except those that
+            Fabric sets: process group, mesh and device. ``broadcast_from`` is 0 by default, unless ``policy`` is a
+            Policy: as with DDP, ranks may have built the module with different seeds.
+
+    Raises:
+        ValueError: a stage or a field is out of range.
+        TypeError: ``policy`` is not a policy; policies do not have a field; ``init`` is no function, or ``weights`` no
+            mapping; a precision plugin is not supported.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | int | None = None,
+        *,
+        mesh_shape: tuple[int, int] | None = None,
+        frontend: str = "thunder",
+        jit_options: Mapping[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = TIMEOUT,
+        start_method: str = "popen",
+        **arguments: Unpack[Arguments],
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._sharding = check_sharding(policy, mesh_shape, jit_options, frontend, arguments)
+        # Fabric.no_backward_sync calls a method of this attribute, which each of Fabric's strategies has.
+        self._backward_sync_control = NoBackwardSync()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the arguments ask for."""
+        return self._sharding.arguments.policy
+
+    def setup_environment(self) -> None:
+        """Start the process group.
+
+        Raises:
+            TypeError: the precision plugin is not supported.
+        """
+        require_supported(self.precision)
+        super().setup_environment()
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU; shards alone are moved.
+
+        Raises:
+            ValueError: ``empty_init=True``, which leaves no values to shard.
+        """
+        if empty_init:
+            raise ValueError(
+                "empty_init=True leaves no values for ZeroStrategy to shard; build the module with empty_init=False"
+            )
+        stack = ExitStack()
+        stack.enter_context(super().module_init_context(empty_init))
+        stack.enter_context(torch.device("cpu"))  # the innermost device wins
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: the full module may not fit on the device, to which ``setup_module`` moves the shards."""
+
+    def setup_module(self, module: nn.Module) -> Forward:
+        """Compile and shard the module, or shard a jitted module; a collective.
+
+        Raises:
+            TypeError: the strategy has ``jit_options``, and the module is already jitted.
+            ValueError, RuntimeError: the module is already sharded; errors of ZeroTransform.
+        """
+        return Forward(self._sharding.shard(module, self.root_device), module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
+        optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
+        step_shards(optimizer)
+        return optimizer
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the global norm of the module's gradients with :func:`~thunder_zero.clip_grad_norm_`."""
+        return clip_grad_norm_(zero_module(module), max_norm, float(norm_type), error_if_nonfinite)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
+        if not isinstance(module, Forward):
+            return super().get_module_state_dict(module)  # type: ignore[no-any-return]
+        return full_model_state_dict(module.model)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a plain module's full state dict into the shards.
+
+        Raises:
+            RuntimeError: ``strict``, and names are missing or unexpected.
+            ValueError: a parameter has another shape.
+        """
+        if not isinstance(module, Forward):
+            super().load_module_state_dict(module, state_dict, strict)
+            return
+        module.model.load_state_dict(state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's full state dict on rank 0, on the CPU, and an empty one elsewhere; a collective."""
+        return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
+
+
+class NoBackwardSync:
+    """The object that implements ``Fabric.no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Return the sharded model's ``no_sync`` if enabled, or a context that does nothing."""
+        return zero_module(module).no_sync() if enabled else nullcontext()
+
+
+class Forward(nn.Module):
+    """The module inside Fabric's wrapper, which calls the sharded model.
+
+    To call another method of the user's module, Fabric sets the method as that module's ``forward``.
+    """
+
+    def __init__(self, model: ZeroModule, module: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        # The module itself cannot be an attribute here: it would become a submodule.
+        self._current_forward = partial(vars(module).get, "forward")
+        self._first_forward = self._current_forward()
+
+    @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the sharded model.
+
+        Raises:
+            RuntimeError: Fabric has set another method as ``forward``, which is not compiled.
+        """
+        if self._current_forward() is not self._first_forward:
+            raise RuntimeError(
+                f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper instead of forward "
+                f"(mark_forward_method, training_step), but Thunder compiles forward alone; move the method's code "
+                f"into forward"
+            )
+        return self.model(*args, **kwargs)
+
+
+def zero_module(model: nn.Module) -> ZeroModule:
+    """Return the sharded model in a module that ``Fabric.setup`` returned.
+
+    >>> tz.print_trace(zero_module(model))
+
+    Raises:
+        TypeError: a Fabric with ZeroStrategy has not set up the module.
+    """
+    sharded = next((module.model for module in model.modules() if isinstance(module, Forward)), None)
+    if sharded is None:
+        raise TypeError(
+            f"{type(model).__name__} was not set up by a Fabric with ZeroStrategy; give the module that fabric.setup "
+            f"or fabric.setup_module returned"
+        )
+    return sharded

@@ -1,0 +1,107 @@
+"""Shards a module by the arguments of a strategy, for Fabric and the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from lightning.fabric import plugins as fabric_plugins
+from lightning.pytorch import plugins as trainer_plugins
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from thunder_zero.comm.group import hybrid_mesh
+from thunder_zero.compat.jitted import forget_parameters
+from thunder_zero.frontends.arguments import Arguments, CheckedArguments, check_arguments
+from thunder_zero.frontends.dynamo.compile import compile
+from thunder_zero.frontends.plugin import zero
+from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.frozen import decoded_values
+
+import thunder
+from thunder.core.module import ThunderModule
+
+TIMEOUT = timedelta(minutes=30)  # the default of torch and Fabric
+SET_BY_LIGHTNING = ("process_group", "mesh", "device")
+FRONTENDS = ("thunder", "dynamo")
+SUPPORTED = [  # these plugins do not wrap modules that Thunder compiles
+    kind
+    for plugins in (fabric_plugins, trainer_plugins)
+    for kind in (plugins.Precision, plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The checked arguments of a strategy, by which it shards a module."""
+
+    arguments: CheckedArguments
+    mesh_shape: tuple[int, int] | None
+    jit_options: Mapping[str, Any]
+    frontend: str
+
+    def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:
+        """Return a sharded model: compile or jit a plain module, or shard a jitted one. A collective."""
+        if isinstance(module, ZeroModule):
+            raise RuntimeError(
+                f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
+                f"the arguments of ZeroTransform"
+            )
+        policy, sources = self.arguments.policy, self.arguments.sources
+        mesh = None if self.mesh_shape is None else hybrid_mesh(self.mesh_shape, device)
+        arguments = Arguments(device=device, mesh=mesh, init=sources.init, weights=sources.weights)
+        if not isinstance(module, ThunderModule) and self.frontend == "dynamo":
+            return compile(module, policy, **arguments, **self.jit_options)
+        if not isinstance(module, ThunderModule):
+            options = dict(self.jit_options)
+            transforms = [*options.pop("transforms", ()), ZeroTransform(policy, **arguments)]
+            return cast(ZeroModule, thunder.jit(module, transforms=transforms, **options))
+        if self.jit_options:
+            raise TypeError(
+                f"the strategy has jit_options ({', '.join(self.jit_options)}), but the module is already jitted; give "
+                f"Lightning the plain module, or the strategy no jit_options"
+            )
+        model = zero(module, policy, **arguments)
+        forget_parameters(module)  # Fabric's wrapper refers to the jitted module, which would keep the full weights
+        return cast(ZeroModule, model)
+
+
+def check_sharding(
+    policy: Policy | int | None,
+    mesh_shape: tuple[int, int] | None,
+    jit_options: Mapping[str, Any] | None,
+    frontend: str,
+    arguments: Arguments,
+) -> Sharding:
+    """Check the arguments of a strategy; raises what :class:`~thunder_zero.lightning.ZeroStrategy` raises."""
+    for name in SET_BY_LIGHTNING:
+        if name in arguments:
+            raise TypeError(
+                f"the strategy does not take {name}: Lightning sets it; give Fabric or Trainer accelerator and "
+                f"devices, and the strategy mesh_shape"
+            )
+    if not isinstance(policy, Policy):
+        arguments.setdefault("broadcast_from", 0)
+    if frontend not in FRONTENDS:
+        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
+    return Sharding(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}), frontend)
+
+
+def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return decoded_values(model, full)
+
+
+def require_supported(precision: fabric_plugins.Precision | trainer_plugins.Precision) -> None:
+    """Raise TypeError if a plugin would wrap modules that Thunder compiles."""
+    if type(precision) not in SUPPORTED:
+        raise TypeError(
+            f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "
+            f"'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
+        )
