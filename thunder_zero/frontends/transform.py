@@ -168,15 +168,9 @@ class ZeroTransform(ProgramTransform):
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
     ) -> State:
         """Make the model's state, and put shards into its modules."""
-<<<<<<< HEAD
-        state = State(model._model, plan, ranks, device, values.at_rest)
-        optimizers.watch(state, model._model)
-        place_others(model, values.unplanned, plan.by_name, self._given.device)
-=======
         state = State(plain_of(model), plan, ranks, device, values.at_rest)
         optimizers.watch(state, plain_of(model))
-        place_others(model, values.others, plan.by_name, self._given.device)
->>>>>>> d63cffd4 (Lightning's strategies are a room of three files; what a jitted module holds is read in compat alone)
+        place_others(model, values.unplanned, plan.by_name, self._given.device)
         place_parameters(model, state)
         place_buffers(model, state, self._given.device)
         return state
