@@ -1,12 +1,18 @@
 """Checks and reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
 
-Sound metadata describes each element of each tensor once, at places inside of the folder that are large enough. DCP's
-planner cuts. Its reader is not called: it unpickles what could run code, and casts a tensor of another dtype. This
-needs no process group.
+Sound metadata describes each element of each tensor once, at places inside of the folder that are large enough. A file
+is read once, from its start to its end, and hashed on the way::
+
+    __0_0.distcp    | model.embed.weight | optim.state... | param_groups |     -> SHA-256 of all of it
+                       decoded              not needed       decoded
+
+DCP's planner cuts. Its reader is not called: it unpickles what could run code, casts a tensor of another dtype, and
+jumps in the file. No process group is needed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 from collections import Counter
@@ -30,11 +36,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from thunder_zero.checkpoint.manifest import USE_ANOTHER
+from thunder_zero.checkpoint.manifest import USE_ANOTHER, File, ForwardReader, fault_of, raise_faults
 from thunder_zero.compat.private import StorageInfo, narrow_tensor_by_index
-from thunder_zero.compat.torch_gaps import slice_of_file
 from thunder_zero.sharded.dtensors import local
 
+METADATA = ".metadata"
 DESCRIBES = "torch.distributed.checkpoint.metadata"  # its classes may be in metadata
 OTHERS = {
     ("torch", "Size"),
@@ -44,97 +50,158 @@ OTHERS = {
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 }
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # no plain tensors
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # of a chunk: its first element, and one after its last
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the first element of a chunk, and one after its last
 
 
 class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's metadata and nothing else: a pickle may name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that metadata consists of; anything else is refused."""
+        """Return a class that metadata consists of. Raises UnpicklingError for any other."""
         described = module == DESCRIBES and "." not in name
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        found = super().find_class(module, name) if described or dtype or (module, name) in OTHERS else None
-        if found is None or (described and not isinstance(found, type)):
+        kind = super().find_class(module, name) if described or dtype or (module, name) in OTHERS else None
+        if kind is None or (described and not isinstance(kind, type)):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in it")
-        return found
+        return kind
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of a checkpoint, whose files have all that it says; reads none of them."""
+def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
+    """Read DCP's description of a checkpoint.
+
+    Other files are not read, but have the sizes that the description needs.
+
+    Args:
+        expected: the manifest's entry of the metadata, to compare its SHA-256 with.
+
+    Raises:
+        ValueError: there is no metadata, it is damaged, or a file that it names is too short.
+    """
     try:
-        with (folder / ".metadata").open("rb") as stream:
-            metadata = MetadataUnpickler(stream).load()
-        wrong = _wrong_in_metadata(metadata)
+        content = (folder / METADATA).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{folder} is not a checkpoint: it has no .metadata; pass the folder that was saved") from None
+    if expected is not None and (fault := fault_of(expected, hashlib.sha256(content).hexdigest())):
+        raise_faults(folder, [fault])
+    try:
+        metadata: Metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        wrong = _wrong_in_metadata(metadata)
     except Exception as error:
         wrong = str(error)
     if wrong is not None:
         raise ValueError(f"cannot read {folder}: .metadata is damaged ({wrong}); {USE_ANOTHER}")
     if (wrong := _wrong_in_files(folder, metadata)) is not None:
-        raise ValueError(f"{folder} is damaged: {wrong}; {USE_ANOTHER}")
-    found: Metadata = metadata
-    return found
+        raise_faults(folder, [wrong])
+    return metadata
 
 
 def places_by_key(metadata: Metadata) -> dict[str, Any]:
-    """The places of each key's bytes in the files: keys with the same places are names of one tensor."""
+    """Return where each key's bytes are in the files. Keys with equal places are names of one tensor."""
     places: dict[str, list[Any]] = {}
     for index, info in (metadata.storage_data or {}).items():
         places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
-    return {key: tuple(sorted(found)) for key, found in places.items()}
+    return {key: tuple(sorted(of_key)) for key, of_key in places.items()}
 
 
 def read_entries(
-    folder: Path, metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor] = MappingProxyType({})
+    folder: Path,
+    metadata: Metadata,
+    keys: Iterable[str],
+    parts: Mapping[str, Tensor] = MappingProxyType({}),
+    files: Sequence[File] = (),
 ) -> dict[str, Any]:
-    """The values of these keys; tensors in new memory on the CPU, in the file's dtype. Of keys in ``parts``, which has
-    DTensors of the shapes in the files, this rank's part is read, of others all."""
+    """Read the values of keys; tensors are in new memory on the CPU, in the file's dtype.
+
+    Each file is read once at most.
+
+    Args:
+        parts: DTensors by key, of the shapes in the files: only this rank's part is read.
+        files: files to read in full and compare with their SHA-256, whether they have a value of these keys or not.
+
+    Raises:
+        ValueError: rows are missing; a file was changed, or a value in it is not what the metadata says.
+    """
+    values, plan = _planned(metadata, keys, parts)
+    by_file: dict[str, list[ReadItem]] = {file.name: [] for file in files}
+    counts = Counter[str]()
+    for item in plan:
+        counts[item.dest_index.fqn] += prod(item.lengths)
+        by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
+    for key, value in values.items():
+        if counts[key] != value.numel():
+            raise ValueError(f"{folder} is incomplete: rows of {key} are missing; {USE_ANOTHER}")
+    expected = {file.name: file for file in files}
+    faults, failures = list[str](), list[Exception]()
+    for name, items in by_file.items():
+        try:
+            fault, failure = _read_file(folder / name, metadata, items, values, expected.get(name))
+        except Exception as error:
+            fault, failure = "", error
+        faults += [fault] if fault else []
+        failures += [] if failure is None else [failure]
+    raise_faults(folder, faults)  # first, since what cannot be decoded was probably changed
+    for failure in failures:
+        reason = str(failure).partition("\n")[0]
+        raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from failure
+    return values
+
+
+def _planned(
+    metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], list[ReadItem]]:
+    """Return new memory for the tensors among the keys, and what to read, as DCP's planner cuts it."""
     wanted: dict[str, Any] = {key: metadata.state_dict_metadata[key] for key in keys}
     values: dict[str, Any] = {}
     for key, stored in wanted.items():
         if isinstance(stored, TensorStorageMetadata):
             wanted[key] = parts[key] if key in parts else torch.empty(stored.size, device="meta")
             values[key] = torch.empty(local(wanted[key]).shape, dtype=stored.properties.dtype)
-    plan = create_default_local_load_plan(wanted, metadata)
-    by_file: dict[str, list[ReadItem]] = {}
-    counts = Counter[str]()
-    for read in plan.items:
-        counts[read.dest_index.fqn] += prod(read.lengths)
-        by_file.setdefault(metadata.storage_data[read.storage_index].relative_path, []).append(read)
-    for key, value in values.items():
-        if counts[key] != value.numel():
-            raise ValueError(f"{folder} is incomplete: rows of {key} are missing; {USE_ANOTHER}")
-    try:
-        for name, reads in by_file.items():
-            _read_file(folder / name, metadata, reads, values)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from error
-    return values
+    return values, create_default_local_load_plan(wanted, metadata).items
 
 
-def _read_file(path: Path, metadata: Metadata, reads: Iterable[ReadItem], values: dict[str, Any]) -> None:
-    """Read the items of DCP's plan that are in one file."""
-    reader = FileSystemReader(path.parent)
-    with path.open("rb") as stream:
-        for read in reads:
-            place, key = metadata.storage_data[read.storage_index], read.dest_index.fqn
-            raw = slice_of_file(reader, stream, place)
-            content = reader.transforms.transform_load_stream(read, place.transform_descriptors or (), raw)
-            seekable = content if content.seekable() else io.BytesIO(content.read(-1))
-            value = torch.load(seekable, map_location="cpu", weights_only=True)
-            if read.type == LoadItemType.BYTE_IO:
-                values[key] = value
-                continue
-            _require_part(read.storage_index, value, metadata)
-            part = narrow_tensor_by_index(value, read.storage_offsets, read.lengths)
-            narrow_tensor_by_index(values[key], read.dest_offsets, read.lengths).copy_(part)
+def _read_file(
+    path: Path, metadata: Metadata, items: Iterable[ReadItem], values: dict[str, Any], expected: File | None
+) -> tuple[str, Exception | None]:
+    """Read items of one file, once; hash all of it if a SHA-256 is expected.
+
+    Returns:
+        The fault of the file, empty if there is none, and the first error of decoding its items.
+    """
+    by_range: dict[tuple[int, int], list[ReadItem]] = {}
+    for item in items:
+        place = metadata.storage_data[item.storage_index]
+        by_range.setdefault((place.offset, place.length), []).append(item)
+    failure = None
+    with path.open("rb", buffering=0) as stream:
+        file = ForwardReader(stream, hashed=expected is not None)
+        for start, length in sorted(by_range):
+            data = file.read(start, length)
+            try:
+                for item in by_range[start, length]:
+                    _decode(data, item, metadata, values)
+            except Exception as error:
+                failure = failure or error  # the rest is hashed all the same
+        return "" if expected is None else fault_of(expected, file.sha256()), failure
+
+
+def _decode(data: bytes, item: ReadItem, metadata: Metadata, values: dict[str, Any]) -> None:
+    """Decode the bytes of an item, and put what this rank needs of it into ``values``."""
+    key, transforms = item.dest_index.fqn, metadata.storage_data[item.storage_index].transform_descriptors or ()
+    stream = io.BytesIO(data)
+    if transforms:  # such as compression
+        decoded = FileSystemReader("").transforms.transform_load_stream(item, transforms, stream)
+        stream = io.BytesIO(decoded.read(-1))
+    value = torch.load(stream, map_location="cpu", weights_only=True)
+    if item.type == LoadItemType.BYTE_IO:
+        values[key] = value
+        return
+    _require_part(item.storage_index, value, metadata)
+    part = narrow_tensor_by_index(value, item.storage_offsets, item.lengths)
+    narrow_tensor_by_index(values[key], item.dest_offsets, item.lengths).copy_(part)
 
 
 def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
-    """Raise unless a part is the tensor that its metadata describes."""
+    """Raise ValueError unless a part is the tensor that its metadata describes."""
     stored: Any = metadata.state_dict_metadata[index.fqn]
     shape = next(tuple(chunk.sizes) for chunk in stored.chunks if chunk.offsets == index.offset)
     dtype = stored.properties.dtype
@@ -151,7 +218,7 @@ def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
 
 
 def _wrong_in_metadata(metadata: Any) -> str | None:
-    """What is wrong first, to complete "metadata is damaged"; reads no file."""
+    """Describe the first fault of metadata, to complete "metadata is damaged"; None if there is none."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
@@ -161,7 +228,7 @@ def _wrong_in_metadata(metadata: Any) -> str | None:
 
 
 def _wrong_in_files(folder: Path, metadata: Metadata) -> str | None:
-    """What is wrong with the files that metadata names, which reads none of them."""
+    """Describe the first file that is missing or too short for its metadata; None if there is none."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -176,7 +243,7 @@ def _wrong_in_files(folder: Path, metadata: Metadata) -> str | None:
 
 
 def _wrong(entries: Any, places: Any) -> Iterator[str]:
-    """A sentence for each fault; what follows one expects that there is none."""
+    """Yield a sentence for each fault. The code after a ``yield`` may fail if that fault was found."""
     if type(entries) is not dict or type(places) is not dict:
         yield "its list of entries, or of places in files, is not a dict"
     for key, stored in entries.items():
@@ -199,13 +266,14 @@ def _wrong(entries: Any, places: Any) -> Iterator[str]:
             yield f"{index.fqn} is at {start!r}, {length!r} in {name!r}"
         if length:
             ranges.setdefault(name, set()).add((start, start + length))
-    for name, of_file in ranges.items():  # those of tied weights are the same
-        for (_, end), (start, _) in pairwise(sorted(of_file)):
+    for name, in_file in ranges.items():  # a set, since tied weights have equal ranges
+        for (_, end), (start, _) in pairwise(sorted(in_file)):
             if end > start:
                 yield f"entries overlap in {name} at byte {start:,}"
 
 
 def _wrong_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) -> Iterator[str]:
+    """Yield a sentence for each fault of a tensor's metadata."""
     size, dtype = stored.size, stored.properties.dtype
     if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
         yield f"the dtype of {key} is {dtype!r}"
@@ -215,19 +283,19 @@ def _wrong_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) ->
     for chunk in stored.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             yield f"a part of {key} is a {type(chunk).__name__}"
-        at, sizes = chunk.offsets, chunk.sizes
-        if not _are_counts(at) or not _are_counts(sizes) or not len(at) == len(sizes) == len(size):
+        first, sizes = chunk.offsets, chunk.sizes
+        if not _are_counts(first) or not _are_counts(sizes) or not len(first) == len(sizes) == len(size):
             yield f"a part of {key} has another rank"
-        box = tuple(at), tuple(start + more for start, more in zip(at, sizes, strict=True))
+        box = tuple(first), tuple(start + length for start, length in zip(first, sizes, strict=True))
         if prod(sizes):
             boxes.append(box)
             if any(end > whole for end, whole in zip(box[1], size, strict=True)):
                 yield f"a part of {key} at {box[0]} is outside of its shape {tuple(size)}"
     if _overlap(boxes):
         yield f"parts of {key} overlap"
-    for start, stop in boxes:
+    for start, end in boxes:
         place = places.get(MetadataIndex(key, start))
-        nbytes = prod(end - at for at, end in zip(start, stop, strict=True)) * dtype.itemsize
+        nbytes = prod(stop - begin for begin, stop in zip(start, end, strict=True)) * dtype.itemsize
         if place is None:
             yield f"the part of {key} at {start} is in no file"
         elif not place.transform_descriptors and place.length < nbytes:  # not compressed
@@ -239,7 +307,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes overlap; compares neighbours along the dimension that is cut most often."""
+    """Return whether two boxes overlap. Neighbours along the dimension that is cut most often are compared."""
     dimensions = range(len(boxes[0][0]) if boxes else 0)
     if len(boxes) < 2 or not dimensions:
         return len(boxes) > 1
@@ -247,7 +315,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     active: list[Box] = []
     for start, end in sorted(boxes, key=lambda box: box[0][most]):
         active = [box for box in active if box[1][most] > start[most]]
-        if any(all(start[at] < stop[at] and first[at] < end[at] for at in dimensions) for first, stop in active):
+        if any(all(start[dim] < stop[dim] and first[dim] < end[dim] for dim in dimensions) for first, stop in active):
             return True
         active.append((start, end))
     return False

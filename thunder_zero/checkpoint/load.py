@@ -4,8 +4,9 @@ In: a folder; a model, optimizers and extras, which then have the saved values. 
 collective, in which ranks agree before each next step, so that all refuse what one refuses::
 
     given                 the arguments, checked, and the same on all ranks                     preamble.py
-    _find_checkpoint      rank 0 finds the folder; each rank compares some of the files with their SHA-256
-    read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py)
+    _find_checkpoint      rank 0 finds the folder
+    read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py);
+                          each rank reads some of the files in full, and compares their SHA-256 (dcp_read.py)
     _write_all_or_none    only now something changes: first states, which may raise, then tensors
 
 A save that replaces the folder meanwhile is an error, too.
@@ -31,8 +32,8 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.background import wait_for_last
 from thunder_zero.checkpoint.contents import pickled
-from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.dcp_read import METADATA, read_metadata
+from thunder_zero.checkpoint.manifest import File, Manifest
 from thunder_zero.checkpoint.optimizer_states import Optimizers
 from thunder_zero.checkpoint.preamble import NO_EXTRAS, given, require_at_rest
 from thunder_zero.checkpoint.read import States, read_checkpoint
@@ -113,8 +114,16 @@ def load(
     where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
     with all_or_none(state.group, "to load"):
+        if not where.is_dir():
+            raise OSError(
+                f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
+            )
         with _refuse_replaced(where, written):
-            read = read_checkpoint(where, read_metadata(where), [contents, *averages], optimizers)
+            files = () if written is None else _share_of(written, contents.rank, contents.ranks)
+            manifest.require_no_faults(where, files, contents=False)
+            described = next((file for file in written.files if file.name == METADATA), None) if written else None
+            metadata = read_metadata(where, described)
+            read = read_checkpoint(where, metadata, [contents, *averages], optimizers, files)
         loaded = Loaded(own_extras(read.of_rank, contents.rank, contents.ranks), read.of_rank)
         of_extras = load_extras(extra, loaded, contents.ranks)
     _write_all_or_none(read.tensors, [*of_extras, *read.states], state.group)
@@ -123,23 +132,26 @@ def load(
 
 
 def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
-    """The folder that rank 0 finds, for all ranks (a link may move meanwhile); and, with
-    ``verify_files``, its manifest, after the files were compared with it. A collective."""
+    """Return the folder that rank 0 finds, since a link may move meanwhile, and its manifest; a collective.
+
+    The manifest is None without ``verify_files``.
+    """
     where, written = path, None
     with all_or_none(group, "to load"):
         if group.rank() == 0:
             where = folder.locate(path)
             written = manifest.require_manifest(where) if verify_files else None
-    where, written = broadcast_object_from_rank_0((where, written), group)
-    with all_or_none(group, "to load"):
-        if not where.is_dir():
-            raise OSError(
-                f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
-            )
-        with _refuse_replaced(where, written):
-            if written is not None:
-                manifest.require_no_faults(where, written.files[group.rank() :: group.size()])
-    return where, written
+    found: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((where, written), group)
+    return found
+
+
+def _share_of(written: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
+    """Return the files that a rank verifies: consecutive ones, in which most of its own rows are.
+
+    The metadata is in no rank's share: every rank reads and verifies it.
+    """
+    files = [file for file in written.files if file.name != METADATA]
+    return tuple(files[rank * len(files) // ranks : (rank + 1) * len(files) // ranks])
 
 
 @contextmanager

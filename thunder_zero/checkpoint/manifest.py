@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 2
-HASHED_AT_ONCE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # read and hashed at a time, where the bytes are not kept
 USE_ANOTHER = "use another checkpoint"
 
 
@@ -30,8 +31,13 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint: its number, larger than that of every checkpoint that was in the same folder when it was saved, how
-    many ranks saved it, and all files but the manifest."""
+    """The manifest of a checkpoint.
+
+    Attributes:
+        number: larger than that of every checkpoint that was in the folder at the time of the save.
+        ranks: how many ranks saved it.
+        files: all files but the manifest.
+    """
 
     number: int
     ranks: int
@@ -39,13 +45,13 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """The manifest as JSON, with a SHA-256 of itself."""
+    """Return the manifest as JSON, with a SHA-256 of itself."""
     body = {"format": FORMAT, **asdict(manifest)}
     return json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n"
 
 
 def from_text(text: str) -> Manifest:
-    """Parse a manifest."""
+    """Parse a manifest. Raises ValueError if it is damaged or has another format."""
     try:
         document = json.loads(text)
         if document.pop("sha256") != _digest(document):
@@ -61,7 +67,7 @@ def from_text(text: str) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint."""
+    """Read the manifest of a checkpoint."""
     text = (folder / NAME).read_text(errors="replace")
     try:
         return from_text(text)
@@ -70,7 +76,7 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are to be verified."""
+    """Read the manifest of a checkpoint whose files will be verified. Raises ValueError if there is none."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -80,27 +86,79 @@ def require_manifest(folder: Path) -> Manifest:
         ) from None
 
 
+class ForwardReader:
+    """Reads ranges of an unbuffered file in ascending order, so that no byte is read twice.
+
+    Args:
+        hashed: hash the file; then the bytes between the ranges are read, too.
+        done: called with the number of bytes read since the last call.
+    """
+
+    def __init__(self, file: RawIOBase, *, hashed: bool, done: Callable[[int], None] = lambda count: None) -> None:
+        self._file, self._done = file, done
+        self._digest = hashlib.sha256() if hashed else None
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return the bytes of a range, which begins where the last range ended or later."""
+        if self._digest is None:
+            self._file.seek(start)
+        while (gap := start - self._file.tell()) > 0:
+            self._next(min(gap, BLOCK_BYTES))
+        parts = []
+        while length:
+            parts.append(self._next(length))  # the system reads 2 GiB at most
+            length -= len(parts[-1])
+        return b"".join(parts)
+
+    def sha256(self) -> str:
+        """Read the rest of the file; return the SHA-256 of all of it, in hex digits."""
+        assert self._digest is not None, "the reader hashes"
+        while block := self._file.read(BLOCK_BYTES):
+            self._digest.update(block)
+            self._done(len(block))
+        return self._digest.hexdigest()
+
+    def _next(self, length: int) -> bytes:
+        data = self._file.read(length)
+        if not data:
+            raise ValueError(f"it ends at byte {self._file.tell():,}")
+        if self._digest is not None:
+            self._digest.update(data)
+        self._done(len(data))
+        return data
+
+
+def fault_of(file: File, sha256: str) -> str:
+    """Describe a difference between a file's SHA-256 and its manifest's; empty if there is none."""
+    return "" if sha256 == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
+
+
+def raise_faults(folder: Path, faults: Sequence[str]) -> None:
+    """Raise ValueError if the files of a checkpoint have faults."""
+    if faults:
+        raise ValueError(f"{folder} is damaged: {'; '.join(faults)}; {USE_ANOTHER}")
+
+
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise if any of these files is not as it was saved. Without ``contents`` it compares sizes alone, and reads none
-    of them. ``done`` is called with the bytes read since the last call."""
-    found = [
+    """Raise ValueError unless files are as they were saved.
+
+    Args:
+        contents: False compares sizes only, and reads no file.
+        done: called with the number of bytes read since the last call.
+    """
+    faults = [
         fault
         for file in files
         if (fault := _wrong_size(folder / file.name, file) or (contents and _changed(folder / file.name, file, done)))
     ]
-    if found:
-        raise ValueError(f"{folder} is damaged: {'; '.join(found)}; {USE_ANOTHER}")
+    raise_faults(folder, faults)
 
 
 def _changed(path: Path, file: File, done: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(HASHED_AT_ONCE_BYTES):
-            digest.update(block)
-            done(len(block))
-    return "" if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
+    with path.open("rb", buffering=0) as stream:
+        return fault_of(file, ForwardReader(stream, hashed=True, done=done).sha256())
 
 
 def _wrong_size(path: Path, file: File) -> str:
@@ -115,15 +173,15 @@ def _wrong_size(path: Path, file: File) -> str:
 
 
 def _manifest(document: Mapping[str, Any]) -> Manifest:
-    """The manifest, whose fields have their types, and whose files are in the checkpoint's folder."""
-    found = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
-    numbers = [found.number, found.ranks, *(file.size for file in found.files)]
+    """Build a manifest from JSON. Raises TypeError if a field has another type, or a file is not in the folder."""
+    manifest = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
+    numbers = [manifest.number, manifest.ranks, *(file.size for file in manifest.files)]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError("a number in it is no number")
-    for name, sha256 in ((file.name, file.sha256) for file in found.files):
+    for name, sha256 in ((file.name, file.sha256) for file in manifest.files):
         if not isinstance(sha256, str) or not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise TypeError(f"{name!r} is not the name of a file in the folder, or {sha256!r} no SHA-256")
-    return found
+    return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:

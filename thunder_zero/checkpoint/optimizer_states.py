@@ -8,7 +8,7 @@ ranks::
     optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
 
 To write, in: optimizers; out: entries by path, and facts that ranks compare (:func:`optimizer_entries`). To read, in:
-a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes (:func:`read_state_dicts`). All
+a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes (:class:`SavedOptimizers`). All
 begins with :func:`named_groups`. Nothing here is a collective.
 """
 
@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names
-from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.comm.agree import Fact
@@ -149,29 +147,42 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entr
 # Read
 
 
-def read_state_dicts(
-    folder: Path, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str
-) -> list[dict[str, Any]]:
-    """A state dict for ``Optimizer.load_state_dict`` of each optimizer; a prefix begins the keys of all."""
-    stored, groups = metadata.state_dict_metadata, named_groups(contents, optimizers)
-    states = _states_of(contents, list(chain(*groups)), prefix, stored)
-    parts, of_groups = _parts(states, stored), f"{prefix}{GROUPS}."
-    hyper = [key for key in stored if key.startswith(of_groups)]
-    classes = [OPTIMIZER_CLASSES] if OPTIMIZER_CLASSES in stored else []
-    values = read_entries(folder, metadata, [*states, *hyper, *classes], parts)
-    names = [[named.name for named in group] for group in groups]
-    saved = groups_of({key.removeprefix(of_groups): values[key] for key in hyper}, names)
-    _require_groups(saved, names)
-    by_name: dict[str, dict[str, Any]] = {}
-    for key, (named, name) in states.items():
-        by_name.setdefault(named.name, {})[name] = _as_state(values[key], named, key in parts)
-    for kind, optimizer in zip(values.get(OPTIMIZER_CLASSES, ()), optimizers, strict=False):
-        if kind != class_name(optimizer):  # it might take the state for something else without an error
-            raise ValueError(
-                f"the checkpoint's optimizer is {kind}, this one is {class_name(optimizer)}; pass an optimizer of the "
-                f"saved class, or load without it"
-            )
-    return [_numbered([(saved.pop(0), names.pop(0)) for _ in one.param_groups], by_name) for one in optimizers]
+class SavedOptimizers:
+    """The optimizers' part of a checkpoint, as the optimizers of this rank need it.
+
+    Attributes:
+        keys: what has to be read.
+        parts: the parameter of each key whose value is cut like it; of other keys everything is read.
+
+    Args:
+        prefix: begins the keys of all optimizers.
+    """
+
+    def __init__(self, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str) -> None:
+        stored, self._optimizers = metadata.state_dict_metadata, optimizers
+        self._groups, self._group_prefix = named_groups(contents, optimizers), f"{prefix}{GROUPS}."
+        self._states = _states_of(contents, list(chain(*self._groups)), prefix, stored)
+        self._options = [key for key in stored if key.startswith(self._group_prefix)]
+        classes = [OPTIMIZER_CLASSES] if OPTIMIZER_CLASSES in stored else []
+        self.keys: list[str] = [*self._states, *self._options, *classes]
+        self.parts = _parts(self._states, stored)
+
+    def state_dicts(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return a state dict for ``Optimizer.load_state_dict`` of each optimizer, from the values of all keys."""
+        names = [[named.name for named in group] for group in self._groups]
+        saved = groups_of({key.removeprefix(self._group_prefix): values[key] for key in self._options}, names)
+        _require_groups(saved, names)
+        by_name: dict[str, dict[str, Any]] = {}
+        for key, (named, name) in self._states.items():
+            by_name.setdefault(named.name, {})[name] = _as_state(values[key], named, key in self.parts)
+        for kind, optimizer in zip(values.get(OPTIMIZER_CLASSES, ()), self._optimizers, strict=False):
+            if kind != class_name(optimizer):  # it might take the state for something else without an error
+                raise ValueError(
+                    f"the checkpoint's optimizer is {kind}, this one is {class_name(optimizer)}; pass an optimizer of "
+                    f"the saved class, or load without it"
+                )
+        groups = zip(saved, names, strict=True)
+        return [_numbered([next(groups) for _ in optimizer.param_groups], by_name) for optimizer in self._optimizers]
 
 
 def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:

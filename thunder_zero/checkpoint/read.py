@@ -1,14 +1,14 @@
 """Reads a checkpoint for this rank, once its names, shapes and dtypes are those of the model here.
 
-In: a checkpoint's folder, its metadata, and what this rank has (``contents.py``). Out: :class:`Read`: tensors here with
-their new values, calls that load states, the extras of all ranks. Nothing changes, nothing is sent: ``load.py`` writes.
-On rank 1::
+In: a checkpoint's folder, its metadata, and what this rank has (``contents.py``). Out: :class:`NewValues`: tensors of
+this rank with their new values, calls that load states, the extras of all ranks. Nothing changes, and nothing is sent:
+``load.py`` writes. On rank 1::
 
     model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     this rank's rows are read
     rank1.model.scale       a parameter that the policy ignores                 each rank reads its own
-    rank0.extra             what rank 0 gave as extra                           every rank reads those of all
+    rank0.extra             what rank 0 gave as extra                           every rank reads the extras of all ranks
 
-Other tools begin their keys otherwise (``ROOTS``).
+Other tools begin their keys with other words (``ROOTS``).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from thunder_zero.checkpoint.contents import (
 )
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries
 from thunder_zero.checkpoint.dcp_write import key_of
-from thunder_zero.checkpoint.manifest import USE_ANOTHER
-from thunder_zero.checkpoint.optimizer_states import read_state_dicts
+from thunder_zero.checkpoint.manifest import USE_ANOTHER, File
+from thunder_zero.checkpoint.optimizer_states import SavedOptimizers
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import frozen_param
 from thunder_zero.sharded.optimizers import load_exactly
@@ -52,46 +52,58 @@ NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_stat
 BUILD = "build the model as it was saved"
 
 
-States = Sequence[tuple[Any, Callable[[], object]]]  # what has a state, and the call that loads it, which may raise
+States = Sequence[tuple[Any, Callable[[], object]]]  # an object with a state, and the call that loads it
 
 
-class Read(NamedTuple):
+class NewValues(NamedTuple):
     """What was read of a checkpoint, in new memory."""
 
-    tensors: Sequence[tuple[Tensor, Tensor]]  # this rank's part of those of a model and of averages, with new values
-    states: States  # of modules, averages and optimizers
+    tensors: Sequence[tuple[Tensor, Tensor]]  # this rank's part of a tensor of the model or of averages; its new value
+    states: States  # of modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
 
 
 def read_checkpoint(
-    folder: Path, metadata: Metadata, contents: Sequence[Contents], optimizers: Sequence[Optimizer]
-) -> Read:
-    """Read this rank's part of a checkpoint; changes nothing. ``contents`` are the model's, then its averages'."""
+    folder: Path,
+    metadata: Metadata,
+    contents: Sequence[Contents],
+    optimizers: Sequence[Optimizer],
+    files: Sequence[File] = (),
+) -> NewValues:
+    """Read this rank's part of a checkpoint; nothing changes.
+
+    Args:
+        contents: the model's, then its averages'.
+        files: files to compare with their SHA-256 while they are read.
+    """
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
-    here = {key: thing for of in contents for key, thing in _matched(of, stored).items()}
-    tensors = {key: tensor for key, tensor in here.items() if isinstance(tensor, Tensor)}
-    twins = {alias: key for alias, key in here.items() if isinstance(key, str)}
-    # Those that another tool wrote twice, or that were not tied.
+    targets = {key: target for item in contents for key, target in _matched(item, stored).items()}
+    tensors = {key: tensor for key, tensor in targets.items() if isinstance(tensor, Tensor)}
+    twins = {alias: key for alias, key in targets.items() if isinstance(key, str)}
+    # Another tool may have written a tied parameter twice, or it was not tied there.
     stored_twice = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
     extras = {split[0]: key for key in stored if (split := split_rank_prefix(key)) and split[1] == EXTRA}
     parts = tensors | {alias: tensors[key] for alias, key in twins.items()}
-    keys = [key for key in here if key not in twins]
-    values = read_entries(folder, metadata, [*keys, *stored_twice, *extras.values()], parts)
+    keys = [*(key for key in targets if key not in twins), *stored_twice, *extras.values()]
+    states = SavedOptimizers(metadata, contents[0], optimizers, _optimizer_prefix(stored)) if optimizers else None
+    if states is not None:
+        keys, parts = [*keys, *states.keys], parts | states.parts
+    values = read_entries(folder, metadata, keys, parts, files)
     for alias, key in stored_twice.items():
         if not torch.equal(values[key].view(-1).view(torch.uint8), values[alias].view(-1).view(torch.uint8)):
             raise ValueError(
                 f"the checkpoint has another model: {key!r} and {alias!r} are tied here, and differ in it; {BUILD}"
             )
-    stateful = [(key, thing) for key, thing in here.items() if not isinstance(thing, Tensor | str)]
-    loads = [(thing, partial(thing.load_state_dict, values[key])) for key, thing in stateful]
-    if optimizers:
-        dicts = read_state_dicts(folder, metadata, contents[0], optimizers, _optimizer_prefix(stored))
-        loads += [(one, partial(load_exactly, one, saved)) for one, saved in zip(optimizers, dicts, strict=True)]
+    stateful = [(key, target) for key, target in targets.items() if not isinstance(target, Tensor | str)]
+    loads = [(target, partial(target.load_state_dict, values[key])) for key, target in stateful]
+    if states is not None:
+        pairs = zip(optimizers, states.state_dicts(values), strict=True)
+        loads += [(optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs]
     of_rank = tuple(values[extras[rank]] for rank in sorted(extras))
-    if not all(isinstance(own, dict) for own in of_rank):
+    if not all(isinstance(saved, dict) for saved in of_rank):
         raise ValueError(f"{folder} is damaged: the extras of a rank are no dict; {USE_ANOTHER}")
-    return Read([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
+    return NewValues([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
 
 
 def _prefix(what: str, fits: Callable[[str], int], stored: Iterable[str], action: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,6 @@ from thunder_zero.compat.private import (
     set_pg_timeout,
     will_engine_execute_node,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 # needed while: torch says by private names alone which backward or function transform runs.
 # So it does with the kernel that a convolution takes, and with many tensors divided in one call.
@@ -119,12 +116,6 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
     """Return how long the group's collectives of tensors on a device wait; torch has no public way to ask."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
-
-
-def slice_of_file(reader: FileSystemReader, stream: IO[bytes], place: Any) -> IO[bytes]:
-    """Return the part of a file that an entry of a distributed checkpoint is in, without reading it."""
-    part: IO[bytes] = reader._slice_file(stream, place)
-    return part
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
