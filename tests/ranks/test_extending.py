@@ -1,4 +1,4 @@
-"""Passes and transports of the user's own, on ranks: docs/extending.md and its example."""
+"""Passes, transports and encodings of the user's own, on ranks: docs/extending.md and its example."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from thunder_zero.schedule import Kind, Timeline
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
 
+def program_of(section: str) -> str:
+    """Return the first Python block of a section of the page."""
+    (block, *_) = re.findall(r"```python\n(.*?)```", PAGE.partition(f"\n## {section}\n")[2], flags=re.DOTALL)
+    return str(block)
+
+
 def the_page_runs(rank: int, world_size: int) -> None:
-    """Both models have the gradients of one without; what was gathered is what the plan says."""
+    """Models with a pass or a transport have the gradients of one without; what was gathered is what the plan says."""
     x = torch.linspace(-1, 1, 14).view(2, 7) + rank
     usual = tz.compile(fresh(Mlp), stage=3)
     usual(x).sum().backward()
     names: dict[str, Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
+    for section in ("A pass", "A transport"):
         names |= {"module": fresh(Mlp), "x": x}
-        exec(program, names)
+        exec(program_of(section), names)
         for mine, theirs in zip(names["model"].parameters(), usual.parameters(), strict=True):
             assert mine.grad is not None
             assert theirs.grad is not None
@@ -38,6 +44,27 @@ def the_page_runs(rank: int, world_size: int) -> None:
     timeline = tz.traces_of(names["model"]).timeline
     sent = [param for op in timeline.ops if op.kind is Kind.GATHER for param in timeline.params_of(op)]
     assert names["Counting"].gathered == sum(4 * prod(timeline.plan.shard_shape(param)) for param in sent)
+
+
+def the_encoding_of_the_page_runs(rank: int, world_size: int) -> None:
+    """Weights arrive rounded, as each rank's own rows do, in the bytes of the plan."""
+    names: dict[str, Any] = {"module": fresh(Mlp), "x": torch.linspace(-1, 1, 14).view(2, 7) + rank}
+    exec(program_of("An encoding"), names)
+    model, form = names["model"], names["Float8"](64)
+    plain = fresh(Mlp)
+    with torch.no_grad():
+        for layer in plain.layers:
+            weight = layer.weight.clone()
+            parts = weight.tensor_split(world_size)
+            layer.weight.copy_(torch.cat([form.decode(form.encode(part), torch.empty_like(part)) for part in parts]))
+            assert bool(((layer.weight - weight).abs() <= weight.abs() / 16).all())
+            assert not torch.equal(layer.weight, weight)
+        torch.testing.assert_close(model(names["x"]), plain(names["x"]))
+    plan = tz.traces_of(model).timeline.plan
+    assert plan.payload_bytes(plan.by_name["layers.0.weight"]) == form.nbytes(parts[0].numel())
+    assert "as float8/64: rounded to nearest, off by at most a sixteenth" in " ".join(
+        str(tz.explain(model, "layers.0.weight")).split()
+    )
 
 
 def a_pass_fails_on_one_rank(rank: int, world_size: int) -> None:
@@ -64,6 +91,7 @@ def a_pass_fails_on_one_rank(rank: int, world_size: int) -> None:
 
 def test_passes_and_transports_of_the_users(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, the_page_runs)
+    ranks_pool.run(2, the_encoding_of_the_page_runs)
     ranks_pool.run(2, a_pass_fails_on_one_rank)
 
 

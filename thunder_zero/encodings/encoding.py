@@ -12,6 +12,7 @@ the plan. ``sharded/wire.py`` encodes and decodes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -45,8 +46,7 @@ class Encoding:
             raise ValueError(f"block is {self.block!r}; give a number of elements that share a scale")
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.").partition("_")[0]
-        return f"{name}/{self.block}" if self.block else str(self.dtype).removeprefix("torch.")
+        return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, numel: int) -> int:
         """Return how many scales so many elements have."""
@@ -72,8 +72,8 @@ class Encoding:
 
 
 @dataclass(frozen=True, repr=False)
-class Blocks(Encoding):
-    """Bytes with a scale for each block."""
+class Blocks(Encoding, ABC):
+    """Bytes with a scale for each block. A class of your own defines ``encode``, ``decode`` and ``error``."""
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128
@@ -87,3 +87,18 @@ class Blocks(Encoding):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(block={self.block})"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()}/{self.block}"
+
+    @abstractmethod
+    def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
+        """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,)."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
+        """Read a payload into ``out``, floating-point and contiguous, and return it."""
+
+    @abstractmethod
+    def error(self, rounds: str) -> str:
+        """Return how far an element may be off, in words; it ``rounds`` "to nearest" or "at random"."""

@@ -56,9 +56,6 @@ class NF4(Blocks):
         if self.block % 2:
             raise ValueError(f"block is {self.block}; give an even number of elements, as two share a byte")
 
-    def __str__(self) -> str:
-        return f"nf4/{self.block}"
-
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a row of so many elements, with its scales.
 

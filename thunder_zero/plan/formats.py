@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_zero.encodings.encoding import Blocks
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan.precision import around
@@ -23,9 +24,9 @@ from thunder_zero.plan.precision import around
 if TYPE_CHECKING:
     from torch import nn
 
-Format = Int8 | NF4
+Format = Blocks
 Formats = Format | Mapping[str, Format | None] | None
-FORMATS: Mapping[str, tuple[type[Format], ...]] = {
+FORMATS: Mapping[str, tuple[type[Format], ...]] = {  # of this package
     "gather_format": (Int8,),
     "reduce_format": (Int8,),
     "frozen_format": (NF4,),
@@ -45,7 +46,7 @@ def require_formats(policy: Any) -> None:
         if isinstance(asked, Mapping):
             object.__setattr__(policy, name, dict(asked))
         for form in asked.values() if isinstance(asked, Mapping) else [asked]:
-            if form is not None and not isinstance(form, kinds):
+            if form is not None and not isinstance(form, kinds) and not _is_own_gather_format(name, form):
                 raise ValueError(
                     f"{name} is {asked!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, a "
                     f"dict of patterns of paths with such values, or None"
@@ -60,6 +61,11 @@ def require_formats(policy: Any) -> None:
             f"frozen_format is {policy.frozen_format!r}, and stage 1 keeps all parameters in full on every rank; take "
             f"stage 2 or 3"
         )
+
+
+def _is_own_gather_format(name: str, form: object) -> bool:
+    """Return whether a gather format is an encoding of the user's own. NF4 writes rows, not flat payloads."""
+    return name == "gather_format" and isinstance(form, Blocks) and not isinstance(form, NF4)
 
 
 def embeddings_of(module: nn.Module) -> frozenset[str]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.encodings.encoding import Blocks, Encoding
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan import layout
@@ -73,7 +73,7 @@ class Param:
     resident: bool
     kept_unsharded: bool
     gather_per_unit: bool = False
-    gather_format: Int8 | None = None
+    gather_format: Blocks | None = None
     reduce_format: Int8 | None = None
     frozen_format: NF4 | None = None
     sliced: int | None = None
