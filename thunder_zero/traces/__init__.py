@@ -1,9 +1,9 @@
 """Reads and writes Thunder's traces; never talks to ``torch.distributed``.
 
-In: the trace that Thunder acquired, or one of a joint graph of PyTorch's. Out: the traces that run, and their timeline.
-Doors, in their order: ``insert.py`` before Thunder's autodiff, then ``pipeline.py``: ``scheduled`` on the joint trace
-(lift, passes, emit), ``compiled`` for the traces that run. ``operators.py`` asks torch what a line of its operators
-does; ``symbols.py`` has the lines that call the runtime::
+In: the trace that Thunder acquired, or that of a joint graph of PyTorch's. Out: the traces that run, and their
+timeline. Entries, in order: ``insert.py`` before Thunder's autodiff, then ``pipeline.py``: ``schedule_trace`` for the
+joint trace (lift, passes, emit), ``compile_program`` for the traces that run. ``operators.py`` asks torch what a line
+with one of its operators does; ``symbols.py`` has the lines that call the runtime::
 
     y = linear(x, t_w)                                        acquired
     t0 = zero_synchronize(t_w, 'w'); y = linear(x, t0)        insert

@@ -20,11 +20,13 @@ from thunder.core.symbol import BoundSymbol, Symbol
 
 
 def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Iterator[Op]:
-    """Yield the operations of a phase without those that encode and decode. A launch reads what was encoded for it, a
-    wait writes what was decoded of it; ``source`` ends with the positions of these lines.
+    """Yield the operations of a phase without those that encode and decode.
+
+    A launch reads what was encoded for it, and a wait writes what was decoded from it. Their ``source`` ends with the
+    indices of these lines.
 
     Raises:
-        ScheduleError: a launch sends, or somebody reads, what is not coded as the plan says.
+        ScheduleError: a launch sends a value, or a line reads one, that is not encoded as the plan says.
     """
     folding = _Folding(facts)
     for op in ops:
@@ -34,7 +36,7 @@ def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """What a line has encoded of a value: for which parameter, by which symbol, over which axis, where."""
+    """A value that a line has encoded: for which parameter, by which symbol, over which axis, at which index."""
 
     value: str
     path: str
@@ -44,7 +46,7 @@ class _Encoded:
 
 
 class _Folding:
-    """What was encoded and not sent yet, and what has arrived and was not decoded yet."""
+    """The values that are encoded and not sent yet, and those that have arrived and are not decoded yet."""
 
     def __init__(self, facts: Facts) -> None:
         self._executor = facts.executor
@@ -53,7 +55,7 @@ class _Folding:
         self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # a launch and its wait
 
     def take(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Go on to the next operation."""
+        """Yield what becomes of the next operation."""
         code = self._executor.codes.get(line.sym.name)
         if code in (self._executor.encode, self._executor.encode_grad):
             self._encode(op, line, code)
@@ -69,14 +71,14 @@ class _Folding:
             yield op
 
     def _coded_launch(self, op: Op) -> Op | None:
-        """The launch that a wait ends, if what arrives is coded."""
+        """Return the launch that a wait ends, if what arrives must be decoded."""
         launch = self._launched.get(op.reads[0]) if op.kind is Kind.WAIT else None
-        return launch if launch and self._executor.code_behind(launch) else None
+        return launch if launch and self._executor.decoder_of(launch) else None
 
     def close(self) -> None:
-        """Raise if anything is left."""
-        for each in self._encoded.values():
-            raise ScheduleError(f"line {each.position} encodes {each.path}, which no launch sends")
+        """Raise if a value was not sent, or not decoded."""
+        for encoded in self._encoded.values():
+            raise ScheduleError(f"line {encoded.position} encodes {encoded.path}, which no launch sends")
         for launch, wait in self._arrived.values():
             raise ScheduleError(f"line {wait.source[0]} waits for {_names(launch)}, which no line decodes")
 
@@ -85,22 +87,22 @@ class _Folding:
             self._encoded[name] = _Encoded(value, path, code, axis_of(line), op.source[0])
 
     def _sent(self, launch: Op) -> Op:
-        code = self._executor.code_before(launch)
-        given = [self._encoded.pop(name, None) for name in launch.reads]
-        right = [(path, code, launch.over) if code else None for path in launch.params]
-        if right != [each and (each.path, each.code, each.over) for each in given]:
-            what = f"what {code.name} makes of it" if code else "it as it is"
-            raise ScheduleError(f"line {launch.source[0]} sends {_names(launch)}; the plan sends {what}")
-        encoded = [each for each in given if each]
-        reads = tuple(each.value for each in encoded) or launch.reads
-        return replace(launch, reads=reads, source=(*launch.source, *sorted({each.position for each in encoded})))
+        code = self._executor.encoder_of(launch)
+        sent = [self._encoded.pop(name, None) for name in launch.reads]
+        expected = [(path, code, launch.over) if code else None for path in launch.params]
+        if expected != [item and (item.path, item.code, item.over) for item in sent]:
+            needed = f"what {code.name} makes of it" if code else "it as it is"
+            raise ScheduleError(f"line {launch.source[0]} sends {_names(launch)}; the plan sends {needed}")
+        encoded = [item for item in sent if item]
+        reads = tuple(item.value for item in encoded) or launch.reads
+        return replace(launch, reads=reads, source=(*launch.source, *sorted({item.position for item in encoded})))
 
     def _decoded(self, op: Op, line: BoundSymbol, code: Symbol) -> Op:
         launch, wait = self._arrived.pop(op.reads, (None, None))
         if launch is None or wait is None:
             raise ScheduleError(f"line {op.source[0]} decodes {', '.join(op.reads)}, which has not just arrived")
-        right = self._executor.code_behind(launch), launch.params, launch.over
-        if right != (code, paths_of(line), axis_of(line)):
+        expected = self._executor.decoder_of(launch), launch.params, launch.over
+        if expected != (code, paths_of(line), axis_of(line)):
             raise ScheduleError(f"line {op.source[0]} decodes {_names(launch)} as something else")
         return replace(wait, writes=op.writes, source=(*wait.source, *op.source))
 
@@ -111,7 +113,7 @@ class _Folding:
 
 
 def paths_of(line: BoundSymbol) -> tuple[str, ...]:
-    """Return the paths of the parameters of a line of ours."""
+    """Return the paths of the parameters that a line of ours names."""
     return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])
 
 

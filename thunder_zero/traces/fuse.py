@@ -7,8 +7,8 @@
     p4 = zero_all_gather(...)                         p4 = zero_all_gather(...)
 
 The scheduled joint trace is fused, so regions end where the schedule has a line of its own. Lines that draw random
-numbers, communicate, or call Python, stay as they are: inductor would draw other numbers than torch, and may move what
-others wait for. ``frontends/dynamo/kernels.py`` has regions compiled.
+numbers, communicate, or call Python stay as they are: inductor would draw other numbers than torch, and may move what
+other lines wait for. ``frontends/dynamo/kernels.py`` has regions compiled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-SMALLEST = 2  # lines of a region that compute something
+SMALLEST = 2  # a region has at least this many lines that compute something
 COMMUNICATES = ("_c10d_functional", "_dtensor", "c10d", "symm_mem")
 
 
 def fuse_regions(trace: TraceCtx) -> TraceCtx:
-    """Return a scheduled trace with each run of operators of one phase as one line."""
+    """Return a scheduled trace in which each run of fusible operators of one phase is one line."""
     new = from_trace(trace)
     new.bound_symbols = []
     lines = trace.bound_symbols
@@ -70,18 +70,18 @@ def _computes(line: BoundSymbol) -> bool:
 
 
 def _last_readers(trace: TraceCtx) -> dict[str, int]:
-    """Return the position of the last line that reads each value."""
-    return {proxy.name: at for at, line in enumerate(trace.bound_symbols) for proxy in line.flat_proxy_args}
+    """Return the index of the last line that reads each value."""
+    return {proxy.name: index for index, line in enumerate(trace.bound_symbols) for proxy in line.flat_proxy_args}
 
 
 def _region(
     name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
 ) -> BoundSymbol:
-    """Return one line for these, which takes all numbers: a value may have a size that no line reads."""
-    made = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
-    read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in made}
+    """Return one line for the given lines. It takes all numbers, since a value may have a size that no line reads."""
+    written = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
+    read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in written}
     read |= {number.name: number for number in numbers}
-    outputs = tuple(proxy for value, proxy in made.items() if value in returned)
+    outputs = tuple(proxy for value, proxy in written.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
     called = {name: _not_compiled}  # printing asks for it
     region = symbol.bind(*read.values(), output=outputs, subsymbols=tuple(lines), _call_ctx=called)
@@ -95,9 +95,10 @@ def _not_compiled(*args: Any) -> Any:
 
 
 def graph_of(region: BoundSymbol) -> fx.GraphModule:
-    """Return the lines of a region as a graph, whose names say nothing of the region: equal ones have equal text."""
+    """Return the lines of a region as a graph. Its names do not depend on the region, so equal regions have equal
+    text."""
     graph = fx.Graph()
-    nodes: dict[str, Any] = {proxy.name: graph.placeholder(f"arg{at}") for at, proxy in enumerate(region.args)}
+    nodes: dict[str, Any] = {proxy.name: graph.placeholder(f"arg{index}") for index, proxy in enumerate(region.args)}
 
     def filled(tree: Any) -> Any:
         return tree_map(lambda leaf: nodes[leaf.name] if isinstance(leaf, Proxy) else leaf, tree)
@@ -108,7 +109,7 @@ def graph_of(region: BoundSymbol) -> fx.GraphModule:
             nodes[line.output.name] = node
         else:
             items = enumerate(line.output)
-            proxies = ((at, item) for at, item in items if isinstance(item, Proxy))
-            nodes |= {item.name: graph.call_function(operator.getitem, (node, at)) for at, item in proxies}
+            proxies = ((index, item) for index, item in items if isinstance(item, Proxy))
+            nodes |= {item.name: graph.call_function(operator.getitem, (node, index)) for index, item in proxies}
     graph.output([nodes[proxy.name] for proxy in region.output])
     return fx.GraphModule(nn.Module(), graph)

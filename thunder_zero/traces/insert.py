@@ -16,9 +16,9 @@ of the full shape::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 
-and at its start ``zero_check_call``, by which Thunder chooses a program: by ``no_sync``, and by the guard of the call
-(``compat/guards.py``). It takes out Thunder's checks of those DTensors, which ``frontends/placement.py`` checks before
-each forward.
+At the prologue's start it writes ``zero_check_call``, by which Thunder chooses a program: by ``no_sync``, and by the
+guard of the call (``compat/thunder/guards.py``). It removes Thunder's checks of those DTensors, which
+``frontends/placement.py`` checks before each forward.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ UNPACKED = (prims.unpack_parameter, prims.unpack_buffer)
 
 
 def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
-    """The paths of the module's parameters and buffers among the inputs of the computation, by their proxies' names."""
-    paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym in UNPACKED}
+    """Return the paths of the module's parameters and buffers among the inputs of the computation, by their proxies'
+    names."""
+    paths = {line.output.name: line.args[1] for line in prologue.bound_symbols if line.sym in UNPACKED}
     pairs = zip(prologue.output[0], computation.args, strict=True)
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
 
 
 def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
-    """Return the facts of a program that is compiled now. ``names`` are those of the inputs that are the module's, with
-    their paths."""
+    """Return the facts of a program that is compiled now.
+
+    Args:
+        names: the inputs that are parameters or buffers of the module, with their paths.
+        executor: the model's symbols.
+    """
     by_name = executor.plan.by_name
     inputs = {name: by_name[path].path for name, path in names.items() if path in by_name}
     others = {name: path for name, path in names.items() if path not in by_name}
@@ -60,47 +65,50 @@ def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
 
 
 def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
-    """A trace, before autodiff, whose parameter inputs are shards, synchronised at first use."""
+    """Return a trace, before autodiff, whose parameter inputs are shards, synchronised before their first use."""
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in facts.inputs}
     _put_inputs_at_rest(computation, facts)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
     with tracectx(new):
-        for bsym in computation.bound_symbols:
-            if bsym.sym is prims.python_return:
-                _refuse_parameters(bsym, facts)
-                new.bound_symbols.append(bsym)
+        for line in computation.bound_symbols:
+            if line.sym is prims.python_return:
+                _refuse_parameters(line, facts)
+                new.bound_symbols.append(line)
                 continue
-            if bsym.sym is prims.unpack_trivial:
-                new.bound_symbols.append(bsym)
+            if line.sym is prims.unpack_trivial:
+                new.bound_symbols.append(line)
                 continue
-            read = [proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies]
+            read = [proxies[proxy.name] for proxy in line.flat_proxy_args if proxy.name in proxies]
             for proxy in read:
                 path = facts.inputs[proxy.name]
                 if path not in full:
                     full[path] = facts.executor.synchronize(proxy, path)
                 swap[variableify(proxy)] = full[path]
-            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if read else bsym)
+            new.bound_symbols.append(line.from_bsym_swap_proxies(swap, skip_output=True) if read else line)
     new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
     return new
 
 
 def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
-    """Take the rows that the computation gets, and check that the program serves the call: its ``guard``, and whether
-    gradients are reduced. Works in place, as Thunder's own transforms do."""
+    """Make the prologue take the rows that the computation gets, and check that the program serves the call.
+
+    A program serves calls with its ``guard`` that reduce gradients, or do not, as it does. The prologue is changed in
+    place, as Thunder's own transforms do.
+    """
     executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
-    for bsym in prologue.bound_symbols:
-        if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
-            param = plan.by_name[bsym.args[1]]
-            bsym.output = copy(bsym.output)  # the computation has the same proxy, of the rows' shape
-            _put_at_rest(bsym.output, param, param.rest_shape, executor)
-            unpacked[bsym.output.name] = bsym.output, param
+    for line in prologue.bound_symbols:
+        if line.sym is prims.unpack_parameter and line.args[1] in plan.by_name:
+            param = plan.by_name[line.args[1]]
+            line.output = copy(line.output)  # the computation has the same proxy, of the rows' shape
+            _put_at_rest(line.output, param, param.rest_shape, executor)
+            unpacked[line.output.name] = line.output, param
     prologue.bound_symbols = [
-        bsym
-        for bsym in prologue.bound_symbols
-        if bsym.sym is not prims.check_tensor_shape_and_metadata or bsym.args[0].name not in unpacked
+        line
+        for line in prologue.bound_symbols
+        if line.sym is not prims.check_tensor_shape_and_metadata or line.args[0].name not in unpacked
     ]
     with tracectx(prologue):
         serves = executor.check_call.bind(facts.synced, guard, output=None)
@@ -117,7 +125,7 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
         return
     with tracectx(prologue):
         rows = executor.rows(tuple(shard for shard, _ in taken), tuple(param.path for _, param in taken))
-    swap = {variableify(shard): of for (shard, _), of in zip(taken, rows, strict=True)}
+    swap = {variableify(shard): row for (shard, _), row in zip(taken, rows, strict=True)}
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
@@ -133,13 +141,13 @@ def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], execu
     """Give an input a shape, and the dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.rest_dtype)
     proxy._shape, proxy._dtype = shape, dtype
-    proxy._numel = prod(proxy._shape)  # Thunder stores it apart
+    proxy._numel = prod(proxy._shape)  # Thunder stores it separately
     proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 
 
-def _refuse_parameters(bsym: BoundSymbol, facts: Facts) -> None:
-    returned = bsym.args[0]["output"]
+def _refuse_parameters(line: BoundSymbol, facts: Facts) -> None:
+    returned = line.args[0]["output"]
     for proxy in returned if isinstance(returned, tuple) else (returned,):
         if isinstance(proxy, Proxy) and proxy.name in facts.inputs:
             raise ValueError(
@@ -149,33 +157,35 @@ def _refuse_parameters(bsym: BoundSymbol, facts: Facts) -> None:
 
 
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """What a phase sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are a rank's own matter: the
-    shapes of its inputs may decide what it computes again."""
-    lines = []
-    for bsym in trace.bound_symbols:
-        if (single := executor.launches.get(bsym.sym.name)) is not None:
+    """Return what a phase sends, in order, such as ``all_gather h.0.w, h.0.b``.
+
+    Frees and waits are left out, since ranks may differ in them: the shapes of inputs decide what a rank recomputes.
+    """
+    launches = []
+    for line in trace.bound_symbols:
+        if (single := executor.launches.get(line.sym.name)) is not None:
             what = single.name.removeprefix("zero_")
-            over = f" over {axis_of(bsym)}" * bool(executor.axis(SHARD))
-            lines.append(f"{what} {', '.join(paths_of(bsym))}{over}")
-    return lines
+            over = f" over {axis_of(line)}" * bool(executor.axis(SHARD))
+            launches.append(f"{what} {', '.join(paths_of(line))}{over}")
+    return launches
 
 
 def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
-    """The trace of a phase, with its name and the digest of its launches before the first of them::
+    """Return the trace of a phase, with its name and the digest of its launches before the first launch::
 
         zero_enter('backward', '1f0c5a9e')
         t5 = zero_all_gather(t_h_0_w, 'h.0.w')
 
-    Ranks whose phases differ in either would take one message for another. A phase without launches gets no line.
+    Ranks whose phases differ in name or digest would mix up messages. A phase without launches gets no line.
     """
     executor = facts.executor
-    at = next((at for at, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches), None)
-    if at is None:
+    index = next((index for index, line in enumerate(trace.bound_symbols) if line.sym.name in executor.launches), None)
+    if index is None:
         return trace
     digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:8]
     new = from_trace(trace)
     with tracectx(new):
         line = executor.enter.bind(str(facts.named(phase)), digest, output=None)
-    new.bound_symbols = [*trace.bound_symbols[:at], line, *trace.bound_symbols[at:]]
+    new.bound_symbols = [*trace.bound_symbols[:index], line, *trace.bound_symbols[index:]]
     new.set_provenance(TraceProvenance("Name the phase (thunder_zero)"))
     return new

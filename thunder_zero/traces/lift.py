@@ -4,7 +4,7 @@
 and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
 
 ``emit`` mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
-copy, writes) other values. Collectives are new lines, since they may have been merged into buckets, with those that
+copy, writes) other values. Collectives are new lines, since they may have been merged into buckets, with the lines that
 encode what is sent and decode what arrives::
 
     gather fut <- t_w, t_b   w b        (q3, q4) = zero_encode_coalesced((t_w, t_b), ('w', 'b'))
@@ -50,11 +50,18 @@ MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 
 
 def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
-    """The timeline of a joint trace: one operation for each line, forward phase first. A line belongs to forward if
-    forward's outputs need it; Thunder will split by the same rule. ``coded``: it has lines that encode and decode."""
+    """Return the timeline of a joint trace: one operation for each line, forward first.
+
+    A line belongs to forward if forward's outputs need it; Thunder will split by this rule, too.
+
+    Args:
+        trace: the joint trace.
+        facts: what is known about it.
+        coded: True if it has lines that encode and decode.
+    """
     lines = trace.bound_symbols
     needed = forward_lines(lines)
-    ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], facts)]
+    ops = [op for index, line in enumerate(lines) for op in _ops(line, index, not needed[index], facts)]
     if coded:
         ops = list(fold(ops, lines, facts))
     ops.sort(key=lambda op: op.backward)
@@ -64,85 +71,86 @@ def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
 
 
 def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts the lines of each phase."""
+    """Return the timeline of the two traces that run; ``source`` counts the lines of each phase."""
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops: list[Op] = []
     for is_backward, lines in enumerate(phases):
-        found = (op for at, line in enumerate(lines) for op in _ops(line, at, bool(is_backward), facts))
-        ops += fold(found, lines, facts)
+        lifted = (op for index, line in enumerate(lines) for op in _ops(line, index, bool(is_backward), facts))
+        ops += fold(lifted, lines, facts)
     values = _values([*phases[0], *phases[1]])
     inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
         inputs |= _inputs(backward.args[1], facts)  # the gradients of outputs; forward has saved what is in args[0]
-        given = forward.bound_symbols[-1].args[0]["flat_args"]
-        returned = _gradients(given, backward.bound_symbols[-1].args[0], facts)
+        flat_args = forward.bound_symbols[-1].args[0]["flat_args"]
+        returned = _gradients(flat_args, backward.bound_symbols[-1].args[0], facts)
     return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, facts.plan, inputs, returned))
 
 
-def _inputs(given: Any, facts: Facts) -> dict[str, str | None]:
-    return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(given)}
+def _inputs(args: Any, facts: Facts) -> dict[str, str | None]:
+    return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(args)}
 
 
-def _gradients(given: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tuple[tuple[str, str], ...]:
-    """Path and gradient of each parameter that gets one: backward returns an entry for each argument of forward."""
-    pairs = zip(given, returned, strict=True)
+def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tuple[tuple[str, str], ...]:
+    """Return path and gradient of each parameter that gets one: backward returns an entry for each argument of
+    forward."""
+    pairs = zip(args, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
     return tuple((facts.inputs[name], grad) for name, grad in named if name in facts.inputs)
 
 
-def _ops(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
-    if operator_of(bsym) is not None:  # most lines: none of what follows
-        yield _computation(bsym, position, backward, facts)
+def _ops(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
+    if operator_of(line) is not None:  # most lines: none of what follows
+        yield _computation(line, position, backward, facts)
         return
     executor = facts.executor
-    if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
+    if line.sym.id in PREAMBLE or line.sym in (clear_mutable_collection, executor.enter):
         return
     kind, paths, over = Kind.COMPUTE, tuple[str, ...](), SHARD
-    if bsym.sym.id is prims.PrimIDs.DEL:
+    if line.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
-    elif single := executor.launches.get(bsym.sym.name):
-        kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
-        paths = paths_of(bsym)
-        over = axis_of(bsym)
-        _require_right_symbol(single, paths, over, facts)
-    elif bsym.sym.name in executor.waits:
+    elif symbol := executor.launches.get(line.sym.name):
+        kind = Kind.GATHER if symbol is executor.all_gather else Kind.REDUCE
+        paths = paths_of(line)
+        over = axis_of(line)
+        _require_right_symbol(symbol, paths, over, facts)
+    elif line.sym.name in executor.waits:
         kind = Kind.WAIT
-    elif bsym.sym == executor.defer:
-        kind, paths = Kind.DEFER, (bsym.args[1],)
+    elif line.sym == executor.defer:
+        kind, paths = Kind.DEFER, (line.args[1],)
     if kind is Kind.COMPUTE:
-        yield _computation(bsym, position, backward, facts)
+        yield _computation(line, position, backward, facts)
     else:
-        yield Op(kind, tuple(read_by(bsym)), tuple(written_by(bsym)), paths, backward, source=(position,), over=over)
+        yield Op(kind, tuple(read_by(line)), tuple(written_by(line)), paths, backward, source=(position,), over=over)
 
 
-def _computation(bsym: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
-    """A computation, with what its line says of its work."""
-    repeatable, work = is_repeatable(bsym), work_of(bsym)
-    is_torchs = facts.plan.mesh.is_sliced and _is_of_slices(bsym, facts.plan)
+def _computation(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
+    """Return a computation, with what its line says of its work."""
+    repeatable, work = is_repeatable(line), work_of(line)
+    is_torchs = facts.plan.mesh.is_sliced and _is_of_slices(line, facts.plan)
     return Op(
         Kind.COMPUTE,
-        tuple(read_by(bsym)),
-        tuple(written_by(bsym)),
+        tuple(read_by(line)),
+        tuple(written_by(line)),
         backward=backward,
         repeatable=repeatable,
         source=(position,),
         work=work,
-        cheap=repeatable and is_cheap(bsym),
-        updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym))),
-        flops=flops_of(bsym) if work in MAY_HAVE_FLOPS else 0,
+        cheap=repeatable and is_cheap(line),
+        updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(line))),
+        flops=flops_of(line) if work in MAY_HAVE_FLOPS else 0,
         over=TENSOR if is_torchs else SHARD,
-        sends=_sent_by(bsym, facts.plan) if is_torchs else 0,
-        moves=MOVES.get(bsym.sym.name, "") if is_torchs else "",
+        sends=_sent_by(line, facts.plan) if is_torchs else 0,
+        moves=MOVES.get(line.sym.name, "") if is_torchs else "",
     )
 
 
-def _is_of_slices(bsym: BoundSymbol, plan: Plan) -> bool:
-    """Return whether a line is a collective of torch's tensor parallelism, or waits for what may be one."""
-    if not is_collective(operator_of(bsym)):
+def _is_of_slices(line: BoundSymbol, plan: Plan) -> bool:
+    """Return whether a line is a collective of torch's tensor parallelism, or may wait for one."""
+    if not is_collective(operator_of(line)):
         return False
-    name = bsym.sym.name
-    return name == "wait_tensor" or (name in MOVES and plan.mesh.joins_slices(bsym.args[-1]))
+    name = line.sym.name
+    return name == "wait_tensor" or (name in MOVES and plan.mesh.joins_slices(line.args[-1]))
 
 
 MOVES = {  # what collectives of torch's tensor parallelism do
@@ -153,42 +161,48 @@ MOVES = {  # what collectives of torch's tensor parallelism do
 }
 
 
-def _sent_by(bsym: BoundSymbol, plan: Plan) -> int:
-    """The bytes that a rank sends in a collective of torch's tensor parallelism."""
-    given = bsym.flat_proxy_args[0]
-    return plan.slice_sends(bsym.sym.name, prod(map(int, given.shape))) * int(given.dtype.bytes)
+def _sent_by(line: BoundSymbol, plan: Plan) -> int:
+    """Return the bytes that a rank sends in a collective of torch's tensor parallelism."""
+    given = line.flat_proxy_args[0]
+    return plan.slice_sends(line.sym.name, prod(map(int, given.shape))) * int(given.dtype.bytes)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
-    """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
+    """Refuse a line that reduces otherwise than the plan says, since the timeline only says REDUCE."""
     for path in paths if single is not facts.executor.all_gather else ():
         if single is not (right := facts.executor.reduction(facts.plan.by_name[path], over)):
             raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
-def read_by(bsym: BoundSymbol) -> dict[str, Proxy]:
-    """The proxies that a line reads, by name. A ``get_grad`` names an output of forward but reads its gradient.
-    Forward's return reads the outputs; the values that it saves are read in backward."""
-    if bsym.sym is prims.get_grad:
+def read_by(line: BoundSymbol) -> dict[str, Proxy]:
+    """Return the proxies that a line reads, by name.
+
+    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
+    that it saves are read in backward.
+    """
+    if line.sym is prims.get_grad:
         return {}
-    is_forward_return = bsym.sym is prims.python_return and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)
-    read = proxies_in(bsym.args[0]["flat_output"]) if is_forward_return else bsym.flat_proxy_args
+    is_forward_return = line.sym is prims.python_return and len(line.args) == 2 and isinstance(line.args[0], dict)
+    read = proxies_in(line.args[0]["flat_output"]) if is_forward_return else line.flat_proxy_args
     return {proxy.name: proxy for proxy in read}
 
 
-def written_by(bsym: BoundSymbol) -> dict[str, Proxy]:
-    """The proxies that a line writes, by name, without arguments that it returns."""
-    inputs = {proxy.name for proxy in bsym.flat_proxy_args}
-    return {proxy.name: proxy for proxy in bsym.flat_proxy_outs if proxy.name not in inputs}
+def written_by(line: BoundSymbol) -> dict[str, Proxy]:
+    """Return the proxies that a line writes, by name, without arguments that it returns."""
+    inputs = {proxy.name for proxy in line.flat_proxy_args}
+    return {proxy.name: proxy for proxy in line.flat_proxy_outs if proxy.name not in inputs}
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
-    """The proxies in a part of a line's arguments."""
+    """Return the proxies in a part of a line's arguments."""
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy)]
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Gives waits the parameters of their launches; those for other collectives of torch than slices' are no waits."""
+    """Yield the operations, with the parameters of its launch for each wait.
+
+    A wait for one of torch's other collectives than those of slices becomes a plain computation.
+    """
     params: dict[str, tuple[str, ...]] = {}
     of_slices: set[str] = set()
     for op in ops:
@@ -202,10 +216,10 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _frees_of_gathered(timeline: Timeline) -> Timeline:
-    """Turns the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
+    """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
 
     A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
-    Drops other deletions, and those of resident parameters.
+    Other deletions are dropped, and those of resident parameters.
     """
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
@@ -226,12 +240,12 @@ def _frees_of_gathered(timeline: Timeline) -> Timeline:
 
 def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    for bsym in lines:
+    for line in lines:
         base = ""
-        if makes_view(bsym):
-            viewed = bsym.flat_proxy_args[0].name
+        if makes_view(line):
+            viewed = line.flat_proxy_args[0].name
             base = values[viewed].base or viewed
-        for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
+        for proxy in (*line.flat_proxy_outs, *line.flat_proxy_args):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
                 values[proxy.name] = Value(prod(proxy.shape) * int(proxy.dtype.bytes), dtype_name(proxy.dtype), base)
             elif isinstance(proxy, NumberProxy):
@@ -240,41 +254,41 @@ def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
 
 
 def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
-    """For each line, whether forward's outputs need it: Thunder's rule for the split."""
+    """Return, for each line, whether forward's outputs need it: Thunder's rule for the split."""
     result = lines[-1].args[0]
     if not is_joint(result):
         return [True] * len(lines)
     needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     forward = [False] * len(lines)
     for position in reversed(range(len(lines) - 1)):
-        bsym = lines[position]
-        if bsym.sym is prims.get_grad:
+        line = lines[position]
+        if line.sym is prims.get_grad:
             continue
-        makes = any(proxy.name in needed for proxy in bsym.flat_proxy_outs)
-        if makes or bsym.sym.id in PREAMBLE or (bsym.sym.name == "copy_" and bsym.args[1].name in needed):
+        makes = any(proxy.name in needed for proxy in line.flat_proxy_outs)
+        if makes or line.sym.id in PREAMBLE or (line.sym.name == "copy_" and line.args[1].name in needed):
             forward[position] = True
-            needed.update(proxy.name for proxy in bsym.flat_proxy_args)
+            needed.update(proxy.name for proxy in line.flat_proxy_args)
     return forward
 
 
 def is_joint(result: Any) -> bool:
-    """Whether a trace that returns this has a backward phase too."""
+    """Return whether a trace with this result has a backward phase, too."""
     return isinstance(result, dict) and "fw_flat_out" in result
 
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:
-    """The joint trace that runs ``timeline``, which was lifted from ``trace``."""
+    """Return the joint trace that runs ``timeline``, which was lifted from ``trace``."""
     lines = trace.bound_symbols
-    proxies = {proxy.name: proxy for bsym in lines for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+    proxies = {proxy.name: proxy for line in lines for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs)}
     new = from_trace(trace)
     new.names = set(trace.names)  # the given trace stays as it is
-    new.bound_symbols = [bsym for bsym in lines if bsym.sym.id in PREAMBLE]
+    new.bound_symbols = [line for line in lines if line.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
-            for bsym in _lines(op, timeline, lines, proxies, executor):
+            for line in _lines(op, timeline, lines, proxies, executor):
                 if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
-                    bsym.tags.add(BoundSymbolTag.BACKWARD)
-                new.bound_symbols.append(bsym)
+                    line.tags.add(BoundSymbolTag.BACKWARD)
+                new.bound_symbols.append(line)
     new.set_provenance(TraceProvenance("Schedule collectives (thunder_zero)"))
     return new
 
@@ -291,20 +305,20 @@ def _lines(
 
 
 def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
-    """The lifted line, with the names of the values that the operation reads and writes."""
+    """Return the lifted line, with the names of the values that the operation reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):
         if name not in proxies:
             proxies[name] = original.replace_name(name)
     before, after = [*read_by(line), *written], [*op.reads, *op.writes]
-    swap = {variableify(proxies[b]): proxies[a] for b, a in zip(before, after, strict=True) if a != b}
+    swap = {variableify(proxies[old]): proxies[new] for old, new in zip(before, after, strict=True) if new != old}
     return line.from_bsym_swap_proxies(swap) if swap else line
 
 
 def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     tensors = tuple(proxies[name] for name in op.reads)
     sent, axis = tensors, executor.axis(op.over)
-    if (code := executor.code_before(op)) is not None:
+    if (code := executor.encoder_of(op)) is not None:
         sent = executor.coded(tensors, op, arrived=False)
         yield _bind(executor, code, tensors, op.params, axis, sent)
     handle = proxies[op.writes[0]] = executor.handle_of(single, tensors, op.params, op.over)
@@ -318,7 +332,7 @@ def _wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor)
             shape = executor.plan.by_name[path].shape
             proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
     outputs = tuple(proxies[name] for name in op.writes)
-    arrived, code = outputs, executor.code_behind(launch)
+    arrived, code = outputs, executor.decoder_of(launch)
     if code is not None:
         arrived = executor.coded(outputs, launch, arrived=True)
     if len(outputs) == 1:
@@ -337,7 +351,7 @@ def _bind(
     axis: Sequence[str],
     output: Any,
 ) -> BoundSymbol:
-    """A line of ours; its output is one for each tensor, or a handle."""
+    """Return a line of ours; its output is one proxy for each tensor, or a handle."""
     if len(tensors) > 1:
         return executor.coalesced[single].bind(tuple(tensors), tuple(paths), *axis, output=output)
     return single.bind(tensors[0], paths[0], *axis, output=output[0] if isinstance(output, tuple) else output)

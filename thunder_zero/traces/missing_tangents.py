@@ -1,16 +1,17 @@
-"""Takes out of a joint trace what backward would compute of tangents that nobody made.
+"""Takes out of a joint trace what backward would compute from tangents that nobody made.
 
-A loss need not use all outputs of a model. Eager mode then never visits what leads to the others, and parameters that
-only they reach keep ``grad is None``. Backward is linear in its tangents, so what reads missing ones alone is zero::
+A loss need not use all outputs of a model. Eager mode then never visits what leads to unused outputs, and parameters
+that reach only these keep ``grad is None``. Backward is linear in its tangents, so what reads only missing ones is
+zero::
 
     t5 = get_grad(logits)                          # missing
     t6 = torch.ops.aten.mm.default(t5, w)          # taken out
     t8 = torch.ops.aten.add.Tensor(t6, t7)   ->    t7 takes the place of t8
     p9 = zero_reduce_scatter(t6, 'head.w')         # taken out; the gradient is None
 
-The other lines keep their order, so what forward saves suffices. A line that reads zeros and other values, and is no
-sum, gets real zeros. The backward of a user's autograd function may make anything of a missing tangent; where a line
-reads the result and other values, that is computed of a real zero.
+All other lines keep their order, so what forward saves suffices. A line that reads zeros and other values, and is not a
+sum, gets real zeros. The backward of a user's autograd function may make anything of a missing tangent. If a line reads
+its result and other values, that result is computed from a real zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.traces.lift import emit, lift, read_by
-from thunder_zero.traces.operators import is_view, line, operator_of
+from thunder_zero.traces.operators import is_view, operator_of
+from thunder_zero.traces.operators import line as make_line
 from thunder_zero.traces.pipeline import Scheduled
 from thunder_zero.traces.symbols import Facts, SymbolicShape
 
@@ -43,11 +45,11 @@ KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
 
 
 def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
-    """Return the trace without what it computes of the missing tangents alone; ``missing`` has their names."""
+    """Return the trace without what it computes only from the tangents named in ``missing``."""
     facts = scheduled.facts
     timeline = lift(scheduled.trace, facts, coded=True)
     pruned = _Pruned(scheduled.trace, facts, timeline, set(missing))
-    ops = _read_ones(list(pruned.left()))
+    ops = _drop_unread(list(pruned.left()))
     new = from_trace(scheduled.trace)
     new.bound_symbols = pruned.lines
     result = emit(new, timeline.with_ops(ops), facts.executor)
@@ -56,17 +58,29 @@ def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
 
 @dataclass
 class _Pruned:
-    """The lines of a trace, with those that pruning adds; what is known of their values so far."""
+    """The lines of a trace and those that pruning adds, with what is known of their values so far.
+
+    Attributes:
+        trace: the joint trace.
+        facts: what is known about it.
+        timeline: lifted from the trace.
+        zero: values that are zero.
+        depends: values that depend on tangents that exist.
+        swap: values, each with the value that takes its place.
+        kept: for each handle, which of its tensors are not zero.
+        lost: paths of parameters without a gradient.
+        left_out: operations that would compute a value which may not be zero, by the value.
+    """
 
     trace: TraceCtx
     facts: Facts
-    timeline: Timeline  # of the trace
+    timeline: Timeline
     zero: set[str]
-    depends: set[str] = field(default_factory=set)  # on tangents that are there
-    swap: dict[str, str] = field(default_factory=dict)  # what takes the place of a value
-    kept: dict[str, list[bool]] = field(default_factory=dict)  # of a handle: which of its tensors are not zero
-    lost: list[str] = field(default_factory=list)  # parameters without a gradient
-    left_out: dict[str, Op] = field(default_factory=dict)  # what would compute a value that is not surely zero
+    depends: set[str] = field(default_factory=set)
+    swap: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, list[bool]] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    left_out: dict[str, Op] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lines: list[BoundSymbol] = list(self.trace.bound_symbols)
@@ -75,47 +89,47 @@ class _Pruned:
     def left(self) -> Iterator[Op]:
         """Yield the operations that are left."""
         for op in self.timeline.ops:
-            bsym = self.lines[op.source[0]]
+            line = self.lines[op.source[0]]
             op = replace(op, reads=tuple(self.swap.get(name, name) for name in op.reads))
-            if bsym.sym is prims.get_grad:
+            if line.sym is prims.get_grad:
                 if op.writes[0] not in self.zero:
                     self.depends.update(op.writes)
                     yield op
-            elif bsym.sym is prims.python_return:
+            elif line.sym is prims.python_return:
                 yield from self._last(op)
-                yield self._returned(op, bsym)
+                yield self._returned(op, line)
             elif op.kind is Kind.WAIT or op.kind is Kind.REDUCE or op.kind is Kind.DEFER:
                 yield from self._ours(op)
-            elif bsym.sym == self.executor.reduce_deferred:
-                yield self._with_line(op, bsym.from_bsym(args=((*bsym.args[0], *self.lost),)))
-            elif bsym.sym in (self.executor.check_finite, self.executor.wait_offloaded):
-                yield from self._at_end(op, bsym)
+            elif line.sym == self.executor.reduce_deferred:
+                yield self._with_line(op, line.from_bsym(args=((*line.args[0], *self.lost),)))
+            elif line.sym in (self.executor.check_finite, self.executor.wait_offloaded):
+                yield from self._at_end(op, line)
             else:
-                yield from self._computed(op, bsym)
+                yield from self._computed(op, line)
 
-    def _computed(self, op: Op, bsym: BoundSymbol) -> Iterator[Op]:
+    def _computed(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
         zeros = [name for name in op.reads if name in self.zero]
         if not zeros or not self.depends.isdisjoint(op.reads):
             if not self.depends.isdisjoint(op.reads):
                 self.depends.update(op.writes)
         else:
             self.zero.update(op.writes)
-            if not _keeps_zeros(bsym) or not self.left_out.keys().isdisjoint(zeros):
+            if not _keeps_zeros(line) or not self.left_out.keys().isdisjoint(zeros):
                 self.left_out |= dict.fromkeys(op.writes, op)
             return
-        if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _other_of_sum(bsym, zeros)) is not None:
+        if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _other_of_sum(line, zeros)) is not None:
             self.swap[op.writes[0]] = self.swap.get(kept, kept)
             return
-        yield from self._made(op, bsym, zeros)
+        yield from self._made(op, line, zeros)
         yield op
 
-    def _made(self, op: Op, bsym: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
-        """Make what a line reads of missing tangents."""
+    def _made(self, op: Op, line: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
+        """Yield the operations that make what a line reads of missing tangents."""
         for name in names:
             if name not in self.zero:
                 continue
             if name not in self.left_out:
-                yield self._made_zero(op, bsym, name)
+                yield self._made_zero(op, line, name)
                 continue
             maker = self.left_out[name]
             yield from self._made(maker, self.lines[maker.source[0]], maker.reads)
@@ -123,24 +137,33 @@ class _Pruned:
             self.depends.update(maker.writes)
             yield maker
 
-    def _made_zero(self, op: Op, bsym: BoundSymbol, name: str) -> Op:
-        """Make a zero real, once: from here on it depends on tangents that are there."""
-        proxy = next(each for each in bsym.flat_proxy_args if self.swap.get(each.name, each.name) == name)
+    def _made_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
+        """Return an operation that makes a real zero, once. From here on the value counts as one that depends on
+        tangents."""
+        proxy = next(
+            proxy_read for proxy_read in line.flat_proxy_args if self.swap.get(proxy_read.name, proxy_read.name) == name
+        )
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
         if shape := self.facts.shapes.get(proxy.name):
-            made = line(_zeros(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
+            new_line = make_line(_zeros(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
         else:
-            made = line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
-        made.tags.add(BoundSymbolTag.BACKWARD)
+            new_line = make_line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
+        new_line.tags.add(BoundSymbolTag.BACKWARD)
         self.zero.discard(name)
         self.depends.add(name)
-        self.lines.append(made)
+        self.lines.append(new_line)
         return Op(
-            Kind.COMPUTE, tuple(read_by(made)), (name,), backward=True, source=(len(self.lines) - 1,), repeatable=True
+            Kind.COMPUTE,
+            tuple(read_by(new_line)),
+            (name,),
+            backward=True,
+            source=(len(self.lines) - 1,),
+            repeatable=True,
         )
 
     def _ours(self, op: Op) -> Iterator[Op]:
-        """A reduction, its wait, or a deferred gradient, for what is not zero; the wait of a gather stays."""
+        """Yield a reduction, its wait, or a deferred gradient, for the tensors that are not zero; keep the wait of a
+        gather."""
         if op.kind is Kind.WAIT:
             mask = self.kept.get(op.reads[0], [True] * len(op.writes))
             self.zero.update(name for name, keeps in zip(op.writes, mask, strict=True) if not keeps)
@@ -156,44 +179,45 @@ class _Pruned:
         if any(mask):
             yield replace(op, reads=reads, writes=writes, params=_where(mask, op.params))
 
-    def _at_end(self, op: Op, bsym: BoundSymbol) -> Iterator[Op]:
-        """A line that reads all reduced gradients."""
-        mask = [proxy.name not in self.zero for proxy in bsym.args[0]]
+    def _at_end(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
+        """Yield a line that reads all reduced gradients, for the gradients that are left."""
+        mask = [proxy.name not in self.zero for proxy in line.args[0]]
         if any(mask):
-            yield self._with_line(op, bsym.from_bsym(args=tuple(_where(mask, arg) for arg in bsym.args)))
+            yield self._with_line(op, line.from_bsym(args=tuple(_where(mask, arg) for arg in line.args)))
 
     def _last(self, op: Op) -> Iterator[Op]:
-        """What no_sync has deferred of parameters without a gradient, where no line reduces such gradients yet."""
-        reduces = any(bsym.sym == self.executor.reduce_deferred for bsym in self.lines)
+        """Yield a line that reduces what no_sync has deferred of parameters without a gradient, unless such a line
+        exists."""
+        reduces = any(line.sym == self.executor.reduce_deferred for line in self.lines)
         if self.lost and self.facts.synced and not reduces:
             with tracectx(self.trace):
                 yield self._with_line(op, self.executor.reduce_deferred.bind(tuple(self.lost), output=None))
 
-    def _returned(self, op: Op, bsym: BoundSymbol) -> Op:
-        """The return, with None for gradients that are zero."""
-        result = dict(bsym.args[0])
+    def _returned(self, op: Op, line: BoundSymbol) -> Op:
+        """Return the return, with None for gradients that are zero."""
+        result = dict(line.args[0])
         is_zero = [isinstance(grad, Proxy) and grad.name in self.zero for grad in result["output"]]
         grads = [None if zero else grad for grad, zero in zip(result["output"], is_zero, strict=True)]
         with tracectx(self.trace):
             new = prims.python_return.bind({**result, "output": tuple(grads)}, output=None)
         return self._with_line(op, new)
 
-    def _with_line(self, op: Op, bsym: BoundSymbol) -> Op:
-        self.lines.append(bsym)
+    def _with_line(self, op: Op, line: BoundSymbol) -> Op:
+        self.lines.append(line)
         return replace(
-            op, reads=tuple(self.swap.get(name, name) for name in read_by(bsym)), source=(len(self.lines) - 1,)
+            op, reads=tuple(self.swap.get(name, name) for name in read_by(line)), source=(len(self.lines) - 1,)
         )
 
 
-def _keeps_zeros(bsym: BoundSymbol) -> bool:
-    """Return whether what an operator makes of zeros, and of any other values, is zero; False if unknown."""
-    target = operator_of(bsym)
-    name = bsym.sym.name
+def _keeps_zeros(line: BoundSymbol) -> bool:
+    """Return whether an operator makes zero of a zero and any other values; False if unknown."""
+    target = operator_of(line)
+    name = line.sym.name
     return target is operator.getitem or is_view(target) or name.endswith("_backward") or name in KEEP_ZEROS
 
 
 def _zeros(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function of numbers that makes zeros; a trace has one of each name."""
+    """Return a function of numbers that makes zeros; its name occurs once in a trace."""
 
     def zeros(*numbers: int) -> torch.Tensor:
         return torch.zeros(shape.of(*numbers), dtype=dtype, device=device)
@@ -206,21 +230,21 @@ def _where(mask: Sequence[bool], items: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(item for item, keeps in zip(items, mask, strict=True) if keeps)
 
 
-def _other_of_sum(bsym: BoundSymbol, zeros: Collection[str]) -> str | None:
+def _other_of_sum(line: BoundSymbol, zeros: Collection[str]) -> str | None:
     """Return the operand of a sum that is not zero, if the sum is equal to it."""
-    if operator_of(bsym) is not torch.ops.aten.add.Tensor or bsym.kwargs or len(bsym.flat_proxy_args) != 2:
+    if operator_of(line) is not torch.ops.aten.add.Tensor or line.kwargs or len(line.flat_proxy_args) != 2:
         return None
-    kept = next((proxy for proxy in bsym.flat_proxy_args if proxy.name not in zeros), None)
-    same = kept is not None and (kept.shape, kept.dtype) == (bsym.output.shape, bsym.output.dtype)
+    kept = next((proxy for proxy in line.flat_proxy_args if proxy.name not in zeros), None)
+    same = kept is not None and (kept.shape, kept.dtype) == (line.output.shape, line.output.dtype)
     return kept.name if kept is not None and same else None
 
 
-def _read_ones(ops: Sequence[Op]) -> list[Op]:
-    """The operations without those of backward that nothing reads any more."""
+def _drop_unread(ops: Sequence[Op]) -> list[Op]:
+    """Return the operations without those of backward that nothing reads any more."""
     needed: set[str] = set()
     masks: dict[str, list[bool]] = {}  # of a gather's handle: which parameters are read
     reductions = {op.writes[0] for op in ops if op.kind is Kind.REDUCE}
-    left = []
+    kept_ops = []
     for op in reversed(ops):
         if op.backward and op.writes and needed.isdisjoint(op.writes):
             is_gathers = op.kind is Kind.GATHER or (op.kind is Kind.WAIT and op.reads[0] not in reductions)
@@ -233,5 +257,5 @@ def _read_ones(ops: Sequence[Op]) -> list[Op]:
             mask = masks[op.writes[0]]
             op = replace(op, reads=_where(mask, op.reads), params=_where(mask, op.params))
         needed.update(op.reads)
-        left.append(op)
-    return left[::-1]
+        kept_ops.append(op)
+    return kept_ops[::-1]

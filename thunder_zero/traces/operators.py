@@ -4,8 +4,9 @@
 
     mm = torch.ops.aten.mm.default(x, w)
 
-What a line does (its class of work, whether it is a view, draws random numbers, counts FLOPs) is what torch says of the
-operator: its tags, its schema, its registry of FLOPs. A short table has what torch tags nothing for.
+Torch itself says what a line does: its class of work, whether it is a view, whether it draws random numbers, and its
+FLOPs follow from the operator's tags, its schema and torch's registry of FLOPs. A short table covers untagged
+operators.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from thunder.extend import OperatorExecutor
 
 EXECUTOR = OperatorExecutor("torch_operators")  # owns the symbols of torch's operators
 
-_UNTAGGED = {  # what torch has no tag for, by the names of operators
+_UNTAGGED = {  # names of operators for whose work torch has no tag
     Work.REDUCTION: """
         _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm
         native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
@@ -54,12 +55,12 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
-METHODS = (  # calls of views as calls of methods, which take half the time again
+METHODS = (  # views called as methods, which takes half the time of a call by name
     (re.compile(r"\btorch\.ops\.aten\.t\.default\((\w+)\)"), r"\1.t()"),
     (re.compile(r"\btorch\.ops\.aten\.transpose\.int\((\w+), "), r"\1.transpose("),
     (re.compile(r"\btorch\.ops\.aten\.reshape\.default\((\w+), \[([^\[\]]+)\]\)"), r"\1.reshape(\2)"),
 )
-DIRECT = {  # functions of torch that take the same arguments to the same kernels, in half the time
+DIRECT = {  # functions of torch that call the operator's kernel with its arguments, in half the time
     torch.ops.aten.add.Tensor: torch.add,
     torch.ops.aten.addmm.default: torch.addmm,
     torch.ops.aten.bmm.default: torch.bmm,
@@ -74,15 +75,15 @@ DIRECT = {  # functions of torch that take the same arguments to the same kernel
 
 
 def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
-    """Return text that calls operators by names of one word, and what these names are.
+    """Return text that calls operators by names of one word, and the functions that these names stand for.
 
     >>> bind_operators("y = torch.ops.aten.relu.default(x)")[0]
     'y = zero_aten_relu_default(x)'
     """
     called: dict[str, Any] = {}
 
-    def name(found: re.Match[str]) -> str:
-        space, packet, overload = found.groups()
+    def name(match: re.Match[str]) -> str:
+        space, packet, overload = match.groups()
         name = f"zero_{space}_{packet}_{overload}"  # no value has such a name
         if name not in called:
             operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
@@ -105,42 +106,45 @@ def _symbol_of(target: Any, random: bool) -> Symbol:
 
 
 def line(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> BoundSymbol:
-    """Return a line that calls an operator, or a function of Python, with these arguments."""
+    """Return a line that calls an operator, or a Python function, with these arguments."""
     called = {"torch": torch} if isinstance(target, OpOverload | HigherOrderOperator) else {_plain(target): target}
     draws = draws_random_numbers(target, args, kwargs)
     return _symbol_of(target, draws).bind(*args, output=output, _call_ctx=called, **kwargs)
 
 
-def operator_of(bsym: BoundSymbol) -> Any:
-    """Return the operator of torch that a line calls; None for another symbol."""
-    return bsym.sym.id if bsym.sym.executor is EXECUTOR and not bsym.sym.is_fusion else None
+def operator_of(line: BoundSymbol) -> Any:
+    """Return the operator of torch that a line calls, or None if it calls something else."""
+    return line.sym.id if line.sym.executor is EXECUTOR and not line.sym.is_fusion else None
 
 
 def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers. torch tags attention, which does so with dropout only."""
+    """Return whether a call draws random numbers. Torch tags attention, too, which does so only with dropout."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
+    for index, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given)
+            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
     return True
 
 
 def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a backward of which it reads shape and dtype alone, whatever the device: the bias of a
-    layer norm, and a weight where no gradient of the input is asked for (the gradient of a layer is linear in it)."""
-    found: Sequence[Any]
+    """Return the arguments of a backward operator of which it reads only shape and dtype, on every device.
+
+    They are the bias of a layer norm, and the weight if no gradient of the input is asked for: the gradient of a layer
+    is linear in its input.
+    """
+    candidates: Sequence[Any]
     match target:
         case torch.ops.aten.convolution_backward.default:
-            found = () if args[-1][0] else (args[2],)
+            candidates = () if args[-1][0] else (args[2],)
         case torch.ops.aten.native_layer_norm_backward.default:
-            found = (args[6],) if args[7][0] else args[5:7]
+            candidates = (args[6],) if args[7][0] else args[5:7]
         case torch.ops.aten.native_group_norm_backward.default:
-            found = () if args[9][0] else (args[4],)
+            candidates = () if args[9][0] else (args[4],)
         case _:
             return ()
-    return [arg for arg in found if arg is not None and sum(arg is other for other in args) == 1]
+    return [arg for arg in candidates if arg is not None and sum(arg is other for other in args) == 1]
 
 
 @cache
@@ -181,56 +185,56 @@ def work_of_operator(target: Any) -> Work:
     return Work.REDUCTION if torch.Tag.reduction in target.tags else Work.OTHER
 
 
-def is_cheap_line(bsym: BoundSymbol) -> bool:
-    """Return whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
-    target, name = operator_of(bsym), bsym.sym.name
+def is_cheap_line(line: BoundSymbol) -> bool:
+    """Return whether a line only does pointwise work, makes views, or reduces the last dimensions."""
+    target, name = operator_of(line), line.sym.name
     if target is operator.getitem or work_of_operator(target) in (Work.POINTWISE, Work.VIEW):
-        return name not in NOT_CHEAP and not _moves(bsym)
+        return name not in NOT_CHEAP and not _moves(line)
     if name in OVER_ROWS:
         return True
-    if torch.Tag.reduction not in getattr(target, "tags", ()) or len(bsym.args) < 2:
+    if torch.Tag.reduction not in getattr(target, "tags", ()) or len(line.args) < 2:
         return False
-    rank, dims = bsym.args[0].ndim, bsym.args[1]
+    rank, dims = line.args[0].ndim, line.args[1]
     if not isinstance(dims, list | tuple | int) or not rank:
         return False
     over = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
     return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
 
 
-def _moves(bsym: BoundSymbol) -> bool:
-    """Return whether a copy goes to another device."""
-    given = [proxy for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
-    return bsym.sym.name == "_to_copy" and bool(given) and given[0].device != bsym.output.device
+def _moves(line: BoundSymbol) -> bool:
+    """Return whether a line copies to another device."""
+    tensors = [proxy for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)]
+    return line.sym.name == "_to_copy" and bool(tensors) and tensors[0].device != line.output.device
 
 
-def flops_of_line(bsym: BoundSymbol) -> int:
-    """Return the FLOPs of a line by torch's registry, and by its formulas of attention for the CPU's."""
-    target = operator_of(bsym)
+def flops_of_line(line: BoundSymbol) -> int:
+    """Return the FLOPs of a line by torch's registry; attention on the CPU counts by torch's formulas of attention."""
+    target = operator_of(line)
     if not isinstance(target, OpOverload):
         return 0
     packet = target.overloadpacket
     if packet is CPU_ATTENTION:
-        return int(flop_counter.sdpa_flop_count(*(_shape(arg) for arg in bsym.args[:3])))
+        return int(flop_counter.sdpa_flop_count(*(_shape(arg) for arg in line.args[:3])))
     if packet is CPU_ATTENTION_BACKWARD:
-        return int(flop_counter.sdpa_backward_flop_count(*(_shape(arg) for arg in bsym.args[:4])))
+        return int(flop_counter.sdpa_backward_flop_count(*(_shape(arg) for arg in line.args[:4])))
     if packet is torch.ops.aten.convolution_backward:  # torch counts the weights of all groups for each
-        made, x, weight = (list(_shape(arg)) for arg in bsym.args[:3])
-        one = flop_counter.conv_flop_count(x, weight, made, transposed=bsym.args[7])
-        return int(one * sum(bsym.args[-1][:2]))
-    if all(isinstance(arg, TensorProxy) for arg in (*bsym.args, bsym.output)) and not bsym.kwargs:
-        return _flops_of_product(packet, tuple(map(_shape, bsym.args)), _shape(bsym.output))
+        output, x, weight = (list(_shape(arg)) for arg in line.args[:3])
+        flops = flop_counter.conv_flop_count(x, weight, output, transposed=line.args[7])
+        return int(flops * sum(line.args[-1][:2]))
+    if all(isinstance(arg, TensorProxy) for arg in (*line.args, line.output)) and not line.kwargs:
+        return _flops_of_product(packet, tuple(map(_shape, line.args)), _shape(line.output))
     count = flop_counter.flop_registry.get(packet)
     if count is None:
         return 0
-    args, kwargs, made = tree_map_only(Proxy, _on_meta, (tuple(bsym.args), dict(bsym.kwargs), bsym.output))
-    return int(count(*args, **kwargs, out_val=made))
+    args, kwargs, output = tree_map_only(Proxy, _on_meta, (tuple(line.args), dict(line.kwargs), line.output))
+    return int(count(*args, **kwargs, out_val=output))
 
 
 @cache
-def _flops_of_product(packet: Any, given: tuple[torch.Size, ...], made: torch.Size) -> int:
-    """Return the FLOPs of an operator of tensors alone, whose layers have many with the same shapes."""
+def _flops_of_product(packet: Any, shapes: tuple[torch.Size, ...], output: torch.Size) -> int:
+    """Return the FLOPs of an operator that takes only tensors; cached, since layers have many with equal shapes."""
     count = flop_counter.flop_registry.get(packet)
-    tensors = [torch.empty(shape, device="meta") for shape in (*given, made)]
+    tensors = [torch.empty(shape, device="meta") for shape in (*shapes, output)]
     return 0 if count is None else int(count(*tensors[:-1], out_val=tensors[-1]))
 
 
@@ -243,13 +247,13 @@ def _on_meta(proxy: Proxy) -> Any:
 
 
 def _plain(target: Any) -> str:
-    """Return the name by which a trace calls a function of Python."""
+    """Return the name by which a trace calls a Python function."""
     return f"python_{getattr(target, '__name__', 'function')}"
 
 
-def _printed(bsym: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
+def _printed(line: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
     """Return the line as text: ``t5 = torch.ops.aten.mm.default(x, w)``."""
-    target = bsym.sym.id
+    target = line.sym.id
     if isinstance(target, OpOverload):
         called = f"torch.ops.{target}"
     elif isinstance(target, HigherOrderOperator):
@@ -257,6 +261,6 @@ def _printed(bsym: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
     else:
         called = _plain(target)
     show = codeutils.prettyprint
-    given = ", ".join([*map(show, args), *(f"{name}={show(arg)}" for name, arg in kwargs.items())])
-    made = "" if bsym.output is None else f"{show(out, literals_as_underscores=True)} = "
-    return f"{made}{called}({given})"
+    arguments = ", ".join([*map(show, args), *(f"{name}={show(arg)}" for name, arg in kwargs.items())])
+    assigned = "" if line.output is None else f"{show(out, literals_as_underscores=True)} = "
+    return f"{assigned}{called}({arguments})"

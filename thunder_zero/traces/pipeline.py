@@ -3,16 +3,16 @@
 ::
 
     JointTrace      forward and backward in one lowered trace; parameters are rows, with gathers and reductions
-      scheduled       drop_replicas             takes out the synchronises of replicated parameters
+      schedule_trace  drop_replicas             takes out the synchronises of replicated parameters
                       defer_reductions          under no_sync: reductions become zero_defer_reduction
                       close_backward            adds zero_wait_offloaded, zero_check_finite, zero_reduce_deferred
                       lift, passes.run, emit    the same lines in another order
     Scheduled
-      compiled        phases                    fuses, splits and frees: :func:`phases`, or Thunder
-                      prove, add_enter         proved, compared between ranks, named
+      compile_program make_phases               fuses, splits and frees: :func:`make_phases`, or Thunder
+                      prove, add_enter          proved, compared between ranks, named
     Program         forward and backward
 
-What is known beside the lines travels with them, as :class:`~thunder_zero.traces.symbols.Facts`. The joint trace comes
+What is known besides the lines travels with them, as :class:`~thunder_zero.traces.symbols.Facts`. The joint trace comes
 from ``frontends/dynamo/convert.py``, or from Thunder, whose hooks in ``frontends/program_transform.py`` call the steps.
 """
 
@@ -52,7 +52,8 @@ class Scheduled:
     """A joint trace in the order of its schedule.
 
     Attributes:
-        facts: with the plan that the schedule has made.
+        trace: the joint trace.
+        facts: what is known about it, with the plan that the schedule has made.
         lifted: the timeline before the first pass, with the plan as it was.
         trained: paths of the parameters that get a gradient.
     """
@@ -65,7 +66,7 @@ class Scheduled:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The traces that run, proved; forward alone has no backward."""
+    """The traces that run, proved; ``backward`` is None if forward runs alone."""
 
     scheduled: Scheduled
     forward: TraceCtx
@@ -73,12 +74,12 @@ class Program:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Both phases, lifted from the traces once, when they are first asked for."""
+        """The timeline of both phases, lifted from the traces once, when it is first asked for."""
         return lift_phases(self.forward, self.backward, self.scheduled.facts)
 
 
 def schedule_trace(joint: JointTrace) -> Scheduled:
-    """Return the trace as the passes (:mod:`thunder_zero.schedule.passes`) order it."""
+    """Schedule a joint trace: put its lines into the order of the passes (:mod:`thunder_zero.schedule.passes`)."""
     facts = joint.facts
     trace = drop_replicas(joint.trace, facts.executor)
     if not facts.synced:
@@ -86,17 +87,21 @@ def schedule_trace(joint: JointTrace) -> Scheduled:
     trace = close_backward(trace, facts)
     lifted = lift(trace, facts)
     names = ("forward", "backward") if is_joint(trace.bound_symbols[-1].args[0]) else (FORWARD_ALONE,)
-    with _told_to_all(facts, names):
+    with _telling_all_ranks(facts, names):
         timeline = passes.run(lifted)
     trained = frozenset(path for path, _ in lifted.gradients)
     return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
 
 
 def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
-    """Return the traces that run. ``phases`` makes them of the scheduled one.
+    """Make the traces that run, prove them, and compare their launches between ranks.
+
+    Args:
+        scheduled: the joint trace.
+        phases: makes the forward and the backward trace of it.
 
     Raises:
-        ScheduleError: they are not right; on all ranks, if they are the first of their kind.
+        ScheduleError: the traces are wrong; on all ranks, if they are the first of their kind.
     """
     forward, backward = phases(scheduled.trace)
     prove(scheduled, forward, backward)
@@ -117,9 +122,9 @@ def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, Tr
 
 
 def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
-    """Prove that the traces that will run are right, and that all ranks will run the same."""
+    """Prove that the traces that will run are right, and that all ranks will launch the same."""
     facts, phases = scheduled.facts, phases_by_name(forward, backward)
-    with _told_to_all(facts, phases):
+    with _telling_all_ranks(facts, phases):
         timeline = lift_phases(forward, backward, facts)
         if backward is None:
             timeline = replace(timeline, plan=scheduled.lifted.plan)  # forward alone frees everything
@@ -129,8 +134,8 @@ def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = N
 
 
 @contextmanager
-def _told_to_all(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
-    """Tell the other ranks if the block raises: they would wait for this one where schedules are compared."""
+def _telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
+    """Tell the other ranks if the block raises: they would wait for this rank where schedules are compared."""
     try:
         yield
     except Exception as error:  # a pass of the user's may raise anything
@@ -140,19 +145,19 @@ def _told_to_all(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
 
 
 def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    """The trace without the synchronises of replicated parameters, which every rank has in full."""
+    """Return the trace without the synchronises of replicated parameters, which every rank has in full."""
     new = from_trace(trace)
     inputs: dict[object, Proxy] = {}
-    for bsym in trace.bound_symbols:
-        if bsym.sym == executor.synchronize:
-            inputs[variableify(bsym.output)] = bsym.args[0]
+    for line in trace.bound_symbols:
+        if line.sym == executor.synchronize:
+            inputs[variableify(line.output)] = line.args[0]
         else:
-            new.bound_symbols.append(bsym.from_bsym_swap_proxies(inputs))
+            new.bound_symbols.append(line.from_bsym_swap_proxies(inputs))
     return new
 
 
 def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    """A lowered joint trace that reduces gradients, as one that defers them::
+    """Return a lowered joint trace that defers gradients instead of reducing them::
 
     p0 = zero_reduce_scatter(grad, 'w')
     t1 = zero_wait(p0)                        ->      t1 = zero_defer_reduction(grad, 'w')
@@ -160,24 +165,25 @@ def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     new = from_trace(trace)
     reductions = _reductions(trace, executor)
     with tracectx(new):
-        for at, line in enumerate(trace.bound_symbols):
-            if (launch := reductions.ended.get(at)) is not None:
+        for index, line in enumerate(trace.bound_symbols):
+            if (launch := reductions.ended.get(index)) is not None:
                 deferred = executor.defer.bind(*launch.args[:2], output=line.output)
                 deferred.tags |= line.tags
                 new.bound_symbols.append(deferred)
-            elif at not in reductions.lines:
+            elif index not in reductions.lines:
                 new.bound_symbols.append(line)
     return new
 
 
 def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
-    """The trace with the last lines of a backward that reduces, those that are needed.
+    """Return the trace with the last lines that a backward with reductions needs.
 
     A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
     would make Thunder build a backward, and connect the outputs to it.
 
-    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
-      of them, so it comes after their waits.
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of
+    them, so
+      it comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
     """
@@ -187,7 +193,7 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
         return trace
     executor, plan = facts.executor, facts.plan
     ended = _reductions(trace, executor).ended
-    reduced = {launch.args[1]: trace.bound_symbols[at].output for at, launch in ended.items()}  # by path
+    reduced = {launch.args[1]: trace.bound_symbols[index].output for index, launch in ended.items()}  # by path
     unreached = tuple(param.path for param in plan.params if param.requires_grad and param.path not in reduced)
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
@@ -206,11 +212,11 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
 
 @dataclass(frozen=True, slots=True)
 class _Reductions:
-    """The reductions of a lowered trace, each of which goes over one axis, or over one after the other.
+    """The reductions of a lowered trace, each of which goes over one axis, or over several in turn.
 
     Attributes:
-        ended: the line that launches the first collective of each, by the position of the last wait.
-        lines: the positions of all their lines.
+        ended: the line that launches the first collective of each reduction, by the index of the last wait.
+        lines: the indices of all their lines.
     """
 
     ended: dict[int, BoundSymbol]
@@ -222,15 +228,15 @@ def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> _Reductions:
     first: dict[str, BoundSymbol] = {}  # by the names of handles and means
     waits: dict[str, int] = {}  # by the names of means
     lines: set[int] = set()
-    for at, line in enumerate(trace.bound_symbols):
+    for index, line in enumerate(trace.bound_symbols):
         read = line.args[0].name if line.args and isinstance(line.args[0], Proxy) else ""
         if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
             first[line.output.name] = first.get(read, line)
             ended.pop(waits.get(read, -1), None)  # it goes on
         elif line.sym == executor.wait and read in first:
-            first[line.output.name] = ended[at] = first[read]
-            waits[line.output.name] = at
+            first[line.output.name] = ended[index] = first[read]
+            waits[line.output.name] = index
         else:
             continue
-        lines.add(at)
+        lines.add(index)
     return _Reductions(ended, frozenset(lines))

@@ -1,8 +1,8 @@
 """Splits a joint trace into the two that run, each with ``del`` lines: forward, backward.
 
-The result is what Thunder's ``split_into_forward_and_backward`` and ``del_last_used`` make, but of the same line
-objects: Thunder copies each line, and whoever reads the phases then finds out again what it reads and makes, which
-takes longer than the split. Lines of backward that nothing needs are left out.
+The result is what Thunder's ``split_into_forward_and_backward`` and ``del_last_used`` make, but it has the line objects
+of the joint trace. Thunder copies each line; whoever reads the phases would then find out again what a line reads and
+writes, which takes longer than the split. Lines of backward that nothing needs are left out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NO_USES = (prims.PrimIDs.COMMENT, prims.PrimIDs.UNPACK_TRIVIAL)
 
 
 def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
-    """The forward and the backward of a joint trace, which free what they have used."""
+    """Return the forward and the backward of a joint trace, which free what they have used."""
     *lines, end = trace.bound_symbols
     result, needed = end.args[0], forward_lines(trace.bound_symbols)
     first = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if is_forward]
     later = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if not is_forward]
     tangents = [line for line in later if line.sym is prims.get_grad]
     second = [line for line in later if line.sym is not prims.get_grad]
-    made = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
-    made.update(proxy.name for line in first for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
+    known = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
+    known.update(proxy.name for line in first for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
     used = [proxy for line in second for proxy in line.flat_proxy_args] + proxies_in(result["output"])
-    read = {proxy.name: proxy for proxy in used if proxy.name in made}
+    read = {proxy.name: proxy for proxy in used if proxy.name in known}
     tensors = tuple(proxy for proxy in read.values() if isinstance(proxy, TensorProxy))
     numbers = tuple(proxy for proxy in read.values() if not isinstance(proxy, TensorProxy))
     forward = _forward(trace, first, result, (tensors, numbers))
@@ -46,19 +46,21 @@ def _forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[str, An
     forward.names = forward.names.copy()
     forward.bound_symbols += lines
     outputs = result["fw_flat_out"]
-    given = {name: part for name, part in result.items() if name != "fw_flat_out"}
+    entries = {name: part for name, part in result.items() if name != "fw_flat_out"}
     with tracectx(forward):
-        prims.python_return({**given, "output": outputs, "flat_output": tuple(outputs)}, saved)
+        prims.python_return({**entries, "output": outputs, "flat_output": tuple(outputs)}, saved)
     return forward
 
 
 def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list[Any]:
-    """The tangent of each output. One value may be several outputs: the last one's tangent comes first."""
-    found: dict[str, list[Any]] = {}
+    """Return the tangent of each output. If one value is several outputs, the last one's tangent comes first."""
+    by_output: dict[str, list[Any]] = {}
     for line in tangents:
-        found.setdefault(line.args[0].name, []).append(line.output)
-    outputs = (found.get(output.name) if isinstance(output, TensorProxy) else None for output in result["fw_flat_out"])
-    return [of.pop() if of else None for of in outputs]
+        by_output.setdefault(line.args[0].name, []).append(line.output)
+    outputs = (
+        by_output.get(output.name) if isinstance(output, TensorProxy) else None for output in result["fw_flat_out"]
+    )
+    return [left.pop() if left else None for left in outputs]
 
 
 def _backward(
@@ -73,13 +75,13 @@ def _backward(
     backward.names -= {"saved_for_backward", "cotangents"}
     with tracectx(backward):
         parts = [CollectionProxy(list(part), name=name) for part, name in zip(saved, ("C0", "C1"), strict=True)]
-        both = CollectionProxy(list(parts), name="saved_for_backward")
-        given = CollectionProxy(cotangents, name="cotangents")
-        backward.args = ([part.collection() for part in parts], given.collection())
-        for whole in (both, given):
-            prims.unpack_trivial(whole, name=whole.name)
-        for whole in (both, given, *parts):
-            prims.unpack_sequence(whole, len(whole.coll))
+        all_saved = CollectionProxy(list(parts), name="saved_for_backward")
+        tangents = CollectionProxy(cotangents, name="cotangents")
+        backward.args = ([part.collection() for part in parts], tangents.collection())
+        for collection in (all_saved, tangents):
+            prims.unpack_trivial(collection, name=collection.name)
+        for collection in (all_saved, tangents, *parts):
+            prims.unpack_sequence(collection, len(collection.coll))
         backward.bound_symbols += lines
         prims.python_return(tuple(gradients))
     backward.bound_symbols = _needed(backward.bound_symbols)
@@ -87,15 +89,15 @@ def _backward(
 
 
 def _needed(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
-    """The lines that make what the last one reads, and those with effects."""
+    """Return the lines that make what the last line reads, and lines with effects."""
     makers: dict[str, int] = {}
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         for proxy in line.flat_proxy_outs:
-            makers.setdefault(proxy.name, at)
+            makers.setdefault(proxy.name, index)
     needed: set[str] = set()
     kept = []
-    for at, line in reversed(list(enumerate(lines))):
-        makes = any(proxy.name in needed and makers[proxy.name] == at for proxy in line.flat_proxy_outs)
+    for index, line in reversed(list(enumerate(lines))):
+        makes = any(proxy.name in needed and makers[proxy.name] == index for proxy in line.flat_proxy_outs)
         if makes or prims.OpTags.DONT_DCE in gather_tags(line):
             needed.update(proxy.name for proxy in line.flat_proxy_args)
             kept.append(line)
@@ -103,27 +105,28 @@ def _needed(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
 
 
 def add_frees(trace: TraceCtx) -> TraceCtx:
-    """The trace with a ``del`` after the last use of each value; lists that backward got are emptied first."""
+    """Return the trace with a ``del`` after the last use of each value; lists that backward is given are emptied
+    first."""
     *lines, end = trace.bound_symbols
     used = {proxy.name for proxy in proxies_in(end.args)}
     clears = TraceTag.BACKWARD in trace.tags
-    left = [end]
+    reversed_lines = [end]
     for line in reversed(lines):
         if line.sym.id not in NO_USES:
             values = (*line.flat_proxy_outs, *line.flat_proxy_args)
-            gone = tuple({proxy.name: proxy for proxy in values if proxy.name not in used}.values())
-            used.update(proxy.name for proxy in gone)
-            left += reversed(list(_frees(gone, clears=clears)))
-        left.append(line)
+            unused = tuple({proxy.name: proxy for proxy in values if proxy.name not in used}.values())
+            used.update(proxy.name for proxy in unused)
+            reversed_lines += reversed(list(_frees(unused, clears=clears)))
+        reversed_lines.append(line)
     new = from_trace(trace)
-    new.bound_symbols = left[::-1]
+    new.bound_symbols = reversed_lines[::-1]
     new.set_provenance(TraceProvenance("Delete Last Used"))
     return new
 
 
-def _frees(gone: tuple[Proxy, ...], *, clears: bool) -> Iterable[BoundSymbol]:
-    for proxy in reversed(gone) if clears else ():
+def _frees(unused: tuple[Proxy, ...], *, clears: bool) -> Iterable[BoundSymbol]:
+    for proxy in reversed(unused) if clears else ():
         if isinstance(proxy, CollectionProxy):
             yield clear_mutable_collection.bind(proxy, output=None)
-    if gone:
-        yield BoundSymbol(prims.python_del, gone, {}, None)
+    if unused:
+        yield BoundSymbol(prims.python_del, unused, {}, None)

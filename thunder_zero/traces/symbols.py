@@ -1,7 +1,7 @@
 """The symbols of our lines in a trace (``zero_all_gather``, ...) and the functions that they call.
 
-Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
-paths of parameters only::
+Each model has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
+tensors and paths of parameters::
 
     q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy, or bytes, if the plan has any
     t5 = zero_all_gather(q4, 'h.0.w')                     # launch
@@ -10,11 +10,11 @@ paths of parameters only::
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-The lines that gather and reduce are made here. ``insert.py`` writes ``zero_synchronize(t_h_0_w, 'h.0.w')`` alone: the
+The lines that gather and reduce are made here. ``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``: the
 full parameter, whose gradient is the mean over ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``:
 gather and wait, and in backward reduction and wait, if the parameter trains. Without autodiff (``torch.no_grad``),
-``lower_synchronize`` makes gather and wait, when Thunder gives each line to an executor. A replicated parameter is cast
-at most, and its gradient all-reduced. ``sharded/runtime.py`` has what the lines call.
+``lower_synchronize`` makes gather and wait, when Thunder gives each line to an executor. A replicated parameter is at
+most cast, and its gradient all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from thunder.extend import OperatorExecutor
 
 @dataclass(frozen=True)
 class SymbolicShape:
-    """A shape with symbols: each size as an expression of them, and the numbers that they are."""
+    """A shape with symbolic sizes: each size as an expression, and the numbers that the symbols stand for."""
 
     sizes: tuple[str, ...]
     numbers: Mapping[str, NumberProxy]
 
     def of(self, *numbers: int) -> list[int]:
-        """Return the sizes where the symbols are these numbers."""
+        """Return the sizes for given values of the symbols."""
         known = dict(zip(self.numbers, numbers, strict=True))
         return [int(eval(size, FUNCTIONS, known)) for size in self.sizes]
 
@@ -61,17 +61,17 @@ FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMo
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the traces of one program, beside their lines.
+    """What is known about the traces of one program besides their lines.
 
     Attributes:
         executor: the symbols of our lines.
-        plan: the plan of each parameter; the schedule adds what is kept unsharded.
+        plan: the plan of each parameter; the schedule adds which are kept unsharded.
         inputs: the inputs of the trace that are parameters of the plan, with their paths.
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
-        synced: whether gradients are reduced; if not, they are deferred.
-        sizes: the shapes of the other inputs, where they are known; a size that may differ from call to call is the
-            name of the input that is this number.
-        shapes: of all values some of whose sizes are symbols.
+        synced: True if gradients are reduced, False if they are deferred.
+        sizes: the shapes of all other inputs, if they are known. A size that may differ from call to call is the name
+            of the input that is this number.
+        shapes: the shapes of values that have symbolic sizes.
     """
 
     executor: ZeroExecutor
@@ -91,48 +91,50 @@ class Runtime(Protocol):
     """The functions that the symbols call when a trace runs."""
 
     def enter(self, phase: str, schedule: str) -> None:
-        """A phase of a step begins, whose launches have this digest."""
+        """Begin a phase of a step; ``schedule`` is the digest of its launches."""
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """What is gathered of rows, if not they themselves."""
+        """Return what is sent to gather rows: casts, copies or bytes of them."""
 
     def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Start gathering; return a handle with ``wait() -> tuple of full parameters``, or of what is decoded."""
+        """Start a gather; return a handle whose ``wait()`` returns full parameters, or what ``decode`` reads."""
 
     def decode(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Full parameters."""
+        """Return the full parameters."""
 
     def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """What is reduced of gradients, or of means so far, if not they themselves."""
+        """Return what is sent to reduce gradients, or means of an earlier reduction: casts or bytes of them."""
 
     def reduce(self, sent: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Start reducing over an axis; return a handle with ``wait() -> tuple of means``, or of what is decoded."""
+        """Start a reduction over an axis; return a handle whose ``wait()`` returns means, or what ``decode_grad``
+        reads."""
 
     def decode_grad(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """The means over an axis; after the last one as they rest."""
+        """Return the means over an axis; after the last axis as they rest."""
 
     @property
     def device(self) -> torch.device | None:
-        """The device that computes; None: that of the parameters."""
+        """The device that computes; None if it is the parameters' device."""
 
     @property
     def synced(self) -> bool:
-        """Whether a program that is compiled now reduces gradients; if not, it defers them (``no_sync``)."""
+        """True if a program that is compiled now reduces gradients, False if it defers them (``no_sync``)."""
 
     def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return the number of the guard of a program that is compiled now, and that read these."""
+        """Return the number of the guard of a program that is compiled now; ``lookups`` is what its forward has
+        read."""
 
     def check_call(self, synced: bool, guard: int) -> None:
         """Raise if a program that was compiled with this ``synced`` and this guard must not run now."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """The rows that a program reads, padded, of what the optimizer steps."""
+        """Return the padded rows that a program reads, from the shards that the optimizer steps."""
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Hold a full gradient; the next reduction of the parameter adds it."""
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce the deferred gradients of these parameters, which this backward does not reach, into ``.grad``."""
+        """Reduce the deferred gradients of parameters that this backward does not reach, into ``.grad``."""
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
@@ -145,7 +147,7 @@ class Runtime(Protocol):
 
 
 class DryRuntime:
-    """The runtime of a trace that is only read: no process group, and nothing runs but Thunder's prologue."""
+    """The runtime of a trace that is only read: it has no process group, and runs nothing but Thunder's prologue."""
 
     device = None
 
@@ -157,10 +159,10 @@ class DryRuntime:
         return 0
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """A dry run has one program, which serves."""
+        """Accept every call: a dry run has one program."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """There are no rows."""
+        """Return the shards: there are no rows."""
         return tuple(shards)
 
     def _refuse(self, *args: Any) -> Any:
@@ -173,17 +175,19 @@ class DryRuntime:
     defer = reduce_deferred = check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
 
 class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
-        graph: the name of the graph, if its programs are not all of the model.
+        graph: the name of the graph, if its programs are not all programs of the model.
         plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        encode, decode, encode_grad, decode_grad: likewise, of the lines around a launch and its wait.
+        encode, decode, encode_grad, decode_grad: symbols for one tensor each, of the lines around a launch and its
+            wait.
+        coalesced: the symbol for several tensors, by the symbol for one tensor.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
@@ -228,7 +232,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         )
 
     def reduction(self, param: Param, over: str) -> Symbol:
-        """The symbol that reduces the parameter's gradient over an axis."""
+        """Return the symbol that reduces the parameter's gradient over an axis."""
         return self.reduce_scatter if param.sharded and over == SHARD else self.all_reduce
 
     def reduced(self, grad: TensorProxy, param: Param) -> TensorProxy:
@@ -238,8 +242,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return grad
 
     def axis(self, over: str) -> tuple[str, ...]:
-        """Return the last argument of a launch, which names its axis; none where the mesh has one data axis
-        and it goes over that."""
+        """Return the last argument of a launch, which names its axis; nothing if the axis is the only data axis."""
         return (over,) if self.plan.mesh.replicate.size > 1 or over == TENSOR else ()
 
     @cached_property
@@ -250,7 +253,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
     @cached_property
     def codes(self) -> dict[str, Symbol]:
-        """The one-tensor symbol of each line that encodes or decodes, by the name of the symbol or of its coalesced
+        """The one-tensor symbol of each line that encodes or decodes, by the name of that symbol or of its coalesced
         form."""
         singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
         return {name.name: single for single in singles for name in (single, self.coalesced[single])}
@@ -285,7 +288,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return FutureTensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype))
 
     def device_at_rest(self, param: Param) -> Device | None:
-        """The device of its shard; None: that of the tensors that are traced."""
+        """Return the device of the parameter's shard; None if it is the device of the traced tensors."""
         device = self.runtime.device
         return None if device is None else to_device("cpu" if self.plan.rests_on_host(param) else device)
 
@@ -295,29 +298,30 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     def handle_of(
         self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], over: str
     ) -> FutureTensorProxy:
-        """The handle of a launch; for several tensors it is flat, since their shapes differ."""
+        """Return the handle of a launch; for several tensors it is flat, since their shapes differ."""
         handles = [single.meta(tensor, path, over) for tensor, path in zip(tensors, paths, strict=True)]
         if len(handles) == 1:
             return handles[0]
         numel = sum(prod(handle.shape) for handle in handles)
         return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
 
-    def code_before(self, launch: Op) -> Symbol | None:
-        """The symbol of the line that encodes what a launch sends, if there is one."""
+    def encoder_of(self, launch: Op) -> Symbol | None:
+        """Return the symbol of the line that encodes what a launch sends, or None if it sends tensors as they are."""
         bucket = [self.plan.by_name[path] for path in launch.params]
         if launch.kind is Kind.GATHER:
             return self.encode if self.plan.encodes(*bucket) else None
         return self.encode_grad if self.plan.encodes_gradient(launch.over, *bucket) else None
 
-    def code_behind(self, launch: Op) -> Symbol | None:
-        """The symbol of the line that decodes what a launch brings, if there is one."""
+    def decoder_of(self, launch: Op) -> Symbol | None:
+        """Return the symbol of the line that decodes what a launch brings, or None if it brings tensors as they are."""
         bucket = [self.plan.by_name[path] for path in launch.params]
         if launch.kind is Kind.GATHER:
             return self.decode if self.plan.decodes(*bucket) else None
         return self.decode_grad if self.plan.decodes_gradient(launch.over, *bucket) else None
 
     def coded(self, tensors: Sequence[TensorProxy], launch: Op, *, arrived: bool) -> tuple[TensorProxy, ...]:
-        """What a launch sends of these, or what has ``arrived`` when it is waited for, where that is coded."""
+        """Return what a launch sends for tensors, or, if it has ``arrived``, what its wait returns before it is
+        decoded."""
         pairs = zip(tensors, launch.params, strict=True)
         return tuple(self._coded(tensor, self.plan.by_name[path], launch, arrived=arrived) for tensor, path in pairs)
 
@@ -338,8 +342,8 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     # The lowering and the gradient of a synchronise.
 
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
-        """Gather and wait, or cast a replicated parameter. If that needs no cast, its synchronise stays, and the
-        schedule drops it."""
+        """Gather and wait, or cast a replicated parameter. A synchronise that needs no cast stays, and the schedule
+        drops it."""
         param = self.plan.by_name[path]
         if param.sharded:
             return self.wait(self.all_gather(shard, path))
@@ -353,16 +357,16 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
 
 def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
-    """What the lines of a trace call, by the names of their symbols."""
+    """Return the functions that the lines of a trace call, by the names of their symbols."""
     return {
-        "zero_all_gather": _one(runtime.all_gather),
-        "zero_all_reduce": _one(runtime.reduce),
-        "zero_reduce_scatter": _one(runtime.reduce),
+        "zero_all_gather": _launch_one(runtime.all_gather),
+        "zero_all_reduce": _launch_one(runtime.reduce),
+        "zero_reduce_scatter": _launch_one(runtime.reduce),
         "zero_wait": lambda handle: handle.wait()[0],
-        "zero_encode": _first(runtime.encode),
-        "zero_decode": _first(runtime.decode),
-        "zero_encode_grad": _first(runtime.encode_grad),
-        "zero_decode_grad": _first(runtime.decode_grad),
+        "zero_encode": _code_one(runtime.encode),
+        "zero_decode": _code_one(runtime.decode),
+        "zero_encode_grad": _code_one(runtime.encode_grad),
+        "zero_decode_grad": _code_one(runtime.decode_grad),
         "zero_encode_coalesced": runtime.encode,
         "zero_decode_coalesced": runtime.decode,
         "zero_encode_grad_coalesced": runtime.encode_grad,
@@ -382,11 +386,13 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _one(launch: Callable[..., Any]) -> Callable[..., Any]:
+def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launch as a function of one tensor and one path."""
     return lambda tensor, path, *over: launch((tensor,), (path,), *over)
 
 
-def _first(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+def _code_one(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """Return an encoder or decoder as a function of one tensor and one path."""
     return lambda tensor, path, *over: code((tensor,), (path,), *over)[0]
 
 
@@ -405,5 +411,5 @@ def axis_of(launch: BoundSymbol) -> str:
 
 @cache
 def dtype_name(dtype: dtypes.dtype) -> str:
-    """``"float32"`` for Thunder's ``float32``, weak or strong."""
+    """Return ``"float32"`` for Thunder's ``float32``, weak or strong."""
     return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")

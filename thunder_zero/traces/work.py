@@ -20,73 +20,76 @@ NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DO
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
-def work_of(bsym: BoundSymbol) -> Work:
-    """The class of work of a line: by its own name, or else that of its heaviest subsymbol; OTHER if it has none."""
-    if (operator := operator_of(bsym)) is not None:
+def work_of(line: BoundSymbol) -> Work:
+    """Return the class of work of a line, by its own name or else its heaviest subsymbol's; OTHER if it has none."""
+    if (operator := operator_of(line)) is not None:
         return work_of_operator(operator)
-    name = bsym.sym.name
+    name = line.sym.name
     if name in WORK:
         return WORK[name]
     if draws_random_numbers(name):
         return Work.RANDOM
-    return min(map(work_of, bsym.subsymbols), key=HEAVIEST_FIRST.__getitem__, default=Work.OTHER)
+    return min(map(work_of, line.subsymbols), key=HEAVIEST_FIRST.__getitem__, default=Work.OTHER)
 
 
-def is_cheap(bsym: BoundSymbol) -> bool:
-    """Whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
-    if operator_of(bsym) is not None:
-        return is_cheap_line(bsym)
-    name = bsym.sym.name
+def is_cheap(line: BoundSymbol) -> bool:
+    """Return whether a line only does pointwise work, makes views, or reduces the last dimensions."""
+    if operator_of(line) is not None:
+        return is_cheap_line(line)
+    name = line.sym.name
     if WORK.get(name) in (Work.POINTWISE, Work.VIEW):
-        return NOT_CHEAP.isdisjoint(symbol_names(bsym))
-    if bsym.subsymbols:
-        return all(map(is_cheap, bsym.subsymbols))
-    return name == "native_layer_norm" or (name in OF_ROWS and _reduces_last(bsym))
+        return NOT_CHEAP.isdisjoint(symbol_names(line))
+    if line.subsymbols:
+        return all(map(is_cheap, line.subsymbols))
+    return name == "native_layer_norm" or (name in OF_ROWS and _reduces_last(line))
 
 
-def makes_view(bsym: BoundSymbol) -> bool:
-    """Whether the outputs of a line are views of its first tensor."""
-    operator = operator_of(bsym)
-    return bsym.sym.name in VIEWS if operator is None else is_view(operator)
+def makes_view(line: BoundSymbol) -> bool:
+    """Return whether the outputs of a line are views of its first tensor."""
+    operator = operator_of(line)
+    return line.sym.name in VIEWS if operator is None else is_view(operator)
 
 
-def is_repeatable(bsym: BoundSymbol) -> bool:
-    """Whether running a line twice gives the same values and has no side effect."""
-    if operator_of(bsym) is not None:
-        return NOT_REPEATABLE.isdisjoint(bsym.sym.tags or ()) and NOT_REPEATABLE.isdisjoint(bsym.tags)
-    if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
+def is_repeatable(line: BoundSymbol) -> bool:
+    """Return whether running a line twice gives equal values and has no side effect."""
+    if operator_of(line) is not None:
+        return NOT_REPEATABLE.isdisjoint(line.sym.tags or ()) and NOT_REPEATABLE.isdisjoint(line.tags)
+    if line.sym in (prims.python_return, prims.get_grad) or gather_tags(line) & NOT_REPEATABLE:
         return False
-    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))
+    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(line))
 
 
-def _reduces_last(bsym: BoundSymbol) -> bool:
-    """Whether a reduction is over the last dimensions, but not over all of them."""
-    rank = bsym.args[0].ndim
-    dims = bsym.args[1] if len(bsym.args) > 1 else next(iter(bsym.kwargs.values()), None)
+def _reduces_last(line: BoundSymbol) -> bool:
+    """Return whether a reduction is over the last dimensions, but not over all dimensions."""
+    rank = line.args[0].ndim
+    dims = line.args[1] if len(line.args) > 1 else next(iter(line.kwargs.values()), None)
     over = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
     return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
 
 
-def updated_by(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """The tensors that a line writes to in place, or that share memory with those."""
-    if bsym.sym.name == "copy_":
-        yield bsym.args[1]
-    elif bsym.sym.name == "update_aliases" or prims.OpTags.IN_PLACE in (bsym.sym.tags or ()):
-        yield from bsym.flat_proxy_args
-    for inner in bsym.subsymbols:
+def updated_by(line: BoundSymbol) -> Iterator[Proxy]:
+    """Yield the tensors to which a line writes in place, and tensors that share their memory."""
+    if line.sym.name == "copy_":
+        yield line.args[1]
+    elif line.sym.name == "update_aliases" or prims.OpTags.IN_PLACE in (line.sym.tags or ()):
+        yield from line.flat_proxy_args
+    for inner in line.subsymbols:
         yield from updated_by(inner)
 
 
-def symbol_names(bsym: BoundSymbol) -> Iterator[str]:
-    """The name of a line, and of all its subsymbols."""
-    yield bsym.sym.name
-    for inner in bsym.subsymbols:
+def symbol_names(line: BoundSymbol) -> Iterator[str]:
+    """Yield the name of a line, and the names of all its subsymbols."""
+    yield line.sym.name
+    for inner in line.subsymbols:
         yield from symbol_names(inner)
 
 
 @cache
 def draws_random_numbers(name: str) -> bool:
-    """Whether our table has the operator as random, or torch tags it as seeded; Thunder does not tag all of them."""
+    """Return whether an operator draws random numbers.
+
+    Our table says so, or torch tags it as seeded; Thunder does not tag all of them.
+    """
     if WORK.get(name) is Work.RANDOM:
         return True
     packet: Any = getattr(torch.ops.aten, name, None)
@@ -96,9 +99,9 @@ def draws_random_numbers(name: str) -> bool:
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
-def flops_of(bsym: BoundSymbol) -> int:
-    """FLOPs of a line: by its own name, or else the sum of its subsymbols'. 0 for a name that nobody knows."""
-    if operator_of(bsym) is not None:
-        return flops_of_line(bsym)
-    count = flops_of_symbol(bsym)
-    return sum(map(flops_of, bsym.subsymbols)) if count is None else count
+def flops_of(line: BoundSymbol) -> int:
+    """Return the FLOPs of a line, by its own name or else as the sum of its subsymbols'; 0 for an unknown name."""
+    if operator_of(line) is not None:
+        return flops_of_line(line)
+    count = flops_of_symbol(line)
+    return sum(map(flops_of, line.subsymbols)) if count is None else count

@@ -1,8 +1,8 @@
 """Writes a trace as a Python function, each line once.
 
-In: a trace. Out: the function that Thunder's ``python_callable`` would make, whose text has no comments: Thunder makes
-what a line prints fifteen times, since it asks each line, twice for the text and once for the names, what it imports.
-What runs calls torch's operators by names that are bound here: to look one up in ``torch.ops`` and to pass its
+In: a trace. Out: the function that Thunder's ``python_callable`` would make, but its text has no comments. Thunder
+formats each line fifteen times, since it asks for its imports twice for the text and once for the names. The function
+calls torch's operators by names that are bound here: looking an operator up in ``torch.ops`` and passing its
 ``__call__`` takes as long as a view, and most lines are views. Tracebacks show the text.
 """
 
@@ -28,10 +28,10 @@ HEADER = ("from thunder.executors.torchex import no_autocast", "@torch.no_grad()
 
 
 def function_of(trace: TraceCtx) -> Callable[..., Any]:
-    """The trace as a function, which runs without gradients and without autocast, as traces do."""
+    """Return the trace as a function, which runs without gradients and without autocast, as traces do."""
     names: dict[str, Any] = {}  # what the text calls and reads
     text: list[str] = []
-    known: set[Symbol] = set()  # those whose names are there
+    known: set[Symbol] = set()  # symbols whose names are in ``names``
     signature = trace.siginfo()
     with tracectx(trace):
         text.append(signature.prettyprint(trace=trace, import_ctx=names, object_ctx=names))
@@ -48,8 +48,11 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
 
 
 def _lines(line: BoundSymbol, names: dict[str, Any], known: set[Symbol]) -> list[str]:
-    """The text of a line. A line with nothing but values and plain constants prints them as they are, and needs the
-    names that its symbol needs."""
+    """Return the text of a line, and add the names that it needs to ``names``.
+
+    A line whose arguments are only values and plain constants prints them as they are, and needs only its symbol's
+    names.
+    """
     parts = line.output, line.args, line.kwargs
     is_plain = all(map(_is_plain, parts)) and not line.header
     if not is_plain or line.sym not in known:
