@@ -337,15 +337,16 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.meshes:
             dp, tp = MESHES[name]
             mp.start_processes(run, (options, name, f"{folder}/{name}", found), dp * tp, start_method="spawn")
-        print(table(dict(found), options.meshes))
+        print(table(dict(found)))
 
 
-def table(found: Mapping[tuple[str, str, str], float], meshes: list[str]) -> str:
-    """Return the table, and the versions that it was made with."""
-    lines = ["| | " + " | ".join(meshes) + " |", "|---|" + "---|" * len(meshes)]
-    for name, dtype in dict.fromkeys(key[:2] for key in found):
-        cells = (f"{found[name, dtype, mesh]:.0e}" if (name, dtype, mesh) in found else "" for mesh in meshes)
-        lines.append(f"| {name}, {dtype} | " + " | ".join(cells) + " |")
+def table(errors: Mapping[tuple[str, str, str], float]) -> str:
+    """Return a row for each model with its largest error on any mesh, by dtype; then the versions."""
+    dtypes = dict.fromkeys(dtype for _, dtype, _ in errors)
+    lines = ["| | " + " | ".join(dtypes) + " |", "|---|" + "---|" * len(dtypes)]
+    for model in dict.fromkeys(key[0] for key in errors):
+        cells = (max(error for key, error in errors.items() if key[:2] == (model, dtype)) for dtype in dtypes)
+        lines.append(f"| {model} | " + " | ".join(f"{error:.0e}" for error in cells) + " |")
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
     return "\n".join((*lines, f"\n(Python {platform.python_version()}, {versions}.)"))
 

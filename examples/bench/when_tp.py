@@ -1,7 +1,7 @@
-"""Plans models with and without tensor parallelism at one global batch; the tables of docs/when-tp-pays.md.
+"""Plans models with and without tensor parallelism at one global batch; the table of docs/when-tp-pays.md.
 
-    python -m examples.bench.when_tp                      # prints the tables: about 8 minutes, on one core
-    python -m examples.bench.when_tp --write              # and puts them into the page
+    python -m examples.bench.when_tp                      # prints the table: about 8 minutes, on one core
+    python -m examples.bench.when_tp --write              # and puts it into the page
     python -m examples.bench.when_tp --only 8b-64         # one case
 
 Nothing runs: these are the planner's figures, of H100s, stage 3. Of each ``tp`` the page has the best mesh.
@@ -10,19 +10,19 @@ Nothing runs: these are the planner's figures, of H100s, stage 3. Of each ``tp``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import thunder_zero as tz
 from examples.bench.page import with_section
-from thunder_zero.plan.amounts import duration, size
 from thunder_zero.tools.planner.plan_training import best_of
 from thunder_zero.tools.planner.training_plan import PlanRow
 
 PAGE = Path(__file__).parents[2] / "docs" / "when-tp-pays.md"
 SECTION = ("plans", "examples.bench.when_tp --write")
-HEADERS = ("tp", "data ranks", "sequences", "recompute", "needs", "waits for tp", "for ZeRO", "step", "tokens/s/GPU")
+HEADERS = ("model, ranks, tokens a step", "tp", "sequences", "recompute", "GiB", "tp ms", "ZeRO ms", "tokens/s/GPU")
+Cells = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Case:
 
     @property
     def title(self) -> str:
-        """One line above the table."""
-        tokens = self.sequences * self.length
-        return f"{self.model}, {self.ranks:,} ranks, {self.sequences:,} x {self.length:,} tokens a step ({tokens:,})"
+        """Return the first cell of the case's rows."""
+        return f"{self.model}, {self.ranks:,}, {self.sequences:,} x {self.length:,}"
 
 
 CASES: Mapping[str, Case] = {
@@ -57,7 +56,7 @@ CASES: Mapping[str, Case] = {
 
 def rows(case: Case) -> Iterator[PlanRow]:
     """Plan each ``tp``, and yield its fastest mesh that fits; if none does, the one that needs least."""
-    found = tz.tools.plan_training(
+    planned = tz.tools.plan_training(
         case.model,
         world_size=case.ranks,
         sequence_length=case.length,
@@ -66,42 +65,53 @@ def rows(case: Case) -> Iterator[PlanRow]:
         tp=case.tp,
     )
     for slices in case.tp:
-        of_size = [row for row in found.rows if row.mesh.slices == slices]
-        yield best_of(of_size) or min(of_size, key=lambda row: row.needed_bytes)
+        candidates = [row for row in planned.rows if row.mesh.slices == slices]
+        yield best_of(candidates) or min(candidates, key=lambda row: row.needed_bytes)
 
 
-def table(case: Case) -> str:
-    """Return the table of a case in Markdown, under its title."""
-    lines = [HEADERS, ("---:",) * len(HEADERS)]
-    found = list(rows(case))
-    best = best_of(found)
-    for row in found:
+def cells(case: Case) -> Iterator[Cells]:
+    """Yield the cells of each row of a case; the fastest row that fits is bold."""
+    planned = list(rows(case))
+    best = best_of(planned)
+    for row in planned:
         data = row.mesh.replicas * row.mesh.shards
-        fits = "" if row.fits else ", does not fit"
+        needed = number(row.needed_bytes / 2**30)
         speed = f"{row.tokens_per_second:,.0f}"
-        cells = (
-            *(str(row.mesh.slices), row.mesh.data, str(case.sequences // data), row.recompute),
-            *(f"{size(row.needed_bytes)}{fits}", duration(row.tensor_exposed_seconds)),
-            *(duration(row.exposed_seconds - row.tensor_exposed_seconds), duration(row.seconds)),
+        yield (
+            *(case.title, str(row.mesh.slices), str(case.sequences // data), row.recompute),
+            *(needed if row.fits else f"{needed}, too much", number(row.tensor_exposed_seconds * 1e3)),
+            *(number((row.exposed_seconds - row.tensor_exposed_seconds) * 1e3),),
             f"**{speed}**" if row == best else speed,
         )
-        lines.append(cells)
-    return f"\n{case.title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, and commas: ``1,370``."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def table(lines: Iterable[Cells]) -> str:
+    """Return the table in Markdown; a case's first row alone names it."""
+    shown, title = [HEADERS, ("---", *("---:",) * (len(HEADERS) - 1))], ""
+    for line in lines:
+        shown.append(line if line[0] != title else ("", *line[1:]))
+        title = line[0]
+    return "".join(f"| {' | '.join(line)} |\n" for line in shown)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*CASES], default=[*CASES])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/when-tp-pays.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/when-tp-pays.md")
     options = parser.parse_args()
     if options.write and options.only != [*CASES]:
         parser.error("--write takes all cases")
-    tables = []
+    lines: list[Cells] = []
     for name in options.only:
-        tables.append(table(CASES[name]))
-        print(tables[-1], flush=True)
+        lines += cells(CASES[name])
+        print(table(lines), flush=True)
     if options.write:
-        PAGE.write_text(with_section(PAGE.read_text(), *SECTION, "".join(tables) + "\n"))
+        PAGE.write_text(with_section(PAGE.read_text(), *SECTION, table(lines)))
 
 
 if __name__ == "__main__":
