@@ -30,6 +30,7 @@ PAGES = {  # by file of the repository
 FILES = {page: file for file, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")  # text, file, anchor
 REPORT = "step-report.html"
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"  # a search should find pages, not the code that they link to
 FETCHED = (  # what a browser loads by itself, or the theme's script for it
     re.compile(r"class=[\"']?mermaid"),
     re.compile(r"<(?:script|img|iframe|source|video|audio|embed)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"),
@@ -106,7 +107,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if page_of(file).startswith("source/"):
             text = (ROOT / file).read_text()
             language = "python" if file.endswith(".py") else "text"
-            content = f"# {file}\n\n````{language}\n{text}\n````\n"
+            content = f"{UNSEARCHED}# {file}\n\n````{language}\n{text}\n````\n"
             files.append(File.generated(config, page_of(file), content=content))
     files.append(File.generated(config, REPORT, content=report_of_a_step()))
     return files

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,20 @@ def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None
     browser.find_element("xpath", "//span[@id='which']/button[text()='ZeRO-2']").click()
     assert shown("chosen.program") == 1
     assert browser.get_log("browser") == []
+
+
+def test_the_site_is_searched_from_the_disk(browser: Any, tmp_path: Path) -> None:
+    """The theme's worker does not start on a page from the disk; docs/search-from-disk.js runs it there."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=250)
+    shown = opened(browser, (tmp_path / "start.html").as_uri())
+    shown("document.querySelector('#__search').click()")
+    browser.find_element("css selector", "input[name=query]").send_keys("start")
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    links = WebDriverWait(browser, timeout=30).until(lambda _: shown(found))
+    assert any("/start.html" in link for link in links)
+    assert not any("/source/" in link for link in links), "code that pages link to"
