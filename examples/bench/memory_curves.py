@@ -40,7 +40,6 @@ COLORS = {  # from the bottom of the picture up
     Holds.REDUCED_GRADIENT: "#1b7f5c",
     Holds.FULL_GRADIENT: "#7cc8a4",
     Holds.IN_FLIGHT: "#d1495b",
-    Holds.WORKSPACE: "#d9b48f",
     Holds.TEMPORARY: "#f3d9a4",
 }
 WIDE = {LOSS: 0.04, OPTIMIZER: 0.12}  # these phases are one line: their share of the step's width

@@ -118,7 +118,7 @@ def test_a_refusal_speaks_of_what_there_is() -> None:
     asked = tz.Policy(recompute="none", unit_of=lambda module: ())
     cheap, found = (tz.tools.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
     at = found.by_kind
-    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
+    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
     assert at[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
     assert cheap.peak < found.peak
     with pytest.raises(tz.tools.DoesNotFit) as caught:

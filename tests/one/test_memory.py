@@ -23,10 +23,9 @@ from tests.harness.errors import raised, refused
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
 from thunder_zero.schedule.lifetimes import alive_bytes
-from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, replay
-from thunder_zero.tools.forecast.regions import Step, freeing_early, highest_of, memory_of, run_region
+from thunder_zero.tools.forecast.lines import run_region
 from thunder_zero.tools.forecast.watch import NoForecast
 
 import thunder
@@ -293,35 +292,14 @@ def test_a_region_may_be_given_one_value_for_two() -> None:
     assert {proxy.name for proxy in twice.flat_proxy_outs} <= values.keys()
 
 
-def test_the_memory_of_a_region() -> None:
-    """matmul 1, two pointwise (2 inlined, 3 read by the next matmul), matmul 4, a pointwise output 5 in its place."""
-    steps = (
-        Step(Work.MATMUL, reads=(0,), makes={1: 8}),
-        Step(Work.POINTWISE, reads=(1,), makes={2: 8}),
-        Step(Work.POINTWISE, reads=(2, 1), makes={3: 8}),
-        Step(Work.MATMUL, reads=(3,), makes={4: 4}),
-        Step(Work.POINTWISE, reads=(4,), makes={5: 4}),
-    )
-    assert memory_of(steps, outputs=(5,)) == [
-        ([], {1: 8}, []),
-        ([], {}, []),
-        ([1], {3: 8}, []),  # the last to read 1, of the same size
-        ([], {4: 4}, [3]),
-        ([4], {5: 4}, []),
-    ]
-    # What frees most runs as soon as it can, here the last one: 64 + 8 + 32 bytes at most, not 64 + 16 + 32.
-    matmuls = [
-        Step(Work.MATMUL, (read,), {key: size}) for read, key, size in ((0, 1, 64), (1, 2, 8), (2, 3, 16), (1, 4, 32))
-    ]
-    order = freeing_early(matmuls, {3, 4})
-    assert order == [matmuls[at] for at in (0, 1, 3, 2)]
-    sizes = {key: size for step in matmuls for key, size in step.makes.items()}
-    assert [highest_of(memory_of(steps, (3, 4)), sizes) for steps in (matmuls, order)] == [112, 104]
-    # A reduction takes memory if its result is smaller.
-    softmax = Step(Work.REDUCTION, reads=(1,), makes={2: 64})
-    total = Step(Work.REDUCTION, reads=(2,), makes={3: 4})
-    first = Step(Work.MATMUL, reads=(0,), makes={1: 64})
-    assert [made for _, made, _ in memory_of((first, softmax, total), outputs=())] == [{1: 64}, {}, {3: 4}]
+def test_a_value_inside_a_region_lives_until_its_last_reader() -> None:
+    """Of x and a buffer a region makes four values, of which it returns the last: at most two are alive at a time."""
+    fused = tz.tools.memory(traced(Net, (ROWS, WIDTH), tz.DDP, world_size=1, fused=True))
+    regions = [line for line in fused.lines if "inductor" in line.code and line.phase == "forward"]
+    assert len(regions) == 1
+    # mm and its product with the buffer, or that product and its tanh; tanh's results are saved.
+    assert regions[0].highest - regions[0].total <= ACTIVATION
+    assert regions[0].total - fused.at_rest - ACTIVATION == 3 * ACTIVATION
 
 
 def forecast(**options: Any) -> Callable[[], object]:

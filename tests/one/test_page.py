@@ -10,10 +10,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import says
@@ -23,6 +24,7 @@ from thunder_zero.schedule.names import launch_label, wait_label
 from thunder_zero.schedule.timeline import LAUNCHES, Kind
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.ask.print_trace import code_of
+from thunder_zero.tools.forecast.rehearsal import Rehearsal
 from thunder_zero.tools.page.collectives import Bar
 from thunder_zero.tools.page.data import data_of
 from thunder_zero.tools.page.measured import by_profile, by_times
@@ -39,6 +41,22 @@ def model() -> Chain:
 
 def mean_square(y: Tensor) -> Tensor:
     return y.square().mean()
+
+
+class TwoOutputs(nn.Module):
+    """Returns a mean beside what another layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.used.forward(x)
+        return y.square().mean(), self.unused.forward(y)
+
+
+def first_output(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return outputs[0]
 
 
 AROUND: dict[str, Any] = {"loss": mean_square, "optimizer": torch.optim.AdamW}
@@ -75,6 +93,25 @@ def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) 
     assert shares == pytest.approx(100, abs=2)
     assert "\\u003c" not in json.dumps(shown)
     assert [tile["name"] for tile in shown["top"]][:2] == ["Time of a step", "Peak memory"]
+
+
+def test_one_rehearsal_serves_time_and_memory() -> None:
+    """The loss runs once more, which tells which outputs it uses; the optimizer is made once."""
+    losses, optimizers = mock.Mock(side_effect=mean_square), mock.Mock(side_effect=torch.optim.AdamW)
+    with mock.patch("thunder_zero.tools.forecast.memory.Rehearsal", wraps=Rehearsal) as rehearsal:
+        page_of(traces(3), DEVICE, beside=traces(2), loss=losses, optimizer=optimizers)
+    assert [each.call_count for each in (rehearsal, losses, optimizers)] == [2, 4, 2]  # of two programs
+
+
+def test_time_and_memory_are_of_the_program_that_trains_with_the_loss() -> None:
+    """A loss that does not use an output leaves out what leads to it, as ``for_loss`` does."""
+    whole = traced(TwoOutputs, (8, WIDTH))
+    pruned = tz.tools.for_loss(whole, first_output)
+    around: dict[str, Any] = {"loss": first_output, "optimizer": torch.optim.AdamW}
+    figures = [page_of(each, DEVICE, **around)["programs"][0]["figures"] for each in (whole, pruned)]
+    assert figures[0] == figures[1]
+    assert figures[0]["step_seconds"] == tz.tools.estimate(whole, DEVICE, **around).seconds
+    assert figures[0]["sent_bytes"] < page_of(whole, DEVICE)["programs"][0]["figures"]["sent_bytes"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

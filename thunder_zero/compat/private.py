@@ -132,8 +132,6 @@ NAMES = {name: Private(*row) for name, row in {
     "current_graph_task_id": ("torch._C:_current_graph_task_id", "the number of the backward that runs", AUTOGRAD),
     "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls when a backward ends",
         "a public hook there"),
-    "select_conv_backend": ("torch._C:_select_conv_backend", "the kernel that a convolution takes",
-        "a public question"),
     "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
     "chunk_cat": ("torch:_chunk_cat", "cuts many gradients into the rows of ranks in one call", "it made public"),
     "flatten": ("torch._utils:_flatten_dense_tensors", "one vector of many gradients in one call", "it made public"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,13 +36,12 @@ from thunder_zero.compat.private import (
     foreach_div_,
     peek_interpreter_stack,
     queue_callback,
-    select_conv_backend,
     set_pg_timeout,
     will_engine_execute_node,
 )
 
 # needed while: torch says by private names alone which backward or function transform runs.
-# So it does with the kernel that a convolution takes, and with many tensors divided in one call.
+# Likewise it divides many tensors in one call.
 
 
 IS_PARAM = "_is_param"  # the attribute by which torch knows a DTensor that is a parameter; no user set it
@@ -76,12 +75,6 @@ def running_backward() -> int:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the running backward ends."""
     queue_callback(function)
-
-
-def convolution_backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
-    """Torch's own choice for a convolution; ``how`` as ``torch.convolution`` has it, from the stride on."""
-    found: Any = select_conv_backend(given, weight, None, *how, None)
-    return str(found.name)
 
 
 def divide_all(tensors: tuple[Tensor, ...], divisor: float) -> None:

@@ -16,9 +16,11 @@ from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 
+Units = dict[str, tuple[Figures, Figures]]
+
 
 def diff(first: Traces, second: Traces) -> Difference:
-    """What the second program does more or less than the first, unit by unit; ``print`` it.
+    """Return what the second program does more or less than the first, unit by unit; ``print`` it.
 
     >>> zero2, zero3 = (tz.trace(model, tokens, policy=stage, world_size=8) for stage in (2, 3))
     >>> print(tz.tools.diff(zero2, zero3))
@@ -34,42 +36,49 @@ def diff(first: Traces, second: Traces) -> Difference:
         TypeError: not traces.
         ValueError: the modules differ in a parameter, or in their units; only one program is for ``no_sync``.
     """
+    units, total = compare_units(first, second)
+    try:
+        forecasts = [memory(traces) for traces in (first, second)]
+    except NoForecast:
+        forecasts = []
+    return Difference(
+        plans=(first.plan, second.plan),
+        units=units,
+        total=total,
+        peaks=(forecasts[0].peak, forecasts[1].peak) if forecasts else None,
+        at_rest=(forecasts[0].at_rest, forecasts[1].at_rest) if forecasts else None,
+    )
+
+
+def compare_units(first: Traces, second: Traces) -> tuple[Units, tuple[Figures, Figures]]:
+    """Return the figures of both programs by unit, and those of all units; errors are those of ``diff``."""
     for traces in (first, second):
         if not isinstance(traces, Traces):
             raise TypeError(f"diff takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     _require_one_module(first, second)
-    figures = [_by_unit(traces) for traces in (first, second)]
-    try:
-        held = [memory(traces) for traces in (first, second)]
-    except NoForecast:
-        held = []
-    return Difference(
-        plans=(first.plan, second.plan),
-        units={unit: (figures[0][unit], figures[1][unit]) for unit in first.plan.units},
-        total=(figures[0][None], figures[1][None]),
-        peaks=(held[0].peak, held[1].peak) if held else None,
-        at_rest=(held[0].at_rest, held[1].at_rest) if held else None,
-    )
+    figures = [_figures_by_unit(traces) for traces in (first, second)]
+    units = {unit: (figures[0][unit], figures[1][unit]) for unit in first.plan.units}
+    return units, (figures[0][None], figures[1][None])
 
 
 def _require_one_module(first: Traces, second: Traces) -> None:
     if first.synced is not second.synced:
         raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
-    for one, other in zip_longest(first.plan.params, second.plan.params):
-        if one is None or other is None or _same(one, first.plan) != _same(other, second.plan):
+    for param, other in zip_longest(first.plan.params, second.plan.params):
+        if param is None or other is None or _identity(param, first.plan) != _identity(other, second.plan):
             raise ValueError(
                 f"the traces are of different modules, or ignore different parameters: the first has "
-                f"{_described(one, first.plan)} where the second has {_described(other, second.plan)}; "
+                f"{_described(param, first.plan)} where the second has {_described(other, second.plan)}; "
                 f"trace one module twice"
             )
-        if one.unit != other.unit:
+        if param.unit != other.unit:
             raise ValueError(
-                f"the traces divide the module differently: {one.path!r} is of unit {one.unit!r} in the first and of "
-                f"{other.unit!r} in the second; give both the same Policy.unit_of"
+                f"the traces divide the module differently: {param.path!r} is of unit {param.unit!r} in the first and "
+                f"of {other.unit!r} in the second; give both the same Policy.unit_of"
             )
 
 
-def _same(param: Param, plan: Plan) -> tuple[object, ...]:
+def _identity(param: Param, plan: Plan) -> tuple[object, ...]:
     return param.path, plan.whole_shape(param), param.dtype, param.requires_grad
 
 
@@ -80,16 +89,16 @@ def _described(param: Param | None, plan: Plan) -> str:
     return f"{param.path!r} {plan.whole_shape(param)} {name_of(param.dtype)}{frozen}"
 
 
-def _by_unit(traces: Traces) -> dict[str | None, Figures]:
-    """Of each unit, and of all (None)."""
-    recomputed = [] if traces.lifted is None else _recomputed(run(traces.lifted))
+def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
+    """Return the figures of each unit; None has those of all units."""
+    recomputed = [] if traces.lifted is None else _recomputed_ops(run(traces.lifted))
     return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
 
 def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
     launches = [op for op in timeline.ops if op.kind in LAUNCHES and unit in (None, timeline.params_of(op)[0].unit)]
     gathers, reductions = ([timeline.bytes_sent(op) for op in launches if op.kind is kind] for kind in LAUNCHES)
-    own = [op for op, of in recomputed if unit in (None, of)]
+    recomputed_here = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
     slices = [op.sends for op in timeline.ops if op.moves and unit is None]
     return Figures(
         gathers=len(gathers),
@@ -99,17 +108,20 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
         slices=len(slices),
         slice_bytes=sum(slices),
         gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
-        recomputed=len(own),
-        recomputed_flops=sum(op.flops for op in own),
+        recomputed=len(recomputed_here),
+        recomputed_flops=sum(op.flops for op in recomputed_here),
     )
 
 
-def _recomputed(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Operations that compute forward's values once more, without those of parameters alone, each with the unit whose
-    backward it is in: the next one whose gradients are complete. The schedule says it, before fusers."""
+def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
+    """Return the operations that recompute forward's values, each with the unit in whose backward it runs.
+
+    Operations on parameters alone are left out. The timeline is the scheduled one, since fusers merge operations.
+    """
     ends = backward_ends(timeline).items()
     return [
-        (op, next((unit for unit, end in ends if end >= at), ROOT))
-        for at, op in enumerate(timeline.ops)
+        # the next unit whose gradients are complete
+        (op, next((unit for unit, end in ends if end >= index), ROOT))
+        for index, op in enumerate(timeline.ops)
         if timeline.recomputes(op)
     ]

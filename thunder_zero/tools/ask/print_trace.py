@@ -17,7 +17,7 @@ from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
-from thunder_zero.tools.forecast.memory import require_of
+from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.printing.text import short
@@ -89,7 +89,7 @@ def print_trace(
         return
     console = Console(file=file)
     if memory is not None:
-        require_of(memory, traces)
+        require_forecast_of(traces, memory)
     forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
     how = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced

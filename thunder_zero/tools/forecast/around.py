@@ -1,9 +1,14 @@
-"""Counts what the loss and the optimizer compute, as operations of a timeline."""
+"""Counts what the loss and the optimizer compute, as operations of a timeline::
+
+    digests (ZeRO-1) | forward | loss and its gradient | backward | optimizer step
+
+The operators of torch that run between the phases become operations, with the bytes that they read and write.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,45 +21,61 @@ from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.sharded.writes import digests_of
-from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.forecast.memory import begun
+from thunder_zero.tools.forecast.figures import Holds, Memory
+from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.memory import backend_of, begin_replay, excluded_from, run_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.forecast.replay import Loss
+from thunder_zero.tools.forecast.replay import Loss, Replay
 from thunder_zero.tools.forecast.watch import Watch
 
-NOTHING = ("empty", "new_empty")  # operators that begin so only allocate
+ALLOCATORS = ("empty", "new_empty")  # operators whose names begin so do not touch memory
+
+
+def memory_and_timeline(
+    traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
+) -> tuple[Memory, Timeline]:
+    """Return the forecast of memory and the timeline of a whole step, from one rehearsal.
+
+    They equal the results of ``memory`` and ``whole_step``. Errors are those of :func:`thunder_zero.tools.memory`.
+
+    Args:
+        traces: as :func:`for_loss` returns them.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory`.
+    """
+    backend, counted = backend_of(traces), _Around()
+    with Watch(Holds.PARAMETER) as watch:
+        replay = begin_replay(traces, backend, optimizer, watch, around=(counted.loss, counted.optimizer))
+        memory = run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)))
+        is_alone = traces.backward is None or (loss is None and optimizer is None)
+        return memory, traces.timeline if is_alone else counted.timeline(replay)
 
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
-    """The timeline of a step with the loss and its gradient between the phases, and the optimizer's step at the end.
-    ZeRO-1 begins with the digests of this rank's rows, by which ranks know what to refresh."""
-    of_loss, of_optimizer, of_digests = Operators("loss"), Operators("optimizer", backward=True), Operators("digests")
-    plan = traces.plan
-    with Watch(Holds.PARAMETER, on_cpu=True) as watch:
-        replay = begun(traces, "gloo", optimizer, watch, accumulating=False)
-        replay.step_outside(loss, (of_loss, of_optimizer))
-        digested = [replay.share.rows[param.path] for param in plan.params if param.resident]
-        if digested and plan.mesh.shard.size > 1:
-            with of_digests:
-                digests_of(digested)
-    timeline = traces.timeline
-    ops, border = timeline.ops, timeline.backward_start
-    found = (*of_digests.ops, *ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
-    return timeline.with_ops(found, of_digests.values | of_loss.values | of_optimizer.values)
+    """Return the timeline of a step with its loss and its optimizer's step, without running the phases."""
+    traces = for_loss(traces, loss) if loss else traces
+    counted = _Around()
+    with Watch(Holds.PARAMETER) as watch:
+        around = counted.loss, counted.optimizer
+        replay = begin_replay(traces, backend_of(traces), optimizer, watch, around=around)
+        replay.run_without_phases(loss)
+        return counted.timeline(replay)
 
 
 def loss_traffic(traces: Traces, loss: Loss) -> int:
-    """Bytes of memory that the loss and its gradient read and write, operator by operator, as eager torch computes
-    them."""
+    """Return the bytes that the loss and its gradient read and write, operator by operator, as in eager torch."""
     operators = Operators("loss")
     with Watch(Holds.PARAMETER) as watch:
-        begun(traces, "gloo", None, watch, accumulating=False).step_outside(loss, (operators, nullcontext()))
+        begin_replay(traces, "gloo", None, watch, around=(operators, nullcontext())).run_without_phases(loss)
     return sum(value.nbytes for value in operators.values.values())
 
 
 class Operators(TorchDispatchMode):
-    """Notes torch's operators that run inside the block: an operation for each, and what they read and write, each time
-    under a name of its own."""
+    """Records torch's operators that run inside the block, an operation for each.
+
+    Attributes:
+        ops: the operations. Each value that they read or write has a name of its own.
+        values: the size and the dtype of each value.
+    """
 
     def __init__(self, name: str, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,35 +84,56 @@ class Operators(TorchDispatchMode):
         self._name, self._backward = name, backward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note it."""
+        """Run an operator and record it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        read = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        written = [each for each in tree_iter(out) if isinstance(each, Tensor)]
-        written += [each for each in read if not written and func._schema.is_mutable]  # foreach returns nothing
-        if not func._schema.is_mutable and _view_of(read, written):
+        read = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        written = [item for item in tree_iter(out) if isinstance(item, Tensor)]
+        written += [item for item in read if not written and func._schema.is_mutable]  # foreach returns nothing
+        if not func._schema.is_mutable and _are_views(written, read):
             return out
         name = func.overloadpacket.__name__
-        if name.startswith(NOTHING):
+        if name.startswith(ALLOCATORS):
             return out
-        count = flop_registry.get(func.overloadpacket)
+        flops = flop_registry.get(func.overloadpacket)
         op = Op(Kind.COMPUTE, self._names(read), self._names(written), backward=self._backward, work=_work_of(name))
-        self.ops.append(replace(op, flops=count(*args, **kwargs, out_val=out)) if count else op)
+        self.ops.append(replace(op, flops=flops(*args, **kwargs, out_val=out)) if flops else op)
         return out
 
     def _names(self, tensors: list[Tensor]) -> tuple[str, ...]:
-        names = tuple(f"{self._name} {len(self.values) + at}" for at in range(len(tensors)))
+        names = tuple(f"{self._name} {len(self.values) + index}" for index in range(len(tensors)))
         for name, tensor in zip(names, tensors, strict=True):
-            stored = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-            self.values[name] = Value(stored, name_of(tensor.dtype))
+            nbytes = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+            self.values[name] = Value(nbytes, name_of(tensor.dtype))
         return names
 
 
-def _view_of(read: list[Tensor], written: list[Tensor]) -> bool:
-    there = {each.untyped_storage()._cdata for each in read}
-    return bool(written) and all(each.untyped_storage()._cdata in there for each in written)
+@dataclass
+class _Around:
+    """The operators that run around the phases of a step."""
+
+    loss: Operators = field(default_factory=lambda: Operators("loss"))
+    optimizer: Operators = field(default_factory=lambda: Operators("optimizer", backward=True))
+
+    def timeline(self, replay: Replay) -> Timeline:
+        """Return the timeline of a step that was replayed, with the operators around its phases."""
+        plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
+        # ZeRO-1 begins with digests of this rank's rows, by which ranks know what to refresh.
+        rows = [replay.rehearsal.rows[param.path] for param in plan.params if param.resident]
+        if rows and plan.mesh.shard.size > 1:
+            with digests:
+                digests_of(rows)
+        ops, border = timeline.ops, timeline.backward_start
+        all_ops = (*digests.ops, *ops[:border], *self.loss.ops, *ops[border:-1], *self.optimizer.ops, ops[-1])
+        return timeline.with_ops(all_ops, digests.values | self.loss.values | self.optimizer.values)
+
+
+def _are_views(written: list[Tensor], read: list[Tensor]) -> bool:
+    """Return whether all results of an operator are views of what it reads."""
+    storages = {tensor.untyped_storage()._cdata for tensor in read}
+    return bool(written) and all(tensor.untyped_storage()._cdata in storages for tensor in written)
 
 
 def _work_of(name: str) -> Work:
-    """The class of an operator of torch: ``_foreach_mul_`` is ``mul``, ``_log_softmax`` is ``log_softmax``."""
+    """Return the class of an operator of torch: ``_foreach_mul_`` is ``mul``, ``_log_softmax`` is ``log_softmax``."""
     return WORK.get(name.removeprefix("_foreach").strip("_"), Work.OTHER)

@@ -40,7 +40,6 @@ class Holds(StrEnum):
     DEFERRED = "deferred gradients"
     IN_FLIGHT = "buffers of collectives"
     LOSS = "outputs and loss"
-    WORKSPACE = "workspaces"
     TEMPORARY = "temporaries"
 
 
@@ -48,7 +47,7 @@ OPTIMIZER_STEP = "optimizer step"  # the last phase, which is no trace
 LARGEST = 8  # tensors that are named
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # less of it on more ranks
-OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS, Holds.WORKSPACE)  # less of it in smaller batches
+OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # less of it in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
 
 

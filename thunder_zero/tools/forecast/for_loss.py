@@ -1,4 +1,4 @@
-"""The program that trains with a loss: without what leads to outputs that the loss does not use."""
+"""Removes from a program what leads only to outputs that the loss does not use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from thunder_zero.frontends.compiled import Traces
-from thunder_zero.tools.forecast.replay import Loss, given_to_loss, returned, value_of, values_of_return
-from thunder_zero.tools.forecast.watch import Unwatched
+from thunder_zero.tools.forecast.replay import Loss, call_loss, loss_inputs, restore_output, values_of_return
+from thunder_zero.tools.forecast.watch import WithoutValues
 
 from thunder.core.pytree import tree_map
 
@@ -26,13 +26,13 @@ def for_loss(traces: Traces, loss: Loss) -> Traces:
     """
     if traces.backward is None or traces.without is None:
         return traces
-    with Unwatched():
+    with WithoutValues():
         result = values_of_return(traces.forward)[0]
-        given = given_to_loss(result["flat_output"])
+        inputs = loss_inputs(result["flat_output"])
         pairs = zip(result["flat_output"], traces.backward.args[1], strict=True)
-        trained = [(given[id(output)], tangent.name) for output, tangent in pairs if tangent is not None]
+        trained = [(inputs[id(output)], tangent.name) for output, tangent in pairs if tangent is not None]
         edges = [get_gradient_edge(output) for output, _ in trained]
-        output = tree_map(lambda leaf: given.get(id(leaf), leaf), result["output"])
-        gradients = torch.autograd.grad(value_of(loss, returned(traces, output)), edges, allow_unused=True)
+        output = tree_map(lambda leaf: inputs.get(id(leaf), leaf), result["output"])
+        gradients = torch.autograd.grad(call_loss(loss, restore_output(traces, output)), edges, allow_unused=True)
     unused = [name for (_, name), gradient in zip(trained, gradients, strict=True) if gradient is None]
     return traces.without(unused) if unused else traces

@@ -1,7 +1,7 @@
 """``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
 
-Traces go in; out come lines with the bytes alive after each, storages with the lines between which they live, and the
-peak. Whoever shows a forecast with traces asks :func:`require_of` whether it is one of them.
+In: traces. Out: :class:`Memory`: the lines with the bytes alive after each, the storages with the lines between which
+they live, and the peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 
@@ -19,8 +20,9 @@ from thunder_zero.plan.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.lines import python_lines
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
-from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
+from thunder_zero.tools.forecast.replay import Context, Loss, Replay, RunLine
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.forecast.watch import Allocation, Watch
@@ -44,26 +46,25 @@ def memory(
 ) -> Memory:
     """Forecast the memory of a training step from the traces that will run. Nothing of the model is allocated.
 
-    Counts the storages of tensors, as torch's allocators do: neither Python, nor libraries, nor the backend's own
-    buffers. Each line runs on tensors without values, and each collective runs in the transport of the backend, which
-    then sends nothing. The first rank holds the most rows: trace rank 0 (the default) for the worst. ``excluded`` of
-    the result says what is left out: the loss or the optimizer that is not given, a backward that the traces lack.
+    It counts the storages of tensors, as torch's allocators do: neither Python, nor libraries, nor buffers inside the
+    backend. Each line runs on tensors without values. Each collective runs in the backend's transport, which sends
+    nothing. Rank 0, the default of ``trace``, holds the most rows. ``excluded`` of the result says what is left out:
+    a loss or an optimizer that is not given, a backward that the traces lack.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8)
     >>> tz.tools.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
 
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
-        shapes: of inputs, by their names, where they differ from those that the program was traced for: as for
-            :func:`thunder_zero.tools.resized`, so the largest batch that fits is found without a compilation.
-        loss: from what forward returns to the loss, where the model does not compute it. The forecast assumes that the
-            training code keeps no output. Tensors that it brings along, such as targets, are the caller's: they are
-            not counted.
+        shapes: other shapes of inputs than the program was traced for, by name, as for
+            :func:`thunder_zero.tools.resized`: it finds the largest batch that fits without a compilation.
+        loss: computes the loss from what forward returns, where the model does not. The forecast assumes that the
+            training code keeps no output. Tensors that the loss brings along, such as targets, are not counted.
         optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
             ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
         backend: "gloo" or "nccl", whose transports have different buffers; "mpi" for all others. Default: "nccl" if the
-            traces are for CUDA, else "gloo". It changes collectives alone: traces for CPUs stay those.
-        accumulating: earlier micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
+            traces are for CUDA, else "gloo". It changes collectives only, not for which device the traces are.
+        accumulating: True if micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
         reserve: bytes to add to every figure, for what the forecast cannot see.
 
     Raises:
@@ -75,85 +76,95 @@ def memory(
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
     traces = for_loss(traces, loss) if loss else traces
-    backend = _backend_of(traces) if backend is None else backend
+    backend = backend_of(traces) if backend is None else backend
     _require(backend, reserve)
-    with Watch(Holds.PARAMETER, on_cpu=backend != "nccl") as watch:
-        replay = begun(traces, backend, optimizer, watch, accumulating=accumulating)
-        replay.step(loss)
-        peak, events = watch.highest, watch.events_at_highest
-        replay.step_optimizer()
-    return _figures(replay, peak, events, reserve, tuple(_excluded(traces, loss, optimizer, backend)))
+    with Watch(Holds.PARAMETER) as watch:
+        replay = begin_replay(traces, backend, optimizer, watch, accumulating=accumulating)
+        return run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)), reserve)
 
 
-def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tuple[str, ...]) -> Memory:
-    """The figures of a step that ran; ``events`` is the number of allocations and frees until its peak."""
+def begin_replay(
+    traces: Traces,
+    backend: str,
+    optimizer: MakeOptimizer | None,
+    watch: Watch,
+    *,
+    accumulating: bool = False,
+    around: tuple[Context, Context] | None = None,
+) -> Replay:
+    """Return a step whose memory at rest is allocated; ``around`` are contexts for the loss and for the optimizer."""
+    rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
+    for path, tensor in rehearsal.at_rest():
+        watch.record(tensor).name = path
+    for tensor in rehearsal.on_host():
+        watch.stop_counting(tensor)
+    shards = rehearsal.trained_on_device()
+    made = None
+    foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
+    if optimizer is not None and shards:
+        made = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
+    if accumulating:
+        watch.kind = Holds.DEFERRED
+        for path in rehearsal.accumulate():
+            watch.name_new(path)
+    return Replay(traces, watch, rehearsal, made, *(around or (nullcontext(), nullcontext())))
+
+
+def run_step(replay: Replay, loss: Loss | None, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
+    """Run a step and return its figures."""
+    replay.run_phases(loss)
+    peak, events = replay.watch.highest, replay.watch.events_at_highest
+    replay.step_optimizer()
     allocations = replay.watch.allocations
     storages = _storages(allocations, replay.lines, _modules(replay))
     lines = _lines(storages, replay.lines, reserve)
-    at_peak = [one for one, seen in zip(storages, allocations, strict=True) if seen.alive_after(events)]
+    at_peak = [
+        storage for storage, allocation in zip(storages, allocations, strict=True) if allocation.is_alive_after(events)
+    ]
     return Memory(
         lines=lines,
         storages=storages,
-        at_rest=sum(one.nbytes for one in storages if one.line < 0 and one.kind in AT_REST) + reserve,
+        at_rest=sum(storage.nbytes for storage in storages if storage.line < 0 and storage.kind in AT_REST) + reserve,
         peak=peak + reserve,
         optimizer_step=lines[-1].highest if lines[-1].phase == OPTIMIZER_STEP else None,
-        plan=plan_of(replay.traces),
-        at_peak=tuple(sorted(at_peak, key=lambda one: -one.nbytes)),
+        plan=_plan_to_compare(replay.traces),
+        at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
         excluded=excluded,
     )
-
-
-def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool) -> Replay:
-    """A step that is about to begin: all is there that rests in memory."""
-    share = Rehearsal(traces.plan, backend, synced=traces.synced)
-    for path, tensor in share.at_rest():
-        watch.see(tensor).name = path
-    for tensor in share.on_host():
-        watch.leaves(tensor)
-    on_device = share.trained_on_device()
-    stepping = None
-    foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
-    if optimizer is not None and on_device:
-        stepping = optimizer_at_rest(optimizer, on_device, watch, foreach=foreach)
-    if accumulating:
-        watch.kind = Holds.DEFERRED
-        for path in share.accumulate():
-            watch.name_new(path)
-    return Replay(traces, watch, share, stepping)
 
 
 def _storages(
     allocations: Sequence[Allocation], lines: Sequence[RunLine], modules: Sequence[str]
 ) -> tuple[Storage, ...]:
     ends = [line.events for line in lines]
-    found = []
-    for one in allocations:
-        at = one.line - 1  # line 0 of the watch is before the first
-        freed = None if one.freed is None else bisect_right(ends, one.freed)
-        module = modules[at] if at >= 0 else ""
+    storages = []
+    for allocation in allocations:
+        index = allocation.line - 1  # line 0 of the watch is before the first
+        freed = None if allocation.freed is None else bisect_right(ends, allocation.freed)
+        module = modules[index] if index >= 0 else ""
         freed = None if freed is None or freed == len(lines) else freed
-        found.append(Storage(one.kind, one.nbytes, one.name, module, at, freed))
-    return tuple(found)
+        storages.append(Storage(allocation.kind, allocation.nbytes, allocation.name, module, index, freed))
+    return tuple(storages)
 
 
 def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) -> tuple[MemoryLine, ...]:
     changes: list[Counter[Holds]] = [Counter() for _ in range(len(lines) + 1)]
-    for one in storages:
-        changes[max(one.line, 0)][one.kind] += one.nbytes
-        changes[len(lines) if one.freed is None else one.freed][one.kind] -= one.nbytes
+    for storage in storages:
+        changes[max(storage.line, 0)][storage.kind] += storage.nbytes
+        changes[len(lines) if storage.freed is None else storage.freed][storage.kind] -= storage.nbytes
     alive: Counter[Holds] = Counter()
-    found = []
+    memory_lines = []
     for line, change in zip(lines, changes, strict=False):
         alive.update(change)
         by_kind = ByKind(tuple((kind, alive[kind]) for kind in Holds if alive[kind]))
         total = sum(by_kind.values()) + reserve
-        found.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, line.highest + reserve))
-    return tuple(found)
+        memory_lines.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, line.highest + reserve))
+    return tuple(memory_lines)
 
 
 def _modules(replay: Replay) -> list[str]:
-    """For each line, the module whose parameter, or gradient of one, the lines of its phase computed with last."""
+    """Return for each line the module with whose parameter, or its gradient, the phase computed last."""
     modules: list[str] = []
     for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
         trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
@@ -162,15 +173,16 @@ def _modules(replay: Replay) -> list[str]:
             modules += [""] * len(sources)
             continue
         sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
-        now = ""
+        module = ""
         for row in rows(sources, replay.traces.timeline, backward=phase == "backward")[:-1]:
             if row.kind is Kind.COMPUTE and row.params:
-                now = row.params[0].rpartition(".")[0]
-            modules.append(now)
+                module = row.params[0].rpartition(".")[0]
+            modules.append(module)
     return modules
 
 
-def _backend_of(traces: Traces) -> str:
+def backend_of(traces: Traces) -> str:
+    """Return the backend whose transport the traces run on by default."""
     on_cuda = any(
         arg.device.devicetype is DeviceType.CUDA for arg in traces.forward.args if isinstance(arg, TensorProxy)
     )
@@ -184,7 +196,8 @@ def _require(backend: str, reserve: int) -> None:
         raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
 
 
-def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
+def excluded_from(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
+    """Yield what a forecast of these traces leaves out, in words."""
     if traces.backward is not None:
         if loss is None:
             yield "the loss outside of the model: give loss="
@@ -192,32 +205,37 @@ def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None
             yield "the optimizer's state and step: give optimizer="
     elif any(param.requires_grad for param in traces.plan.params):
         yield "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
-    if backend == "nccl" and _backend_of(traces) != "nccl":
+    if backend == "nccl" and backend_of(traces) != "nccl":
         yield "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a CUDA device"
 
 
-def plan_of(traces: Traces) -> Plan:
-    """The plan, without its policy's functions, which often cannot be pickled."""
+def _plan_to_compare(traces: Traces) -> Plan:
+    """Return the plan without the policy's functions, which often cannot be pickled."""
     return replace(traces.plan, policy=replace(traces.plan.policy, unit_of=None, passes=(), transport=None))
 
 
-def require_of(memory: Memory, traces: Traces) -> None:
-    """Refuse what is no forecast of these traces."""
+def require_forecast_of(traces: Traces, memory: Memory) -> None:
+    """Refuse what is no forecast of these traces.
+
+    Raises:
+        TypeError: ``memory`` is no forecast.
+        ValueError: it is a forecast of other traces.
+    """
     action = "give what thunder_zero.tools.memory returns for these traces"
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is of type {type(memory).__name__}; {action}")
-    if memory.plan != plan_of(traces):
+    if memory.plan != _plan_to_compare(traces):
         theirs, ours = map(place_of, (memory.plan, traces.plan))
         ours = ours if ours != theirs else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
     forecast = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
     phases = [("forward", traces.forward), ("backward", traces.backward)]
-    here = {(phase, line.position): line.code for phase, trace in phases if trace for line in printed(trace)[1]}
-    for phase, position in sorted(forecast.keys() | here.keys()):
-        pair = (forecast.get((phase, position), "missing"), here.get((phase, position), "missing"))
-        there, line = (code.partition("\n")[0] for code in pair)
-        if there != line:
+    shown = {(phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)[1]}
+    for phase, position in sorted(forecast.keys() | shown.keys()):
+        codes = (forecast.get((phase, position), "missing"), shown.get((phase, position), "missing"))
+        first, second = (code.partition("\n")[0] for code in codes)
+        if first != second:
             raise ValueError(
-                f"memory is a forecast of other traces, where line {position} of {phase} is {there!r}, not {line!r}; "
+                f"memory is a forecast of other traces, where line {position} of {phase} is {first!r}, not {second!r}; "
                 f"{action}"
             )

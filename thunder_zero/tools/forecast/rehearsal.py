@@ -1,4 +1,4 @@
-"""One rank's share of a model without values, and its optimizer, for the lines of a forecast.
+"""Makes the state of a model without values: what the lines of a forecast run on.
 
 Before the step there are shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a first
 step makes.
@@ -28,8 +28,18 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """An optimizer of these shards, without values and by path, that has made its state in a first step. ``foreach``:
-    torch chooses foreach for the real shards, as for plain tensors on CUDA; not for DTensors."""
+    """Return an optimizer of shards without values, whose first step has made its state.
+
+    Args:
+        make: makes the optimizer of parameters.
+        shards: parameters by path.
+        watch: counts the optimizer's state.
+        foreach: True if torch chooses foreach for the real shards, as for plain tensors on CUDA, unlike DTensors.
+
+    Raises:
+        TypeError: ``make`` is no function that makes an optimizer of parameters.
+        NoForecast: the optimizer reads a value, or its step needs a closure.
+    """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(
             f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
@@ -37,16 +47,16 @@ def optimizer_at_rest(
         )
     watch.kind = Holds.OPTIMIZER
     with needs_no_values("the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
-        optimizer = _made(make, shards.values())
+        optimizer = _make_optimizer(make, shards.values())
         for group in optimizer.param_groups:
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # of meta tensors torch does not know better
+                group["foreach"] = True  # torch chooses by the device of the parameters, which is META here
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
     return optimizer
 
 
-def _made(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
+def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
     try:
         optimizer = make(shards)
     except TypeError as error:
@@ -64,11 +74,11 @@ def _made(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimize
 
 
 def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
-    """``blocks.0.up.weight: exp_avg``; what is nobody's own belongs to all."""
+    """Name each state by its parameter, such as ``blocks.0.up.weight: exp_avg``; a shared state belongs to all."""
     for path, shard in shards.items():
         for name, value in optimizer.state.get(shard, {}).items():
             for tensor in tree_iter(value):
-                if isinstance(tensor, Tensor) and (allocation := watch.see(tensor)).kind is Holds.OPTIMIZER:
+                if isinstance(tensor, Tensor) and (allocation := watch.record(tensor)).kind is Holds.OPTIMIZER:
                     allocation.name = allocation.name or f"{path}: {name}"
     watch.name_new("all parameters")
 
@@ -76,7 +86,7 @@ def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parame
 def take_step(
     optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], shards: Mapping[str, nn.Parameter]
 ) -> None:
-    """Step with these gradients, by path, and let go of them."""
+    """Step the shards with their gradients, both by path, and drop the gradients."""
     for path, gradient in gradients.items():
         shards[path].grad = gradient
     optimizer.step()
@@ -84,15 +94,15 @@ def take_step(
 
 
 class Rehearsal(LocalState):
-    """A state without values, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs in a forecast of memory.
+    """A model's state without values, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs.
 
-    ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
-    ``reshard_after_backward=False`` keeps unsharded is gathered anew.
+    ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter that
+    ``reshard_after_backward=False`` keeps unsharded after a micro-batch is gathered again.
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
-            digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process, as do the wire's
+            digests_of([torch.empty(1, device=META)])  # digests and wires make constants that stay in the process
             wire = UnsentWire(plan, backend, META)
         whole = {
             param.path: torch.empty(
@@ -107,16 +117,16 @@ class Rehearsal(LocalState):
         self.resident.mark_stale(self.shards)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
-        """Paths and tensors of what is there at rest: shards, and ZeRO-1's full parameters."""
+        """Yield paths and tensors of what is there between steps: shards, and ZeRO-1's full parameters."""
         yield from self.rows.items()
         yield from ((param.path, self.resident.full(param)) for param in self.plan.params if param.resident)
 
     def on_host(self) -> Iterator[Tensor]:
-        """Those of them that rest in host memory instead (``cpu_offload``)."""
+        """Yield the shards that rest in host memory (``cpu_offload``)."""
         return (self.rows[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
-        """The shards whose optimizer state rests on the device, by path."""
+        """Return the shards whose optimizer state rests on the device, by path."""
         params = self.plan.params
         return {
             param.path: self.shards[param.path]
@@ -125,8 +135,7 @@ class Rehearsal(LocalState):
         }
 
     def accumulate(self) -> Iterator[str]:
-        """Hold a deferred gradient of each trained parameter, as after a micro-batch under ``no_sync``. Yields the path
-        of each when it is there."""
+        """Defer a gradient of each trained parameter, as under ``no_sync``, and yield the parameter's path."""
         for param in self.plan.params:
             if param.requires_grad:
                 self.accumulation.defer(torch.empty(param.shape, dtype=param.reduce_dtype, device=META), param.path)

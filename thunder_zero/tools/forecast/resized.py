@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from thunder_zero.frontends.compiled import Traces
-from thunder_zero.tools.forecast.replay import printed
-from thunder_zero.tools.forecast.watch import META, Unwatched
+from thunder_zero.tools.forecast.lines import python_lines
+from thunder_zero.tools.forecast.watch import META, WithoutValues
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.work import flops_of
 
@@ -112,7 +112,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
         elif isinstance(proxy, TensorProxy):
             sizes = traces.sizes.get(proxy.name, proxy.shape)
             values[proxy.name] = _empty(proxy, [numbers.get(size, size) for size in sizes])
-    with Unwatched():
+    with WithoutValues():
         _run_lines(traces.forward, values)
         if traces.backward is not None:
             outputs = traces.forward.bound_symbols[-1].args[0]["flat_output"]
@@ -125,7 +125,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
     """Run a phase; what our lines make has the shape of a parameter, whatever the inputs."""
-    context, lines = printed(trace)
+    context, lines = python_lines(trace)
     for line in lines:
         if operator_of(line.line) is not None:
             exec(line.compiled, context | line.objects, values)

@@ -1,4 +1,4 @@
-"""What programs on one page do differently: rows of text, ready to show."""
+"""Compares the programs of a page: tables of text, ready to show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from thunder_zero.tools.ask.diff import diff
+from thunder_zero.tools.ask.diff import compare_units
 from thunder_zero.tools.ask.difference import COLUMNS
 from thunder_zero.tools.page.data import figures_of, text_of
 from thunder_zero.tools.page.program import PageProgram
@@ -27,34 +27,36 @@ WORDS = {
 
 
 def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
-    """Tables, each with a title, heads and rows; none of a program alone. The first has the figures of all programs.
-    For each that has other traces than the first one, another has what :func:`thunder_zero.tools.diff` says of each
-    unit; those in a row that do the same share one."""
+    """Return tables, each with a title, heads and rows; none for a single program.
+
+    The first table has the figures of all programs. A table follows for each program with other traces than the first:
+    what :func:`thunder_zero.tools.diff` says of each unit. Neighbouring units with equal figures share a row.
+    """
     if len(programs) < 2:
         return []
     figures = [figures_of(program) for program in programs]
-    names = [name for name in WORDS if name != "slices" or any(one[name] for one in figures)]
-    rows = [[WORDS[name], *(text_of(name, one[name]) for one in figures)] for name in names]
+    names = [name for name in WORDS if name != "slices" or any(column[name] for column in figures)]
+    rows = [[WORDS[name], *(text_of(name, column[name]) for column in figures)] for name in names]
     tables = [{"title": "A step", "heads": ["", *(program.name for program in programs)], "rows": rows}]
     others = [program for program in programs if program.traces is not programs[0].traces]
     return tables + [
         {
             "title": f"{programs[0].name} \N{RIGHTWARDS ARROW} {other.name}, by unit",
             "heads": ["unit", *COLUMNS],
-            "rows": list(_by_unit(programs[0], other)),
+            "rows": list(_rows_by_unit(programs[0], other)),
         }
         for other in others
     ]
 
 
-def _by_unit(first: PageProgram, second: PageProgram) -> Iterator[list[str]]:
-    units = diff(first.traces, second.traces).units
-    for pair, names in groupby(units, key=lambda unit: units[unit]):
-        of = [name or "root unit" for name in names]
-        cells = ([column(one) for one in pair] for column in COLUMNS.values())
-        yield [f"{of[0]} .. {of[-1]}, each" if of[1:] else of[0], *(change(*cell) for cell in cells)]
+def _rows_by_unit(first: PageProgram, second: PageProgram) -> Iterator[list[str]]:
+    units, _ = compare_units(first.traces, second.traces)
+    for pair, group in groupby(units, key=lambda unit: units[unit]):
+        names = [name or "root unit" for name in group]
+        cells = ([column(figures) for figures in pair] for column in COLUMNS.values())
+        yield [f"{names[0]} .. {names[-1]}, each" if names[1:] else names[0], *(change(*cell) for cell in cells)]
 
 
 def change(first: str, second: str) -> str:
-    """``1.50 MiB -> 2.00 MiB`` with an arrow, or what both are."""
+    """Return ``1.50 MiB -> 2.00 MiB`` with an arrow, or the text if both are equal."""
     return first if first == second else f"{first} \N{RIGHTWARDS ARROW} {second}"

@@ -18,10 +18,11 @@ from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.policy import STAGES, Times
 from thunder_zero.tools.ask.save_timeline import events_of
-from thunder_zero.tools.cost.estimate import estimate
+from thunder_zero.tools.cost.estimate import counts_fused, estimate, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.around import memory_and_timeline
+from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import NoForecast
@@ -100,30 +101,33 @@ def page_of(
     on = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 
-    def forecast(name: str, of: Traces) -> PageProgram:
-        time = estimate(of, on, loss=loss, optimizer=optimizer)
+    def forecast(name: str, traces: Traces) -> PageProgram:
+        traces = for_loss(traces, loss) if loss else traces
         try:
-            return PageProgram(name, of, time, memory(of, loss=loss, optimizer=optimizer))
+            memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
         except NoForecast as error:
-            return PageProgram(name, of, time, None, f"There is no forecast of memory: {error}.")
+            time = estimate(traces, on, loss=loss, optimizer=optimizer)
+            return PageProgram(name, traces, time, None, f"There is no forecast of memory: {error}.")
+        time = step_time(timeline, on, fused=counts_fused(traces, on), model=traces.lifted)
+        return PageProgram(name, traces, time, memory)
 
-    found = [forecast(STAGES[traces.plan.policy.stage].name, traces)]
+    programs = [forecast(STAGES[traces.plan.policy.stage].name, traces)]
     if measured is not None:
-        found.append(_measured(found[0], measured))
+        programs.append(_measured(programs[0], measured))
     if beside is not None:
         if not isinstance(beside, Traces):
             raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
         other = STAGES[beside.plan.policy.stage].name
-        found.append(forecast(f"{other}, second" if other == found[0].name else other, beside))
+        programs.append(forecast(f"{other}, second" if other == programs[0].name else other, beside))
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or name,
         "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {on.name}"],
-        "top": top_of(found),
-        "programs": [data_of(program) for program in found],
-        "differences": differences(found),
+        "top": top_of(programs),
+        "programs": [data_of(program) for program in programs],
+        "differences": differences(programs),
     }
 
 

@@ -1,0 +1,137 @@
+"""Compiles the lines of a trace to Python, and runs fused regions operator by operator.
+
+A fused region is one line of a trace. Its operators run one by one, and only some of their results take memory::
+
+    y = inductor_0(x, w, v)     h = aten.mm(x, w)         a buffer, until g is written over it
+                                a = aten.mul(h, 0.5)      none: it is computed where g is
+                                g = aten.tanh(a)          a buffer, since a matmul reads it
+                                y = aten.mm(g, v)         a buffer, which is returned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thunder_zero.compat.private import disable_current_modes
+from thunder_zero.schedule.timeline import Work
+from thunder_zero.tools.forecast.watch import META, WithoutValues
+from thunder_zero.traces.operators import operator_of
+from thunder_zero.traces.work import work_of
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE, Work.REDUCTION)
+NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonLine:
+    """A line of a trace as Python: its statement, also compiled, and the objects that the statement names."""
+
+    position: int
+    line: BoundSymbol
+    code: str
+    compiled: CodeType
+    objects: dict[str, Any]
+
+
+COMPILED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[PythonLine, ...]]] = WeakKeyDictionary()
+
+
+def python_lines(trace: TraceCtx) -> tuple[dict[str, Any], tuple[PythonLine, ...]]:
+    """Return the names that a trace's statements use, and the lines that run. Each trace is compiled once."""
+    if trace not in COMPILED:  # printing takes as long as running, and a plan runs the same lines on several meshes
+        with tracectx(trace):
+            COMPILED[trace] = trace.python_ctx(), tuple(_compiled(trace.bound_symbols[:-1]))
+    return COMPILED[trace]
+
+
+def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
+    for position, line in enumerate(lines):
+        if line.sym.id not in NOT_RUN:
+            code = "\n".join(line.python(indent=0, print_depth=1))
+            yield PythonLine(position, line, code, compile(code, "<line>", "exec"), line.object_ctx())
+
+
+def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
+    """Run a fused line and add its outputs to ``values``, which maps names to tensors without values.
+
+    Regions of Thunder's own fusers consist of symbols that torch cannot run. They allocate their outputs alone.
+
+    Args:
+        region: the line.
+        values: of the lines before, by name.
+        record: counts a tensor's storage from now on, as long as it is alive.
+    """
+    returned = {proxy.name for proxy in region.flat_proxy_outs}
+    if any(operator_of(line) is None for line in region.subsymbols):
+        values.update((proxy.name, empty_like(proxy)) for proxy in region.flat_proxy_outs if proxy.name not in values)
+        return
+    counted = returned | _buffers(region.subsymbols)
+    last_reader = _last_readers(region.subsymbols, counted)
+    inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
+    with disable_current_modes(), WithoutValues():
+        for line in _compiled(region.subsymbols):
+            exec(line.compiled, {"torch": torch} | line.objects, inside)
+            results = [inside[proxy.name] for proxy in line.line.flat_proxy_outs if proxy.name in counted]
+            unread = [name for name in inside if last_reader.get(name, -1) <= line.position and name not in returned]
+            if work_of(line.line) not in INLINED:
+                _record(results, record)
+            for name in unread:
+                del inside[name]
+            _record(results, record)  # a fused loop may write where it reads
+    values.update((name, inside[name]) for name in returned)
+
+
+def _record(results: Iterable[Any], record: Callable[[Tensor], object]) -> None:
+    for result in results:
+        if isinstance(result, Tensor):
+            record(result)
+
+
+def _buffers(lines: Sequence[BoundSymbol]) -> set[str]:
+    """Return the values that a region allocates, apart from its outputs.
+
+    Operators with kernels of their own, such as matmuls, write and read buffers. A reduction to fewer bytes writes a
+    buffer. Everything else is computed where it is read.
+    """
+    buffers: set[str] = set()
+    for line in lines:
+        outputs = [proxy for proxy in line.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+        inputs = [proxy for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)]
+        work, largest = work_of(line), max((proxy.numel for proxy in inputs), default=0)
+        if work not in INLINED:
+            buffers.update(proxy.name for proxy in (*inputs, *outputs))
+        elif work is Work.REDUCTION:
+            buffers.update(proxy.name for proxy in outputs if proxy.numel < largest)
+    return buffers
+
+
+def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, int]:
+    """Return the position of the last line that reads each value, directly or through values without a buffer."""
+    last: dict[str, int] = {}
+    for position, line in reversed(list(enumerate(lines))):
+        outputs = {proxy.name for proxy in line.flat_proxy_outs}
+        reader = (
+            position if outputs & counted else max((last.get(name, position) for name in outputs), default=position)
+        )
+        for proxy in line.flat_proxy_args:
+            last[proxy.name] = max(last.get(proxy.name, 0), reader)
+    return last
+
+
+def empty_like(proxy: Any) -> Any:
+    """Return a tensor without values that looks like a proxy, or the value of a proxy of a number."""
+    if not isinstance(proxy, TensorProxy):
+        return proxy.value
+    return torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)
