@@ -130,7 +130,7 @@ def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: froze
             assert result.shape == value.shape
             assert result.dtype is dtype
             assert means or torch.equal(result, value)
-    padded = transport._share(grads[0], (8, 3))
+    padded = transport._input(grads[0], (8, 3))
     assert torch.equal(padded[:5], grads[0])
     assert not padded[5:].any()
 

@@ -1,7 +1,7 @@
-"""Compares modules, arguments and schedules between ranks; lets rank 0 decide where one must.
+"""Compares modules, arguments and schedules between ranks; lets rank 0 decide where one rank must.
 
 Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. So a rank that
-refuses tells all others before anything is written, and everything that has to agree is compared fact by fact.
+refuses tells all others before anything is written, and ranks compare fact by fact everything that must be equal.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from thunder_zero.comm.handle import Result
 from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, flat_bytes
 from thunder_zero.plan.params import Plan
 
-FUNCTIONS = ("unit_of", "passes", "transport")  # of a policy; the units and the schedules that they make are compared
+# Fields of a policy that hold functions. Ranks compare the units and schedules that these functions make.
+FUNCTIONS = ("unit_of", "passes", "transport")
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that has to agree between ranks; an error calls it ``name``, such as ``"parameter 'w'"``."""
+    """A property that must be equal on all ranks. An error calls it ``name``, such as ``"parameter 'w'"``."""
 
     name: str
     value: str
@@ -39,13 +40,16 @@ class Fact:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's elements in row-major order, 16 hex digits."""
+    """Return the SHA-256 of a tensor's elements in row-major order, 16 hex digits."""
     return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order. Which are on
-    the meta device counts only without ``broadcast_from``, since all ranks then initialize them together."""
+    """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
+
+    Values are not among them. Without ``broadcast_from`` all ranks initialize tensors on the meta device together, so
+    the facts then say which parameters are there.
+    """
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
@@ -69,34 +73,34 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
-    """If the block raises on one rank, every rank raises at its end; a collective. ``what`` completes "rank 1 refused
-    ..." in the message on the other ranks, which quotes that of the first."""
+    """Raise on every rank at the end of the block if the block raises on any rank; a collective. ``what`` completes
+    "rank 1 refused ..." in the message on the other ranks, which quotes the first refusal."""
     with all_alike_or_none(group, what):
         yield
 
 
 @contextmanager
 def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
-    """:func:`all_or_none`, which yields a list: the facts that the block appends must be equal on all ranks. One
-    collective; if facts differ, they travel in another."""
+    """Do as :func:`all_or_none`, and yield a list. The facts that the block appends to it must be equal on all ranks.
+    One collective, and a second one if facts differ."""
     facts: list[Fact] = []
     failure: Exception | None = None
     try:
         yield facts
     except Exception as error:
         failure = error
-    told = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
+    answers = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
     if failure is not None:
         raise failure
-    for rank, (refusal, _) in enumerate(told):
+    for rank, (refusal, _) in enumerate(answers):
         if refusal is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
-    if len({digest for _, digest in told}) > 1:
+    if len({digest for _, digest in answers}) > 1:
         _name_difference(all_gather_object(facts, group))
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's facts differ from rank 0's, naming the first that does; a collective. If they
+    """Raise on every rank if any rank's facts differ from rank 0's, naming the first difference; a collective. If they
     agree, only digests travel."""
     if len(set(all_gather_object(_digest_of(facts), group))) > 1:
         _name_difference(all_gather_object(facts, group))
@@ -106,36 +110,37 @@ def _digest_of(facts: Sequence[Fact]) -> str:
     return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
 
 
-def _name_difference(facts: Sequence[Sequence[Fact]]) -> NoReturn:
+def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
     """Raise an error that names the first fact in which a rank differs from rank 0."""
-    on_rank_0, *others = facts
-    rank, expected, found = next(
-        (rank, expected, found)
-        for rank, theirs in enumerate(others, 1)
-        for expected, found in zip_longest(on_rank_0, theirs)
-        if expected != found
+    on_rank_0, *others = facts_of_ranks
+    rank, expected, actual = next(
+        (rank, expected, actual)
+        for rank, facts_there in enumerate(others, 1)
+        for expected, actual in zip_longest(on_rank_0, facts_there)
+        if expected != actual
     )
-    if expected and found and expected.name != found.name:
+    if expected and actual and expected.name != actual.name:
         raise RuntimeError(
-            f"the ranks differ: rank 0 has {expected.name} where rank {rank} has {found.name}; {expected.remedy}"
+            f"the ranks differ: rank 0 has {expected.name} where rank {rank} has {actual.name}; {expected.remedy}"
         )
-    fact, values = expected or found, [of.value if of else "nothing" for of in (expected, found)]
+    fact, values = expected or actual, [item.value if item else "nothing" for item in (expected, actual)]
     raise RuntimeError(
         f"{fact.name} differs between ranks: rank 0 has {values[0]}, rank {rank} has {values[1]}; {fact.remedy}"
     )
 
 
 def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
-    """Return the facts that arguments, by name, are the same on every rank."""
+    """Return the facts that arguments, by name, are equal on every rank."""
     return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
-    """What ``decide`` returns on rank 0 of the default process group, or raises there, on every rank.
+    """Return on every rank what ``decide`` returns on rank 0 of the default process group, or raise what it raises
+    there.
 
-    An error that cannot be sent is a RuntimeError with its class and text on the other ranks; the result can be
-    pickled. ``decide`` gets a function to call now and then: the others hear, at most every ``every`` seconds, that
-    rank 0 is still there, and wait past the group's time-out.
+    The result must be picklable. An error that cannot be pickled becomes a RuntimeError with its class and text on the
+    other ranks. ``decide`` gets a function to call now and then. Each call, at most one every ``every`` seconds, tells
+    the other ranks that rank 0 is still there, so that they wait past the group's timeout.
     """
     if not has_groups():
         return decide(lambda: None)
@@ -145,16 +150,17 @@ def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: 
 
 
 def _decide_on_rank_0(decide: Callable[[Callable[[], None]], Result], group: ProcessGroup, every: float) -> Result:
-    told = monotonic()
+    """Run ``decide`` and broadcast its result or error."""
+    last_sign = monotonic()
 
-    def go_on() -> None:
-        nonlocal told
-        if monotonic() - told >= every:
+    def show_sign_of_life() -> None:
+        nonlocal last_sign
+        if monotonic() - last_sign >= every:
             broadcast_object_from_rank_0((False, None, None), group)
-            told = monotonic()
+            last_sign = monotonic()
 
     try:
-        result = decide(go_on)
+        result = decide(show_sign_of_life)
     except Exception as error:
         broadcast_object_from_rank_0((True, None, _sendable(error)), group)
         raise
@@ -163,7 +169,7 @@ def _decide_on_rank_0(decide: Callable[[Callable[[], None]], Result], group: Pro
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or a RuntimeError with its class and text if another rank could not make it from what is sent."""
+    """Return the error, or a RuntimeError with its class and text if pickling does not preserve it."""
     try:
         copy = pickle.loads(pickle.dumps(error))
         survives = type(copy) is type(error) and str(copy) == str(error)
@@ -173,6 +179,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _follow_rank_0(group: ProcessGroup) -> Any:
+    """Receive broadcasts from rank 0 until it has decided; return its result or raise its error."""
     is_decided = False
     while not is_decided:
         is_decided, result, failure = broadcast_object_from_rank_0((False, None, None), group)

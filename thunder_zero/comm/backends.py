@@ -37,8 +37,14 @@ BACKENDS: Mapping[tuple[str, str], Make] = {
 
 
 def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make: Make | None = None) -> Transport:
-    """The transport for tensors on ``device``; transports of one model that may share a group have different roles.
-    ``make``: instead of the backend's (``Policy.transport``)."""
+    """Return the transport for tensors on ``device``.
+
+    Args:
+        group: the process group.
+        device: where the tensors are.
+        role: differs between the transports of one model that may share a group.
+        make: makes the transport in place of the backend's (``Policy.transport``).
+    """
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
     if backend is None:
@@ -61,32 +67,35 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
 
 
 def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make | None) -> TaggedTransport:
-    """The transport of a model, ``model`` in errors: over one group or several. Tags are announced where that costs
-    next to nothing (gloo, in host memory), or if torch's debug switch asks."""
+    """Return the transport of a model: one for each axis of its mesh, with tags. ``model`` is its name in errors. Tags
+    are announced where that costs next to nothing (gloo, in host memory), or if torch's debug switch is on."""
     groups = {SHARD: ranks.shard_group}
     if ranks.replicate_group is not None:
         groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.data}
     if ranks.tensor is not None:
         groups |= {TENSOR: ranks.tensor.get_group()}
-    by_axis = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
+    transports = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
-    return TaggedTransport(by_axis, model, ranks.world, announces=announces)
+    return TaggedTransport(transports, model, ranks.world, announces=announces)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
-    """The device of the shards: ``device``, or that of the first parameter that is not on the meta device.
+    """Return the device of the shards: ``device``, or that of the first parameter that is not on the meta device.
 
-    If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
-    Refuses a module or a policy that cannot be trained there.
+    If all parameters are on the meta device, it is the CPU. If the group supports no CPU tensors, it is the first
+    device type that the group supports.
+
+    Raises:
+        ValueError: the module or the policy cannot be trained there.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
         if isinstance(original, DTensor) and not plan.mesh.is_sliced:
-            given = "no mesh was given" if ranks.mesh is None else f"mesh has {ranks.mesh.mesh_dim_names}"
+            mesh_text = "no mesh was given" if ranks.mesh is None else f"mesh has {ranks.mesh.mesh_dim_names}"
             raise ValueError(
                 f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
-                f"already shards it, and {given}; give a module of plain tensors, or give thunder_zero.compile the "
+                f"already shards it, and {mesh_text}; give a module of plain tensors, or give thunder_zero.compile the "
                 f"whole mesh, data first: ('dp', 'tp'), or other names with "
                 f"dp_mesh_dims=DataParallelMeshDims(shard=...)"
             )
@@ -101,8 +110,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
             f"broadcast_from is {source}, but the process group has ranks 0 to {plan.ranks - 1}; give one of them"
         )
     originals = (module.get_parameter(param.path) for param in plan.params)
-    real = (original.device for original in originals if not original.is_meta)
-    device = device or next(real, _default_device(ranks.world))
+    devices = (original.device for original in originals if not original.is_meta)
+    device = device or next(devices, _default_device(ranks.world))
     reducible = transport_for(ranks.world, device, make=plan.policy.transport).averages
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reducible:
@@ -121,14 +130,16 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Bytes of the smallest GPU of all ranks, so that they plan alike; a collective. None on the CPU, without one."""
+    """Return the bytes of the smallest GPU of all ranks, so that they plan alike; a collective. On the CPU return None,
+    without a collective."""
     if device.type != "cuda":
         return None
     return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:
-    """Whether its class changes what operations do, as quantised weights and FSDP2's extensions of gathers do."""
+    """Return whether the parameter's class changes what operations do, as quantised weights and FSDP2's extensions of
+    gathers do."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
 
@@ -143,6 +154,6 @@ def _require_current(device: torch.device) -> None:
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """The CPU, unless the group supports no CPU tensors."""
+    """Return the CPU, or the first device type that the group supports if it supports no CPU tensors."""
     supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in supported else supported[0])

@@ -8,10 +8,10 @@ an error on both sides::
     rank 0   tag "backward number 12 of model 0"   gathers, reductions    -> the first wait compares
     rank 1   tag "forward number 13 of model 0"    gathers                -> and raises on both
 
-All tags between two ranks travel in one order, whatever model and group they are about: on the default process group
-if gloo carries its CPU tensors, else on the model's. An announcement waits for nobody: the first wait after it also
-waits for the peers' tags and compares them. Two tags can differ only until then, and the messages of one never meet
-those of the other, as gloo matches them by another number (:attr:`CollectiveTag.number`).
+All tags between two ranks travel in one order, whatever model and group they are about. They use the default process
+group if gloo carries its CPU tensors, else the model's. An announcement does not block: the first wait after it also
+waits for the peers' tags and compares them. Until then two ranks may be under different tags. Their messages never
+meet, as gloo matches the messages of each tag by its own number (:attr:`CollectiveTag.number`).
 
 Without gloo (NCCL, MPI) an announcement is a collective for which the host waits, and is made only if
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set.
@@ -39,7 +39,7 @@ from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
 from thunder_zero.compat.torch_gaps import timeout_of
 from thunder_zero.plan.mesh import SHARD
 
-BYTES = 256  # of a message: a digest, then as much of the text as fits
+BYTES = 256  # length of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
 TAG_BITS = 22
 TAG = 0x63746167  # "ctag": users hardly send under it
@@ -48,11 +48,11 @@ SOMETHING = "a small collective of thunder_zero"
 
 @dataclass(frozen=True)
 class CollectiveTag:
-    """What a rank does, as far as it can tell: two ranks with different tags must not communicate.
+    """What a rank does, as far as it can tell. Two ranks with different tags must not communicate.
 
     Attributes:
         text: as an error calls it: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
-        details: what else has to agree, such as a schedule; only its digest travels.
+        details: what else must agree, such as a schedule; only its digest travels.
     """
 
     text: str
@@ -60,50 +60,54 @@ class CollectiveTag:
 
     @cached_property
     def digest(self) -> bytes:
-        """Tells this tag from all others."""
+        """Return bytes that differ between tags."""
         return hashlib.sha256(f"{self.text}\n{self.details}".encode()).digest()[:DIGEST_BYTES]
 
     @property
     def number(self) -> int:
-        """Less than 2 ** ``TAG_BITS``; another tag has another number, but for one in four million."""
+        """Return a number below 2 ** ``TAG_BITS``. Two tags share a number with a probability of one in four
+        million."""
         return int.from_bytes(self.digest[:4], "big") % (1 << TAG_BITS)
 
     @cached_property
     def message(self) -> bytes:
-        """What travels, ``BYTES`` long."""
+        """Return the payload of an announcement, ``BYTES`` long."""
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
-_doing: ContextVar[str] = ContextVar("doing", default="")
+_activity: ContextVar[str] = ContextVar("activity", default="")
 _without_tags: WeakSet[ProcessGroup] = WeakSet()
-# By group: the sentence of a difference, after which no rank can go on, and messages that peers may still need.
+# By group: the sentence of a difference, after which no rank can go on, and buffers that peers may still read.
 _differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
 _unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary()
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Small collectives inside of the block have a tag of this text; the outermost block counts."""
-    token = _doing.set(_doing.get() or what)
+    """Give small collectives inside the block a tag of this text. Of nested blocks the outermost one counts."""
+    token = _activity.set(_activity.get() or what)
     try:
         yield
     finally:
-        _doing.reset(token)
+        _activity.reset(token)
 
 
-def what_is_done() -> str:
-    """The text of the outermost block of :func:`doing`; "" outside."""
-    return _doing.get()
+def current_activity() -> str:
+    """Return the text of the outermost block of :func:`doing`; "" outside."""
+    return _activity.get()
 
 
 def without_tags(group: ProcessGroup) -> None:
-    """Collectives of this group have no tags: those of another thread come in no order with the rest."""
+    """Send no tags for collectives of this group. A group for another thread needs this: its order among other groups
+    varies."""
     _without_tags.add(group)
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
-    """Tell all ranks of the group where this rank is; None if nothing is left to be compared. Without gloo, only
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares, and at once."""
+    """Tell all ranks of the group what this rank does. Return the announcement, or None if nothing is left to compare.
+
+    Without gloo, ranks compare only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and at once.
+    """
     if group.size() == 1 or group in _without_tags:
         return None
     channel = channel_of(group)
@@ -113,27 +117,28 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
     if channel is None:
         _compare_now(tag, group)
         return None
-    if (before := _unconfirmed.get(channel)) is not None:
-        before.confirm()
+    if (previous := _unconfirmed.get(channel)) is not None:
+        previous.confirm()
     return AnnouncedTag(tag, group, channel)
 
 
 def compare_tags(step: str, group: ProcessGroup) -> str:
-    """Wait until all ranks of the group are at the same small collective; the text of the outermost :func:`doing`."""
-    tag = CollectiveTag(_doing.get() or SOMETHING, step)
+    """Wait until all ranks of the group reach this small collective. Return the text of the outermost :func:`doing`."""
+    tag = CollectiveTag(_activity.get() or SOMETHING, step)
     announced = announce(tag, group)
     if announced is not None:
         announced.confirm()
-    return _doing.get()
+    return _activity.get()
 
 
 def is_debugging() -> bool:
-    """Whether torch's own switch for checks that cost time, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, is on."""
+    """Return whether torch's switch for slow checks, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, is on."""
     return dist.get_debug_level() is dist.DebugLevel.DETAIL
 
 
 def channel_of(group: ProcessGroup) -> ProcessGroup | None:
-    """The group that carries the tags of these ranks as messages: one for all models, if that can be."""
+    """Return the group that carries the tags of these ranks as messages: one for all models, if possible. None without
+    gloo."""
     world = dist.group.WORLD
     if world is not None and speaks_gloo(world):
         return world
@@ -141,18 +146,18 @@ def channel_of(group: ProcessGroup) -> ProcessGroup | None:
 
 
 def require_same_so_far(group: ProcessGroup) -> None:
-    """Raise at once, with the sentence of that difference, if ranks differed before."""
-    found = _differences.get(channel_of(group) or group)
-    if found is not None:
-        raise RuntimeError(found[0])
+    """Raise at once, with the earlier sentence, if ranks differed before."""
+    difference = _differences.get(channel_of(group) or group)
+    if difference is not None:
+        raise RuntimeError(difference[0])
 
 
-# Rank, and its number in the channel; what it says; the messages from it and to it.
+# Per peer: its global rank and its rank in the channel, the buffer of its message, the receive, the send.
 _Posted = tuple[tuple[int, int], bytearray, dist.Work, dist.Work]
 
 
 class AnnouncedTag:
-    """A tag, announced by messages of gloo, which the peers' tags are still to be compared with."""
+    """An announced tag that has not been compared with the peers' yet; its messages travel over gloo."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
         self._tag, self._channel = tag, channel
@@ -176,7 +181,7 @@ class AnnouncedTag:
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
-        """Wait for the peers' tags, once; raise if a peer is elsewhere or lost."""
+        """Wait for the peers' tags, once. Raise if a peer has another tag or is lost."""
         if self._end_of_post is None:
             return
         require_same_so_far(self._channel)
@@ -193,7 +198,7 @@ class AnnouncedTag:
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
-    """Announce a tag by a collective for which the host waits."""
+    """Announce a tag by a collective for which the host waits, and compare it."""
     messages = [b""] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
         dist.all_gather_object(messages, tag.message, group=group)
@@ -201,54 +206,65 @@ def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
         _compare(tag, rank, message, group, None)
 
 
-def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, keep: object) -> None:
-    """Raise, now and from now on, if a peer's message is not that of this tag."""
+def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, buffers: object) -> None:
+    """Raise if a peer's message is not that of this tag, now and whenever this channel is used again. ``buffers`` stay
+    alive for the peers."""
     if message == tag.message:
         return
     here, there = dist.get_rank(), rank
     texts = {here: tag.text, there: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
-    _differences[channel] = difference_of(texts), keep
+    _differences[channel] = difference_of(texts), buffers
     raise RuntimeError(_differences[channel][0])
 
 
 def difference_of(texts: dict[int, str]) -> str:
-    """The sentence of a difference between two ranks, the same on both."""
-    (one, here), (other, there) = sorted(texts.items())
-    if here == there:
-        found = f"rank {one} and rank {other} are both in {here}, but would send different messages there"
+    """Return the sentence of a difference between two ranks, equal on both."""
+    (first, first_text), (second, second_text) = sorted(texts.items())
+    if first_text == second_text:
+        difference = f"rank {first} and rank {second} are both in {first_text}, but would send different messages there"
     else:
-        found = f"rank {one} is in {here}, rank {other} is in {there}"
+        difference = f"rank {first} is in {first_text}, rank {second} is in {second_text}"
     return (
-        f"the ranks do different things: {found}; correct the script, so that all ranks call every model and every "
-        f"function of thunder_zero in the same order and with inputs that take the same path, and restart all ranks "
-        f"from the last checkpoint"
+        f"the ranks do different things: {difference}; correct the script, so that all ranks call every model and "
+        f"every function of thunder_zero in the same order and with inputs that take the same path, and restart all "
+        f"ranks from the last checkpoint"
     )
 
 
 class TaggedTransport:
-    """The transports of one model by the axes of its mesh, called ``"model 0 (Net)"`` in tags, which all ranks of
-    ``group`` train. Every launch of any of them comes after the tag of what the rank does; without announcements they
-    work alone. Launches are as in :class:`thunder_zero.comm.transport.Transport`, ``over`` an axis."""
+    """The transports of one model, by the axes of its mesh.
 
-    def __init__(self, by_axis: Mapping[str, Transport], model: str, group: ProcessGroup, *, announces: bool) -> None:
-        self._by_axis = by_axis
+    The first launch after ``enter`` or ``enter_phase`` announces what the rank does. Launches are as in
+    :class:`thunder_zero.comm.transport.Transport`, over the axis ``over``.
+
+    Args:
+        transports: by axis.
+        model: the model's name in tags, such as ``"model 0 (Net)"``.
+        group: all ranks that train the model.
+        announces: announce tags; otherwise the transports work alone.
+    """
+
+    def __init__(
+        self, transports: Mapping[str, Transport], model: str, group: ProcessGroup, *, announces: bool
+    ) -> None:
+        self._transports = transports
         self._model, self._group, self._announces = model, group, announces
         self._counts: Counter[str] = Counter()
         self._tag = CollectiveTag(model)
-        self._next: Callable[[], CollectiveTag] | None = None  # what this rank does, until it is announced
+        self._next: Callable[[], CollectiveTag] | None = None  # makes a tag that is not announced yet
         self._announced_tag: AnnouncedTag | None = None
-        self._tagged = by_axis  # send under the number of the tag
+        self._tagged = transports  # whose messages carry the number of the tag
         self._launches = 0
 
     def enter(self, tag: CollectiveTag) -> None:
-        """From now on this rank is there; peers hear of it if it sends anything there."""
+        """Set the tag of the launches from now on. Peers hear of it only if this rank launches something."""
         self._next = lambda: tag
 
     def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
-        """The same for a phase of a step, such as ``"backward"``, with the digest of its launches.
+        """Set the tag of a phase of a step, such as ``"backward"``, with the digest of its launches.
 
-        Its tag has two numbers: how many phases of its kind have sent anything, and after how many forwards in
-        training, which may send nothing. The second one differs where a rank has left out a backward.
+        The tag has two numbers: how many phases of this kind have launched anything, and how many training forwards
+        came before, which may launch nothing. The second number differs where a rank has left out a backward.
         """
 
         def tag() -> CollectiveTag:
@@ -262,11 +278,11 @@ class TaggedTransport:
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather inside of a copy of the model."""
+        """Gather among the ranks that share a copy of the model."""
         return self._confirmed(self._announced(SHARD).all_gather(shards, shapes, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average inside of a copy of the model; scatter the means."""
+        """Average among the ranks that share a copy of the model; scatter the means."""
         return self._confirmed(self._announced(SHARD).reduce_scatter(grads))
 
     def all_reduce(self, grads: Sequence[Tensor], over: str = SHARD) -> Waitable:
@@ -288,39 +304,39 @@ class TaggedTransport:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a handle was launched and has not ended."""
-        return any(transport.in_flight for transport in self._by_axis.values())
+        """True if a handle was launched and has not ended."""
+        return any(transport.in_flight for transport in self._transports.values())
 
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight; raise if the ranks differ, or failed at different points."""
+        """Wait for what a failed step left in flight. Raise if the ranks differ, or failed at different points."""
         require_same_so_far(self._group)
         if self._announces and self.in_flight:
             failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
             if (announced := announce(failed, self._group)) is not None:
                 announced.confirm()
-        for transport in self._by_axis.values():
+        for transport in self._transports.values():
             transport.drain()
 
     def _announced(self, over: str) -> Transport:
-        """The transport of an axis under the number of this tag, which was announced."""
+        """Announce the tag unless that was done; return the transport of an axis under the tag's number."""
         if self._next is not None and self._announces:
             self._tag = self._next()
             self._announced_tag = announce(self._tag, self._group)
             number = self._tag.number
-            self._tagged = {axis: transport.with_tag(number) for axis, transport in self._by_axis.items()}
+            self._tagged = {axis: transport.with_tag(number) for axis, transport in self._transports.items()}
             self._next, self._launches = None, 0
         self._launches += 1
         return self._tagged[over]
 
     def _confirmed(self, handle: Waitable) -> Waitable:
-        """A handle that compares tags before it waits."""
+        """Return a handle that compares tags before it waits."""
         if not self._announces:
             return handle
         return _Confirmed(handle, self._tag, self._announced_tag)
 
 
 class _Confirmed:
-    """A handle that compares tags before it waits for another."""
+    """A handle that compares tags before it waits for another handle."""
 
     __slots__ = "_announced", "_handle", "_tag"
 
@@ -328,7 +344,7 @@ class _Confirmed:
         self._handle, self._tag, self._announced = handle, tag, announced
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Raise if a peer is elsewhere; or else wait as the handle does."""
+        """Compare the tags, which raises if a peer has another one; then wait for the handle."""
         if self._announced is not None:
             self._announced.confirm()
         try:

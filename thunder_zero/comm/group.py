@@ -7,8 +7,8 @@ In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for 
          of (replicate, shard)               first_copy (0, 1)
          of (dp, tp)                         world {0 1 2 3}, data and shard_group {0 2}, tensor {2 3}
 
-:func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save;
-:func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
+:func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save. :func:`tell_launcher`
+and :func:`destroy_groups_after_error` run at exit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.compat.torch_gaps import all_groups, set_timeout, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
-DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of dimensions along which batches differ
+DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
 
@@ -45,13 +45,14 @@ class Ranks:
 
     Attributes:
         world: all ranks that train it.
-        data: those of them that have this rank's slices, and other batches; without tensor parallelism all.
+        data: the ranks that hold the slices that this one holds; ``world`` without tensor parallelism.
         shard_group: the ranks that share this rank's copy of the model.
         replicate_group: the ranks that hold the same rows as this one in each copy; None if there is one copy.
-        first_copy: the ranks of ``world`` that share one of the copies, in the order of their rows. The same on
-            every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-        mesh: of all ranks, if one was given: its last dimension is ``shard_group``, in ascending order; or ``tensor``.
-        tensor: of the ranks among which torch slices parameters; None without tensor parallelism.
+        first_copy: the ranks of ``world`` that share the first copy, in the order of their rows. It is equal on every
+            rank, and not always the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
+        mesh: the mesh of all ranks, if one was given. Its last dimension is ``shard_group``, in ascending order, or
+            ``tensor``.
+        tensor: the mesh of the ranks among which torch slices parameters; None without tensor parallelism.
     """
 
     world: dist.ProcessGroup
@@ -64,7 +65,7 @@ class Ranks:
 
     @property
     def planned(self) -> Mesh:
-        """The mesh of a plan: the sizes of these groups, and this rank's numbers in them."""
+        """Return the mesh for a plan: the sizes of these groups, and this rank's numbers in them."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
         mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
@@ -72,18 +73,18 @@ class Ranks:
 
 
 def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the names of all groups of the same ranks: a DTensor may be on an equal mesh that was made apart."""
+    """Return the names of all groups of these ranks: a DTensor may be on an equal mesh that was made separately."""
     ranks = dist.get_process_group_ranks(group)
-    same = (each for each in all_groups() if dist.get_process_group_ranks(each) == ranks)
-    return frozenset(each.group_name for each in same)
+    groups = (other for other in all_groups() if dist.get_process_group_ranks(other) == ranks)
+    return frozenset(other.group_name for other in groups)
 
 
 def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
-    """The process groups of a model from the given process group, the given mesh, or the default group.
+    """Return the process groups of a model: of the mesh, of the process group, or of the default group.
 
-    A mesh of one dimension shards over it, a mesh of two (replicate, shard) over the second. A dimension besides those
-    that ``dims`` names (FSDP2's ``dp_mesh_dims``), or else :data:`DATA_DIMS`, is one of tensor parallelism. If the mesh
-    leaves out ranks, this is a collective of the ranks in it.
+    A mesh of one dimension shards over it; a mesh of two (replicate, shard) shards over the second. ``dims`` (FSDP2's
+    ``dp_mesh_dims``) or :data:`DATA_DIMS` name the data dimensions; another dimension is one of tensor parallelism. If
+    the mesh leaves out ranks, this is a collective of the ranks in it.
     """
     if mesh is None:
         if dims is not None:
@@ -114,25 +115,25 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 
 
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
-    """Return the names of the dimensions of a mesh along which batches differ, the one that shards last; none if
-    neither ``dims`` nor the names say so.
+    """Return the names of a mesh's data dimensions, the one that shards last; none if neither ``dims`` nor the names
+    say so.
 
     Raises:
         TypeError: ``dims`` is no ``DataParallelMeshDims``.
         ValueError: it names dimensions that the mesh does not have, or too many.
     """
     if dims is None:
-        return next((found for found in DATA_DIMS if {*found} <= {*names}), ())
+        return next((candidate for candidate in DATA_DIMS if {*candidate} <= {*names}), ())
     if not isinstance(dims, DataParallelMeshDims):
         raise TypeError(
             f"dp_mesh_dims is {dims!r}; give a torch.distributed.fsdp.DataParallelMeshDims, such as one of shard='dp'"
         )
     if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
         raise ValueError(f"dp_mesh_dims is {dims}; name one dimension that shards, and one that replicates or none")
-    found = (*dims.replicate_names, *dims.shard_names)
-    if missing := [name for name in found if name not in names]:
+    data = (*dims.replicate_names, *dims.shard_names)
+    if missing := [name for name in data if name not in names]:
         raise ValueError(f"dp_mesh_dims names {missing[0]!r}, and the mesh has {names}; give names of its dimensions")
-    return found
+    return data
 
 
 def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
@@ -144,14 +145,14 @@ def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
             f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
         )
     _require_in(mesh)
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
         raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
     copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 2) * mesh.size(mesh.ndim - 1)).tolist()
-    world, of_data = _all_of(mesh), mesh[data]
+    world, data_mesh = _all_of(mesh), mesh[data]
     return Ranks(
         world=world,
-        data=of_data.get_group() if of_data.ndim == 1 else _all_of(of_data),
+        data=data_mesh.get_group() if data_mesh.ndim == 1 else _all_of(data_mesh),
         shard_group=mesh.get_group(data[-1]),
         replicate_group=mesh.get_group(data[0]) if len(copies) > 1 else None,
         first_copy=tuple(dist.get_group_rank(world, rank) for rank in copies[0]),
@@ -169,7 +170,8 @@ def _require_in(mesh: DeviceMesh) -> None:
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh, or one of the same groups in the order in which they number their ranks."""
+    """Return the mesh, or one of the same groups with the ranks of each group in ascending order, as groups number
+    them."""
     rows = mesh.mesh.sort(dim=-1).values
     if rows.equal(mesh.mesh):
         return mesh
@@ -179,11 +181,11 @@ def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _require_matching_rows(copies: list[list[int]]) -> None:
-    """Refuse a mesh whose columns would join ranks with different rows: a process group numbers its ranks in ascending
+    """Refuse a mesh whose columns would join ranks with different rows. A process group numbers its ranks in ascending
     order, whatever their order in the mesh."""
-    joined = {frozenset(column) for column in zip(*copies, strict=True)}
+    columns = {frozenset(column) for column in zip(*copies, strict=True)}
     same_rows = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
-    if joined != same_rows:
+    if columns != same_rows:
         raise ValueError(
             f"mesh is {copies}: torch numbers the ranks of a process group in ascending order, so the ranks of a "
             f"column would hold different rows; sort the ranks in each row of the mesh: {[*map(sorted, copies)]}"
@@ -191,27 +193,29 @@ def _require_matching_rows(copies: list[list[int]]) -> None:
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """A mesh of all ranks, ``shape`` = (copies, ranks of each copy); a collective."""
+    """Make a mesh of all ranks, ``shape`` = (copies, ranks of each copy); a collective."""
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
+    """Make a gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of these
+    ranks.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread; they have no tags.
-    Ranks should call it right after another collective: if one comes a minute later, this raises.
+    It is for collectives that must not mix with those of ``group``, such as those of another thread. It has no tags.
+    Call it right after another collective: if a rank comes more than a minute later, this raises.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
-        made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
-    set_timeout(made, timeout)
-    without_tags(made)
-    return made
+        new_group = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
+    set_timeout(new_group, timeout)
+    without_tags(new_group)
+    return new_group
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A group of the mesh's ranks: the default one if it has all, so that a rank with another mesh can still object."""
+    """Return a group of the mesh's ranks. It is the default group if that has the same ranks, so that a rank with
+    another mesh can still object."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
@@ -219,7 +223,7 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def has_groups() -> bool:
-    """Whether torch has process groups: they were made and not destroyed."""
+    """Return whether torch has process groups, which were made and not destroyed."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -230,8 +234,11 @@ def _uncaught() -> BaseException | None:
 
 
 def tell_launcher() -> None:
-    """At exit after an uncaught exception: write its sentence where torchrun looks for it. torchrun's summary of the
-    failure then ends with the sentence, below all frames. It reads a message and a time from the file that it names."""
+    """Write the sentence of an uncaught exception where torchrun looks for it; called at exit.
+
+    Torchrun's summary of the failure then ends with the sentence, below all frames. It reads a message and a time from
+    the file that ``TORCHELASTIC_ERROR_FILE`` names.
+    """
     error = _uncaught()
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
@@ -242,9 +249,9 @@ def tell_launcher() -> None:
 
 
 def destroy_groups_after_error() -> None:
-    """At exit after an uncaught exception: destroy the process groups that the script left, if gloo alone carries them.
+    """Destroy the process groups that an uncaught exception left, if gloo alone carries them; called at exit.
 
-    Torch joins a group's threads when the last reference to it goes. Once the interpreter ends that is too late: a
+    Torch joins a group's threads when the last reference to it goes. Once the interpreter ends that is too late. A
     thread which still has to drop the tensors of the last collective waits for the GIL in vain, and the process aborts
     instead of ending with the exception's exit code. The frames of its traceback refer to the group, too.
     """
@@ -260,7 +267,13 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The given group, or the default one."""
+    """Return the given group, or the default one if it is None.
+
+    Raises:
+        ValueError: this rank is not in the group.
+        TypeError: ``group`` is something else.
+        RuntimeError: there is no default group.
+    """
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(
@@ -284,5 +297,5 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def ranks_of_default_group() -> int | None:
-    """The number of ranks of the default process group; None if there is none."""
+    """Return the number of ranks of the default process group; None if there is none."""
     return process_group(None).size() if has_groups() else None

@@ -27,20 +27,24 @@ class Waitable(Protocol):
     """A launched collective of one bucket."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for its end; returns one tensor for each parameter."""
+        """Wait until the collective has ended; return one tensor for each parameter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitsBy:
-    """A handle that waits by a function, to be called once: for another handle, with what comes before or after."""
+    """A handle that waits by calling a function, at most once. The function wraps the wait of another handle."""
 
     wait: Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A part of a bucket that finishes independently: each of ``waits``, in order, returns when its message has ended,
-    or raises if it failed; ``then`` is local work on the received data."""
+    """A part of a bucket that finishes independently.
+
+    Attributes:
+        waits: each, in order, returns when its message has ended, or raises if it failed.
+        then: local work on the received data.
+    """
 
     waits: Iterable[Callable[[], object]]
     then: Callable[[], object] | None = None
@@ -54,10 +58,10 @@ class BucketPart:
 
 
 class Handle:
-    """One launched bucket. It keeps every tensor alive that the backend still reads or writes.
+    """A launched bucket. It keeps every tensor alive that the backend still reads or writes.
 
-    The transport that launched it holds it in ``pending`` until it has ended, so that dropping a handle
-    never frees memory that the backend still writes to.
+    The transport that launched it holds it in ``pending`` until it has ended, so that dropping a handle never frees
+    memory that the backend still writes to.
     """
 
     def __init__(self, parts: Iterable[BucketPart], results: Sequence[Tensor], pending: set[Handle]) -> None:
@@ -67,7 +71,8 @@ class Handle:
         pending.add(self)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The results, one for each parameter of the bucket, in order; raises if the backend failed. Call it once."""
+        """Return the results, one for each parameter of the bucket, in order. Raise if the backend failed, or on a
+        second call."""
         if self._results is None:
             raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
@@ -98,7 +103,7 @@ class Task(Generic[Result]):
         self._lock.acquire()
 
     def run(self) -> None:
-        """Run it, in the thread; what it holds is free by its end."""
+        """Run the task, on the background thread. What it refers to is freed at its end."""
         call, self._call = self._call, None
         assert call is not None, "a task runs once"
         try:
@@ -109,16 +114,16 @@ class Task(Generic[Result]):
             del call, self  # which the traceback would hold, and the error holds that
 
     def end(self) -> None:
-        """Let those go on that wait for it."""
+        """Wake the threads that wait for the task."""
         self._lock.release()
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end, at most for so many seconds."""
+        """Wait until the task has ended, at most ``timeout`` seconds."""
         if self._lock.acquire(timeout=timeout):
             self._lock.release()
 
     def result(self) -> Result:
-        """Wait for its end; return what it returned, or raise what it raised."""
+        """Wait until the task has ended; return what it returned, or raise what it raised."""
         with self._lock:
             error = self._error
         if error is None:
@@ -130,15 +135,17 @@ class Task(Generic[Result]):
 
 
 def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
-    """Run a task in the named thread, after all tasks that were given to it earlier."""
+    """Run a task on the named thread, after all tasks that the thread was given earlier."""
     task = Task(call)
     _thread_of(thread).give(task)
     return task
 
 
 class _Background:
-    """A background thread, one for all transports: messages under a tag must leave in the same order on all ranks. It
-    is a daemon, so that a rank that fails can exit while the thread waits for its peers."""
+    """A background thread, shared by all transports: messages under a tag must leave in one order on all ranks.
+
+    It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
+    """
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task[Any]] = SimpleQueue()
@@ -164,5 +171,5 @@ def _thread_of(name: str) -> _Background:
 
 
 def _let_end(thread: str) -> None:
-    """At exit: give the thread time to notice lost peers; the interpreter cannot stop it cleanly later."""
+    """Give the thread time to notice lost peers; called at exit. The interpreter cannot stop it cleanly later."""
     in_background(thread, lambda: None).wait(EXIT_SECONDS)

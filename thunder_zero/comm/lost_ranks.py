@@ -1,7 +1,7 @@
 """Makes errors of collectives name the rank that died or does not answer.
 
-If a backend loses a rank, its error has an address at best. gloo has one connection for each pair of ranks, and a
-closed connection refuses the next message at once, so sending one message to each rank shows which ones are lost.
+If a backend loses a rank, its error has an address at best. Gloo has one connection for each pair of ranks, and a
+closed connection refuses the next message at once. So sending one message to each rank shows which ones are lost.
 Errors that no lost rank causes (out of memory, a CUDA error) keep their own words.
 """
 
@@ -23,7 +23,7 @@ from thunder_zero.compat.torch_gaps import timeout_of
 CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
-LOST_TYPES = (DistNetworkError, DistStoreError)  # torch's own: a socket failed; a rank left or never came to the store
+LOST_TYPES = (DistNetworkError, DistStoreError)  # torch's classes: a socket failed; a rank left the store
 # What the backends say of a lost rank, in errors of other types.
 LOST_WORDS = (
     # gloo: a connection ended, broke, or was silent too long
@@ -52,8 +52,14 @@ _LOST = re.compile("|".join(LOST_WORDS))
 
 
 class LostRank(DistNetworkError):
-    """A rank died or does not answer: ``who``, such as ``"one of ranks [1, 2]"``. ``rank`` is this one, and ``tag``
-    says where it was, if that is known."""
+    """A rank died or does not answer.
+
+    Args:
+        rank: this rank.
+        who: the ranks that may be lost, such as ``"one of ranks [1, 2]"``.
+        reason: the backend's words.
+        tag: what this rank was doing, if that is known.
+    """
 
     def __init__(self, rank: int, who: str, reason: str, tag: str = "") -> None:
         where = f" in {tag}" * bool(tag)
@@ -66,7 +72,7 @@ class LostRank(DistNetworkError):
         self.tag = tag
 
     def at(self, tag: str) -> LostRank:
-        """The same error, which says where this rank was, unless it already does."""
+        """Return this error with a tag; the error itself if it already has one."""
         return self if self.tag else LostRank(*self._facts, tag)
 
     def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
@@ -75,7 +81,7 @@ class LostRank(DistNetworkError):
 
 @contextmanager
 def naming_tag(tag: str) -> Iterator[None]:
-    """Errors of the block that name a lost rank say that this rank was there."""
+    """Add a tag to errors of the block that name a lost rank."""
     try:
         yield
     except LostRank as lost:
@@ -83,14 +89,19 @@ def naming_tag(tag: str) -> Iterator[None]:
 
 
 def says_lost(error: RuntimeError) -> bool:
-    """Whether the backend's error may be due to a rank that died or does not answer."""
+    """Return whether the backend's error may be due to a rank that died or does not answer."""
     return isinstance(error, LOST_TYPES) or _LOST.search(str(error)) is not None
 
 
 @contextmanager
 def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
-    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others. The
-    block waits for ``rank`` of the group (None: for all), at most for ``timeout`` (None: the group's)."""
+    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all other errors.
+
+    Args:
+        group: the process group of the block's collectives.
+        rank: the rank of the group that the block waits for; None if it waits for all.
+        timeout: how long the block waits at most; None for the group's timeout.
+    """
     start = time.monotonic()
     try:
         yield
@@ -101,8 +112,10 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: tim
 def raise_named(
     error: RuntimeError, group: ProcessGroup, start: float, rank: int | None = None, timeout: timedelta | None = None
 ) -> NoReturn:
-    """Raise what :func:`naming_lost_ranks` makes of an error of a block that began at ``start``, of
-    ``time.monotonic``: for code that runs many times in a step, where a ``try`` costs nothing."""
+    """Raise what :func:`naming_lost_ranks` makes of an error. Its block began at ``start``, of ``time.monotonic``.
+
+    Code that runs many times in a step calls it in an ``except``: a ``try`` costs nothing there.
+    """
     if isinstance(error, LostRank) or not says_lost(error):
         raise error
     global_ranks = dist.get_process_group_ranks(group)
@@ -112,10 +125,10 @@ def raise_named(
 
 
 def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
-    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds, and at most
-    ``timeout`` (None: the group's).
+    """Return the ranks of the group that may be lost after ``seconds`` of waiting.
 
-    gloo knows which connections are closed, but not after a timeout, since it then closes all of them itself.
+    ``rank`` and ``timeout`` are those of :func:`naming_lost_ranks`. Gloo knows which connections are closed, but not
+    after a timeout, since it then closes all of them itself.
     """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
@@ -125,12 +138,12 @@ def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout
 
 
 def speaks_gloo(group: ProcessGroup) -> bool:
-    """Whether gloo carries the group's CPU tensors."""
+    """Return whether gloo carries the group's CPU tensors."""
     return GLOO in dist.get_backend_config(group).split(",")
 
 
 def _is_closed(peer: int, group: ProcessGroup) -> bool:
-    """Whether the connection to a rank of the group refuses a message."""
+    """Return whether the connection to a rank of the group refuses a message."""
     try:
         dist.isend(torch.empty(1), group=group, group_dst=peer, tag=PROBE_TAG)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Transports over the backend's own collectives: one launch a bucket on NCCL.
 
-The tensors travel without copies. Only a gradient whose number of rows is not divisible by the number of ranks is
-copied, into a buffer with zeros at its end, since these collectives send chunks of equal size.
+The tensors travel without copies. A gradient is copied only if the number of ranks does not divide its rows: these
+collectives send chunks of equal size, so the copy ends with zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunder_zero.plan import layout
 
 
 class _Native(Launching):
-    """Buffers, padding and handles, which both transports share."""
+    """A base of both transports: buffers, padding and handles."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # of these dtypes the collective itself takes the mean
@@ -37,14 +37,14 @@ class _Native(Launching):
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
         if into is None:
-            own = [shard.detach() for shard in shards]
+            rows_here = [shard.detach() for shard in shards]
             padded = [layout.padded_shape(shape, self.world_size) for shape in shapes]
             fulls = [shard.new_empty(shape) for shard, shape in zip(shards, padded, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            own = [self._own_rows(full, shape[0]) for full, shape in zip(fulls, shapes, strict=True)]
+            rows_here = [self._own_rows(full, shape[0]) for full, shape in zip(fulls, shapes, strict=True)]
         calls: list[tuple[Any, ...]] = [
-            (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)
+            (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, rows_here, strict=True)
         ]
         parts = self._launch(all_gather_single, calls)
         unpadded = tuple(full[: shape[0]] for full, shape in zip(fulls, shapes, strict=True))
@@ -53,11 +53,11 @@ class _Native(Launching):
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
         padded_shapes = [layout.padded_shape(grad.shape, self.world_size) for grad in grads]
-        shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
+        inputs = [self._input(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
         shapes = [layout.shard_shape(grad.shape, self.world_size) for grad in grads]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
-        calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
+        calls = [(mean, grad, options) for mean, grad in zip(means, inputs, strict=True)]
         return Handle([*self._launch(reduce_scatter_single, calls), self._division(means)], means, self._pending)
 
     @outside_autograd
@@ -65,7 +65,7 @@ class _Native(Launching):
         # Copied: the collective works in place, and other operations may still read the gradient.
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
-            self._write_share(mean, grad)
+            self._write_input(mean, grad)
         parts = self._launch(dist.all_reduce, [(mean, self._options(means)) for mean in means])
         return Handle([*parts, self._division(means)], means, self._pending)
 
@@ -90,30 +90,31 @@ class _Native(Launching):
         raise NotImplementedError
 
     def _options(self, means: Sequence[Tensor]) -> dict[str, Any]:
-        """The options of a bucket's reductions: its tensors have one dtype."""
+        """Return the options of a bucket's reductions, whose tensors have one dtype."""
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """What gradients are divided by before they are added up, and after."""
+        """Return what gradients are divided by before they are added up, and after."""
         if dtype in self.means:
             return 1, 1
         return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
-        """Divides the sums that have arrived."""
+        """Return the part that divides the sums which have arrived."""
         _, after = self._divisors(means[0].dtype)
         return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
 
-    def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        """This rank's contiguous input of the reduction, padded with zero rows; the gradient itself, if it is that."""
+    def _input(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
+        """Return this rank's contiguous input of the reduction, padded with zero rows. It is the gradient itself if
+        possible."""
         if grad.shape == padded_shape and grad.is_contiguous() and self._divisors(grad.dtype)[0] == 1:
             return grad
-        share = grad.new_empty(padded_shape)
-        self._write_share(share[: grad.shape[0]], grad)
-        share[grad.shape[0] :].zero_()
-        return share
+        padded = grad.new_empty(padded_shape)
+        self._write_input(padded[: grad.shape[0]], grad)
+        padded[grad.shape[0] :].zero_()
+        return padded
 
-    def _write_share(self, out: Tensor, grad: Tensor) -> None:
+    def _write_input(self, out: Tensor, grad: Tensor) -> None:
         """Write this rank's input of the reduction into ``out``."""
         before, _ = self._divisors(grad.dtype)
         if before == 1:
@@ -127,10 +128,11 @@ class _Native(Launching):
 
 
 class CoalescedNccl(_Native):
-    """NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
+    """The transport for NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
 
     ``wait`` makes the current stream wait for the collectives, not the host. NCCL takes the mean by dividing each
-    rank's gradient by W before it adds them up, which loses small float16 numbers; so those are added up as a sum.
+    rank's gradient by W before it adds them up, which loses small float16 numbers. So float16 gradients are added up as
+    a sum.
     """
 
     means = FLOATS - {torch.float16}
@@ -143,7 +145,8 @@ class CoalescedNccl(_Native):
 
 
 class PerTensor(_Native):
-    """Any backend: one collective for each tensor, and a sum of gradients that are divided first."""
+    """The transport for other backends: one collective for each tensor, and a sum of gradients that are divided
+    first."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
@@ -154,8 +157,10 @@ class PerTensor(_Native):
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:
-    """What float16 gradients are divided by before they are added up, a power of 2, and after: about the square root
-    of W each, as FSDP2 does, since dividing by W first loses small gradients and adding up first overflows.
+    """Return what float16 gradients are divided by before they are added up, a power of 2, and after.
+
+    Each is about the square root of W, as in FSDP2: dividing by W first loses small gradients, and adding up first
+    overflows.
 
     >>> float16_divisors(8)
     (4, 2.0)
@@ -167,10 +172,10 @@ def float16_divisors(world_size: int) -> tuple[float, float]:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes if its dtype is none that every backend sends: NCCL has no int16, for example."""
+    """Return the tensor, or its bytes if not every backend sends its dtype: NCCL has no int16, for example."""
     return tensor if tensor.dtype in FLOATS else tensor.view(torch.uint8)
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
-    """A function that holds ``tensors`` until it is called and dropped."""
+    """Return a function that holds ``tensors`` until it is called and dropped."""
     return lambda: tensors

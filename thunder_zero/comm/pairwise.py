@@ -1,8 +1,8 @@
 """The transport for gloo: each rank sends every other rank exactly the rows that it needs.
 
-gloo's reduce-scatter is an all-reduce that discards most of its result, and it adds up in the dtype of
-the messages. Messages between pairs of ranks send the fewest bytes possible, in the background, directly
-from and into the tensors' own memory (rows of dim 0 are contiguous)::
+Gloo's reduce-scatter is an all-reduce that discards most of its result, and it adds up in the dtype of the messages.
+Messages between pairs of ranks send the fewest bytes possible. They travel in the background, directly from and into
+the tensors' own memory (rows of dim 0 are contiguous)::
 
     all_gather       own rows -> every peer                              (W - 1) / W of the bytes
     reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
@@ -10,19 +10,18 @@ from and into the tensors' own memory (rows of dim 0 are contiguous)::
                      W = 2: both send everything and add up              the same, one message
     trade            what each rank names for each other one             those bytes
 
-Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and
-dtypes alone. Sums run in rank order, half precision is added up in float32, and the division comes last.
+Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and dtypes alone.
+Sums run in rank order, half precision is added up in float32, and the division comes last.
 
-Two background threads, which mostly sleep: the sender thread posts receives and sends to gloo. gloo copies as
-much as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
-that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
-sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
-all-reduce, or of :meth:`PairwiseGloo.in_two`, when the first has ended, so that it does not depend on a call of
-``wait``.
+There are two background threads, which mostly sleep. SENDER posts receives and sends to gloo. Gloo copies as much as
+the socket takes before a send returns, which takes milliseconds for a large one; to post a receive waits for that.
+Posting a receive also sends a message to announce it, so a bucket's receives are posted before its sends: the
+announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an all-reduce, or of
+:meth:`PairwiseGloo.in_two`, when the first part has ended, so that it does not depend on a call of ``wait``.
 
-gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. What
-AVERAGER starts has tags of its own, and so has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages
-of ranks that do different things (``collective_tags.py``) never meet. gloo keeps nothing of a tag that was used.
+Gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. What
+AVERAGER starts has tags of its own. So has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages of
+ranks that do different things (``collective_tags.py``) never meet. Gloo keeps no state for a tag that was used.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers,
 from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
 
-Wait = Callable[[], object]  # waits for the end of a message
-Message = Callable[[Tensor, int, ProcessGroup, int], Wait]  # starts one: send or receive
+Wait = Callable[[], object]  # returns when a message has ended
+StartMessage = Callable[[Tensor, int, ProcessGroup, int], Wait]  # :func:`send` or :func:`receive`
 # Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
@@ -77,46 +76,51 @@ class PairwiseGloo(Launching):
         bucket, parts = self._bucket(), []
         fulls: list[Any] = [None] * len(shards)
         for message in self._messages(shapes, shards[0].itemsize):
-            rows = [shards[at] for at in message.members]
+            rows = [shards[index] for index in message.members]
             if into is None and message.is_even:
                 parts.append(self._gather_even(bucket, rows, message, fulls))
                 continue
-            for at in message.members:
-                shape = shapes[at]
-                fulls[at] = shards[at].new_empty(shape) if into is None else into[at].detach()[: shape[0]]
-            parts.append(self._gather(bucket, rows, [fulls[at] for at in message.members], copies=into is None))
+            for index in message.members:
+                shape = shapes[index]
+                fulls[index] = shards[index].new_empty(shape) if into is None else into[index].detach()[: shape[0]]
+            parts.append(self._gather(bucket, rows, [fulls[index] for index in message.members], copies=into is None))
         return Handle(bucket.posted(parts), fulls, self._pending)
 
     def _gather_even(
         self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
     ) -> BucketPart:
-        """Gather parameters that share a message, if each rank owns as many rows of each: one call of torch packs them
-        all, and one cuts what has arrived into them."""
-        own = flatten(shards)
-        packed = own.new_empty((self.world_size, message.elements))
-        rows = packed.unbind()
-        rows[self.rank].copy_(own)
-        bucket.send(dict.fromkeys(self._peers, own))
+        """Gather parameters that share a message, if the number of ranks divides the rows of each.
+
+        One call of torch packs the rows of all parameters, and one call cuts what has arrived into full parameters.
+        """
+        local_rows = flatten(shards)
+        packed = local_rows.new_empty((self.world_size, message.elements))
+        rows_of_ranks = packed.unbind()
+        rows_of_ranks[self.rank].copy_(local_rows)
+        bucket.send(dict.fromkeys(self._peers, local_rows))
         cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
-        return bucket.receive({rank: rows[rank] for rank in self._peers}, cut)
+        return bucket.receive({rank: rows_of_ranks[rank] for rank in self._peers}, cut)
 
     def _messages(self, shapes: Sequence[Shape], itemsize: int) -> tuple[PackedMessage, ...]:
-        """The messages of a bucket of sharded tensors."""
+        """Return the messages of a bucket of sharded tensors."""
         return packed_messages(tuple(shapes), itemsize, self.world_size, PACK_BELOW_BYTES)
 
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
     ) -> BucketPart:
-        """Gather a parameter, or several that share a message; ``copies`` this rank's rows, too."""
-        cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
-        own = [shard.view(-1)[: cut[self.rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
-        columns = {rank: [cut[rank] for cut in cuts] for rank in self._peers}
+        """Gather a parameter, or several that share a message. ``copies``: copy this rank's rows into the full
+        parameters, too."""
+        parts_of_members = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
+        local_rows = [
+            shard.view(-1)[: parts[self.rank].numel()] for shard, parts in zip(shards, parts_of_members, strict=True)
+        ]
+        columns = {rank: [parts[rank] for parts in parts_of_members] for rank in self._peers}
         slots = {rank: _one_buffer(column) for rank, column in columns.items()}
         unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(shards) > 1 else None
-        bucket.send(dict.fromkeys(self._peers, _pack(own)))
+        bucket.send(dict.fromkeys(self._peers, _pack(local_rows)))
         if copies:
-            for rows, cut in zip(own, cuts, strict=True):
-                bucket.meanwhile(partial(cut[self.rank].copy_, rows))
+            for rows, parts in zip(local_rows, parts_of_members, strict=True):
+                bucket.meanwhile(partial(parts[self.rank].copy_, rows))
         return bucket.receive(slots, unpack)
 
     @outside_autograd
@@ -125,27 +129,33 @@ class PairwiseGloo(Launching):
         bucket, bucket_parts = self._bucket(), []
         for message in self._messages([grad.shape for grad in grads], grads[0].itemsize):
             members = message.members
-            of = [grads[at] for at in members]
+            members_grads = [grads[index] for index in members]
             unpack: Callable[[], None] | None
             if message.is_even:
-                parts = chunk_cat(of, 0, self.world_size).unbind()
+                parts = chunk_cat(members_grads, 0, self.world_size).unbind()
                 mean = torch.empty_like(parts[0])
                 unpack = partial(_cut, means, members, message.shard_shapes, mean, message.sizes, 0)
             else:
-                for at, shape in zip(members, message.shard_shapes, strict=True):
-                    means[at] = grads[at].new_empty(shape)
-                cuts = [self._cut_rows(grad.contiguous()) for grad in of]
-                parts = tuple(_pack([cut[rank] for cut in cuts]) for rank in range(self.world_size))
-                flat = [means[at].view(-1) for at in members]
-                own = [self._without_padding(bucket, rows, cut) for rows, cut in zip(flat, cuts, strict=True)]
-                mean = _one_buffer(own)
-                unpack = _unpacking([(mean, own)]) if len(members) > 1 else None
+                for index, shape in zip(members, message.shard_shapes, strict=True):
+                    means[index] = grads[index].new_empty(shape)
+                rows_of_members = [self._cut_rows(grad.contiguous()) for grad in members_grads]
+                parts = tuple(
+                    _pack([rows_of_ranks[rank] for rows_of_ranks in rows_of_members]) for rank in range(self.world_size)
+                )
+                flat = [means[index].view(-1) for index in members]
+                unpadded = [
+                    self._without_padding(bucket, rows, rows_of_ranks)
+                    for rows, rows_of_ranks in zip(flat, rows_of_members, strict=True)
+                ]
+                mean = _one_buffer(unpadded)
+                unpack = _unpacking([(mean, unpadded)]) if len(members) > 1 else None
             bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
             bucket.send({rank: parts[rank] for rank in self._peers})
         return Handle(bucket.posted(bucket_parts), means, self._pending)
 
-    def _without_padding(self, bucket: GlooBucket, mean: Tensor, cut: Sequence[Tensor]) -> Tensor:
-        rows = cut[self.rank].numel()
+    def _without_padding(self, bucket: GlooBucket, mean: Tensor, rows_of_ranks: Sequence[Tensor]) -> Tensor:
+        """Return this rank's rows of a flat mean without its padding, which is set to zero while messages travel."""
+        rows = rows_of_ranks[self.rank].numel()
         bucket.meanwhile(mean[rows:].zero_)
         return mean[:rows]
 
@@ -156,7 +166,7 @@ class PairwiseGloo(Launching):
         shapes, limit = tuple([grad.shape for grad in grads]), PACK_BELOW_BYTES * self.world_size
         for message in packed_messages(shapes, grads[0].itemsize, 1, limit):
             members = message.members
-            flat, unpack = flatten([grads[at] for at in members]), None
+            flat, unpack = flatten([grads[index] for index in members]), None
             if len(members) > 1:
                 mean = torch.empty_like(flat)
                 unpack = partial(_cut, means, members, message.shapes, mean, message.sizes, 0)
@@ -168,9 +178,9 @@ class PairwiseGloo(Launching):
                 bucket_parts.append(self._reduce(bucket, (flat, flat), mean, unpack))
             else:
                 spreads.append(self._reduce_and_spread(bucket, self._cut_rows(flat), mean, unpack))
-        posted, *others = bucket.posted(bucket_parts)
+        posted, *sends = bucket.posted(bucket_parts)
         averaged = [part for spread in spreads for part in spread(posted.finish)]
-        return Handle([posted, *averaged, *others], means, self._pending)
+        return Handle([posted, *averaged, *sends], means, self._pending)
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
@@ -178,30 +188,31 @@ class PairwiseGloo(Launching):
         bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
         for rank in self._peers:
             for members in messages(outgoing.get(rank, ())):
-                bucket.send({rank: _pack([outgoing[rank][at] for at in members])})
+                bucket.send({rank: _pack([outgoing[rank][index] for index in members])})
         return Handle(bucket.posted(bucket_parts), (), self._pending)
 
     def in_two(
         self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
     ) -> Waitable:
-        handle, other = first(self), copy(self)
-        other._tag = self._tag_of_second
-        launched, results = self._averaging(lambda: second(other, handle.wait())), list[Tensor]()
+        handle, second_transport = first(self), copy(self)
+        second_transport._tag = self._tag_of_second
+        launched, results = self._averaging(lambda: second(second_transport, handle.wait())), list[Tensor]()
         return Handle([BucketPart((lambda: results.extend(launched().wait()),))], results, self._pending)
 
     def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start`` in AVERAGER, after what was given to it before; the function returned waits for its result."""
+        """Run ``start`` in AVERAGER, after its earlier tasks. The function returned waits for the result."""
         return in_background(AVERAGER, start).result
 
     def with_tag(self, tag: int) -> PairwiseGloo:
-        other = copy(self)
-        other._tag, other._tag_of_means, other._tag_of_second = tags_of(self._role, tag)
-        return other
+        tagged = copy(self)
+        tagged._tag, tagged._tag_of_means, tagged._tag_of_second = tags_of(self._role, tag)
+        return tagged
 
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Write the mean of all ranks' parts for this rank into ``mean``; the caller sends ``parts[r]`` to rank r."""
+        """Write the mean of all ranks' parts for this rank into ``mean``, then call ``then``; the caller sends
+        ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
@@ -216,8 +227,10 @@ class PairwiseGloo(Launching):
     def _reduce_and_spread(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> Callable[[Wait], list[BucketPart]]:
-        """Average this rank's part of ``mean``, send it to all peers, and receive the other parts. The result is called
-        when the bucket is posted, with what waits for that."""
+        """Average this rank's part of ``mean``, send it to all peers, and receive the other parts.
+
+        Call the result when the bucket is posted, with a function that waits for that.
+        """
         slots = self._cut_rows(mean)
         others = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
         reduce = self._reduce(bucket, parts, slots[self.rank], None)
@@ -239,14 +252,13 @@ class PairwiseGloo(Launching):
         return GlooBucket(self._group, self._tag)
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
-        """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
+        """Return the flat rows of each rank, in rank order; ``tensor`` is contiguous."""
         sizes = _elements_of_ranks(tuple(tensor.shape), self.world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
 
 class GlooBucket:
-    """The messages of one launch. One task of the sender thread posts them all: first what is received, then what is
-    sent."""
+    """The messages of one launch. One task of the sender thread posts them all: first the receives, then the sends."""
 
     def __init__(self, group: ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -256,7 +268,7 @@ class GlooBucket:
         self._meanwhile: list[Callable[[], object]] = []
 
     def receive(self, slots: dict[int, Tensor], then: Callable[[], None] | None, tag: int | None = None) -> BucketPart:
-        """Receive messages, given by rank, and call ``then`` when all are there; the part waits for that."""
+        """Receive messages, given by rank, and call ``then`` when all have arrived; the part waits for that."""
         received: list[Wait] = []
         self._receives.append((slots, self._tag if tag is None else tag, received))
         return BucketPart(received, then)
@@ -270,20 +282,20 @@ class GlooBucket:
         self._meanwhile.append(work)
 
     def posted(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
-        """Start the messages, without blocking the caller. Return all that a handle waits for: the end of that, the
-        given parts, the end of what is sent."""
+        """Start the messages without blocking the caller. Return all that a handle waits for: the end of posting, the
+        given parts, the end of the sends."""
         posted = self.run(self._post)
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
 
     def run(self, post: Callable[[], None]) -> Wait:
-        """Run what starts the messages, in the sender thread; return what waits for its end."""
+        """Run ``post`` on the sender thread; return what waits for its end."""
         return in_background(SENDER, post).result
 
-    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Start messages, given by rank; the waits return at their ends. An empty one is none."""
-        return [message(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
+    def started(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+        """Start messages, given by rank; the waits return when they end. An empty tensor needs no message."""
+        return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
         for slots, tag, received in self._receives:
@@ -293,16 +305,19 @@ class GlooBucket:
 
 
 def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
-    """Receive what a rank trades, in the messages in which it sends it."""
+    """Receive what a rank sends by ``trade``, in the messages in which it sends it."""
     for members in messages(slots):
-        column = [slots[at] for at in members]
+        column = [slots[index] for index in members]
         buffer = _one_buffer(column)
         yield bucket.receive({rank: buffer}, _unpacking([(buffer, column)]) if len(members) > 1 else None)
 
 
 def tags_of(role: int, tag: int) -> tuple[int, int, int]:
-    """The tags of what a transport launches, and of what AVERAGER starts: means of an all-reduce, and the second of two
-    launches. Transports of a model (roles 0 to 2) may share a group."""
+    """Return three tags: for what a transport launches, for the means of an all-reduce, for the second launch of
+    ``in_two``.
+
+    AVERAGER starts the latter two. Transports of a model (roles 0 to 2) may share a group.
+    """
     first = TAG + 16 * tag + 4 * role
     return first, first + 1, first + 2
 
@@ -328,12 +343,16 @@ def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The tensor, or its numbers as pairs: gloo sends no complex ones. As ``dist.isend``, which the two functions above
-    leave out: what it checks holds of all our messages."""
+    """Return the tensor, or its numbers as pairs if it is complex: gloo sends no complex numbers.
+
+    :func:`send` and :func:`receive` need it since they leave out ``dist.isend``, whose checks hold for all our
+    messages.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
+    """Wait until a message has ended."""
     start = monotonic()
     try:
         work.wait()
@@ -347,11 +366,11 @@ class PackedMessage:
 
     Attributes:
         members: their positions in the bucket.
-        shapes: of the parameters.
-        shard_shapes: of what the message has of them: a rank's rows with padding, or all.
-        sizes: of that, in elements.
+        shapes: the shapes of the parameters.
+        shard_shapes: the shapes of what the message holds: a rank's rows with padding, or all rows.
+        sizes: the same in elements.
         elements: the sum of the sizes.
-        is_even: there are several, and the message has as many rows of each for each rank.
+        is_even: there are several members, and the number of ranks divides the rows of each.
     """
 
     members: tuple[int, ...]
@@ -364,33 +383,34 @@ class PackedMessage:
 
 @cache
 def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, limit: int) -> tuple[PackedMessage, ...]:
-    """The messages of a bucket of parameters of these shapes. What takes less than ``limit`` bytes shares one."""
+    """Return the messages of a bucket of parameters of these shapes. Those that take less than ``limit`` bytes share
+    one."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
-    found = []
+    packed = []
     for members in grouped([prod(shape) * itemsize for shape in shards], limit):
-        full, own = tuple(shapes[at] for at in members), tuple(shards[at] for at in members)
-        sizes = tuple(map(prod, own))
-        is_even = world_size > 1 and len(members) > 1 and all(shape[0] % world_size == 0 for shape in full)
-        found.append(PackedMessage(tuple(members), full, own, sizes, sum(sizes), is_even))
-    return tuple(found)
+        full_shapes, shard_shapes = tuple(shapes[index] for index in members), tuple(shards[index] for index in members)
+        sizes = tuple(map(prod, shard_shapes))
+        is_even = world_size > 1 and len(members) > 1 and all(shape[0] % world_size == 0 for shape in full_shapes)
+        packed.append(PackedMessage(tuple(members), full_shapes, shard_shapes, sizes, sum(sizes), is_even))
+    return tuple(packed)
 
 
 @cache
 def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
-    """How many elements of a tensor each rank owns."""
+    """Return how many elements of a tensor each rank owns."""
     ranges = [layout.row_range(shape[0], world_size, rank) for rank in range(world_size)]
     return [(stop - start) * prod(shape[1:]) for start, stop in ranges]
 
 
 def grouped(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """The positions of tensors that share a message, by their sizes: those below the limit share one."""
+    """Return the positions of tensors that share a message, by their sizes: those below the limit share one."""
     small: list[int] = []
     large: list[list[int]] = []
-    for at, size in enumerate(nbytes):
+    for index, size in enumerate(nbytes):
         if size < limit:
-            small.append(at)
+            small.append(index)
         else:
-            large.append([at])
+            large.append([index])
     return [small, *large] if small else large
 
 
@@ -406,24 +426,26 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         return
     for block, *pieces in zip(*(torch.split(tensor, BLOCK) for tensor in (out, *parts)), strict=True):
         total = pieces[0].float()
-        for piece in pieces[1:]:
-            total.add_(piece)
+        for part in pieces[1:]:
+            total.add_(part)
         block.copy_(total.div_(len(parts)))
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One 1-D message: a single tensor itself, or several concatenated."""
+    """Return one 1-D message: a single tensor itself, or several concatenated."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def messages(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The positions of tensors that share a message, for each: large ones have their own, all small ones share one.
-    Their order depends on shapes and dtypes only."""
+    """Return the positions of tensors that share a message, for each message.
+
+    Each large tensor has its own message, all small tensors share one. The order depends on shapes and dtypes only.
+    """
     return grouped([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
-    """A 1-D buffer for such a message: a single tensor itself, or new memory for several."""
+    """Return a 1-D buffer for a packed message: a single tensor itself, or new memory for several."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
@@ -436,15 +458,15 @@ def _cut(
     sizes: Sequence[int],
     dim: int,
 ) -> None:
-    """Cut a packed message into new tensors, the results at these positions."""
+    """Cut a packed message into new tensors; put them into ``results`` at the positions ``members``."""
     split: Any = torch.split_with_sizes_copy  # which torch's types give no result
-    for at, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
+    for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
         # It has as many elements, and a view would hold a tensor more. Most biases have their shape already.
-        results[at] = piece if piece.shape == shape else piece.resize_(shape)
+        results[index] = piece if piece.shape == shape else piece.resize_(shape)
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
-    """A function that copies each packed message into its tensors."""
+    """Return a function that copies each packed message into its tensors."""
     pairs = list(arrived)
 
     def unpack() -> None:

@@ -34,19 +34,19 @@ def mesh_and_slices(
 
 
 def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Return the dimensions along which parameters are sliced, by all their names; none without tensor parallelism.
+    """Return the dimensions along which parameters are sliced, by all their names; empty without tensor parallelism.
 
     Raises:
-        ValueError: the mesh has a dimension for tensor parallelism, and no parameter is a DTensor on it; or one is a
-            DTensor on another mesh, or in parts that differ between ranks.
+        ValueError: the mesh has a dimension for tensor parallelism, and no parameter is a DTensor on it. Or a parameter
+            is a DTensor on another mesh, or its slices differ in size.
     """
     mesh = ranks.tensor
     if mesh is None:
         return {}
     names = mesh.mesh_dim_names or ()
     params = dict(module.named_parameters(remove_duplicate=False))
-    found = {name: param for name, param in params.items() if isinstance(param, DTensor)}
-    if not found:
+    dtensors = {name: param for name, param in params.items() if isinstance(param, DTensor)}
+    if not dtensors:
         raise ValueError(
             f"mesh has the dimension {names[0]!r}, and no parameter of {type(module).__name__} is a DTensor on it; "
             f"call torch's parallelize_module first, or give the mesh without this dimension"
@@ -55,7 +55,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
         if isinstance(buffer, DTensor):
             raise ValueError(f"buffer {name!r} is a DTensor, which no program takes; keep it a plain tensor")
     slices = {}
-    for name, param in found.items():
+    for name, param in dtensors.items():
         if param.device_mesh != mesh:
             raise ValueError(
                 f"parameter {name!r} is a DTensor on {param.device_mesh}, which is not the dimension {names[0]!r} of "
@@ -67,26 +67,28 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 
 
 def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
-    """Return the parameters of whose gradients each rank of tensor parallelism makes a part, by all their names: those
-    of modules that a plan of Hugging Face places by ``replicated_with_grad_allreduce``.
+    """Return the parameters whose gradients each rank of tensor parallelism makes a part of, by all their names.
+
+    They are those of modules that a plan of Hugging Face places by ``replicated_with_grad_allreduce``.
 
     Raises:
-        ValueError: they would be summed over another mesh, or a parameter is a DTensor.
+        ValueError: the parts would be summed over another mesh, or a parameter is a DTensor.
     """
     if ranks.tensor is None:
         return frozenset()
-    found = meshes_of_sums(module)
-    for name, mesh in found.items():
+    meshes = meshes_of_sums(module)
+    for name, mesh in meshes.items():
         if mesh != ranks.tensor or isinstance(module.get_parameter(name), DTensor):
             raise ValueError(
                 f"the plan of parameter {name!r} sums its gradient over {mesh}, and the model is sliced over "
                 f"{ranks.tensor}; give the plan this dimension of the mesh, and leave the parameter whole"
             )
-    ids = {id(module.get_parameter(name)) for name in found}
-    return frozenset(name for name, each in module.named_parameters(remove_duplicate=False) if id(each) in ids)
+    ids = {id(module.get_parameter(name)) for name in meshes}
+    return frozenset(name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in ids)
 
 
 def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
+    """Return the dimension along which a DTensor is sliced; None if it is replicated."""
     (placement,) = param.placements
     if isinstance(placement, Replicate):
         return None
@@ -120,7 +122,7 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
 
 
 def require_in_plan(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that the policy ignores, and gradients in a format of which each rank makes a part.
+    """Refuse slices that the policy ignores, and a ``reduce_format`` for a gradient that ranks make in parts.
 
     Raises:
         ValueError: naming the parameter.

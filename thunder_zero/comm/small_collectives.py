@@ -1,8 +1,8 @@
 """Small collectives of numbers, objects and DTensors: tagged, with errors that name the lost rank.
 
-They are for what ranks have to know of each other outside of a program's schedule: agreements, counts, flags, a full
-tensor for a state dict. In: this rank's value. Out: what all ranks gave. Where tags are announced, each rank first says
-what it is at, so that ranks which differ raise and no value is taken for another::
+They are for what ranks must tell each other outside of a program's schedule: agreements, counts, flags, a full tensor
+for a state dict. In: this rank's value. Out: the values of all ranks. Where tags are announced, each rank first says
+what it does, so that ranks which differ raise and no value is taken for another::
 
     rank 0    all_gather_object, in tz.save of model 0 (Net)             -> RuntimeError
     rank 1    all_gather_tensor, in clip_grad_norm_ of model 0 (Net)     -> RuntimeError
@@ -29,13 +29,14 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Around a small collective: it starts only if all ranks of the group are at it, and an error names a lost rank."""
+    """Tag a small collective. The block starts only if all ranks of the group are at it, and its error names a lost
+    rank."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 
 
 def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
-    """The value of each rank of the group, in rank order; a small collective."""
+    """Return the value of each rank of the group, in rank order; a small collective."""
     values = [value] * group.size()
     if group.size() > 1:
         with small_collective("all_gather_object", group):
@@ -44,7 +45,8 @@ def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
 
 
 def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
-    """The value of each rank of the group, in rank order, on its rank 0; empty on the others. A small collective."""
+    """Return the value of each rank of the group, in rank order, on its rank 0; an empty list elsewhere. A small
+    collective."""
     values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:
         with small_collective("gather_object", group):
@@ -53,7 +55,7 @@ def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
 
 
 def broadcast_object_from_rank_0(value: T, group: ProcessGroup) -> T:
-    """The value of the group's rank 0; a small collective."""
+    """Return the value of the group's rank 0; a small collective."""
     values = [value]
     if group.size() > 1:
         with small_collective("broadcast_object", group):
@@ -68,7 +70,7 @@ def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
 
 
 def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
-    """The sum of each number over ranks; a small collective."""
+    """Return the sum of each number over ranks; a small collective."""
     totals = to_device(numbers, torch.int64, device)
     with small_collective("sum", group):
         dist.all_reduce(totals, group=group)
@@ -76,23 +78,25 @@ def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.de
 
 
 def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 1-D tensor of these numbers; on a GPU the host does not wait for the copy."""
+    """Return a 1-D tensor of these numbers. On a GPU the host does not wait for the copy."""
     on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
 def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """The tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    """Return the tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
     with small_collective("all_gather_tensor", group):
-        dist.all_gather(found, tensor, group=group)
-    return found
+        dist.all_gather(tensors, tensor, group=group)
+    return tensors
 
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective. They
-    travel as bytes on ``device``, since no backend carries every dtype."""
+    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective.
+
+    They travel as bytes on ``device``, since no backend carries every dtype.
+    """
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
         with small_collective("broadcast", group):
@@ -101,12 +105,12 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: tor
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The elements in row-major order as bytes; a view, if the tensor is contiguous."""
+    """Return the elements in row-major order as bytes; a view if the tensor is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
-    """The full tensor of a DTensor on every rank of the group; a collective."""
+    """Return the full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
         part: Any = value.to(value.device_mesh.device_type)  # which may be in host memory
         if value.dtype.itemsize == 1:  # gloo has no float8
@@ -122,7 +126,7 @@ def barrier(group: ProcessGroup) -> None:
 
 
 def next_number(group: ProcessGroup) -> int:
-    """A number that no earlier call on any rank of the group has returned on that rank; a small collective."""
+    """Return a number that no earlier call on any rank of the group has returned; a small collective."""
     global _next_number
     number = max(all_gather_object(_next_number, group))
     _next_number = number + 1

@@ -1,4 +1,4 @@
-"""What all transports do, what they share, and the transport of one rank alone.
+"""What all transports do and share, and the transport of one rank alone.
 
 In: tensors of a bucket, one dtype. Out: a handle, whose ``wait`` gives the results::
 
@@ -26,25 +26,25 @@ PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a ran
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def outside_autograd(launch: Function) -> Function:
-    """A launch that autograd does not see, whose results it may save: under inference mode they would be refused."""
-    outside = torch.inference_mode(False)(torch.no_grad()(launch))
+def outside_autograd(function: Function) -> Function:
+    """Hide a function from autograd. Its results are normal tensors even under inference mode, so that autograd may
+    save them."""
+    outside = torch.inference_mode(False)(torch.no_grad()(function))
 
-    @wraps(launch)
-    def launched(*args: Any, **kwargs: Any) -> Any:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         # A program runs without gradients anyway, and to enter both modes again costs more than to ask.
         inside = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        return (outside if inside else launch)(*args, **kwargs)
+        return (outside if inside else function)(*args, **kwargs)
 
-    return cast(Function, launched)
+    return cast(Function, wrapper)
 
 
 class Transport(ABC):
-    """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype, and those of gradients
-    are among ``averages``.
+    """A base of transports, which launch the collectives of one bucket at a time.
 
-    Every rank launches the same buckets in the same order, from one thread. Inputs must not change before the
-    handle's ``wait`` returns.
+    All tensors of a bucket share a dtype; those of gradients are among ``averages``. Every rank launches the same
+    buckets in the same order, from one thread. Inputs must not change before the handle's ``wait`` returns.
     """
 
     averages: frozenset[torch.dtype]
@@ -69,8 +69,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average full tensors over ranks, contiguous or not. The handle has this rank's rows of the means,
-        ``layout.shard_shape(grad.shape, W)``, zero in the padding."""
+        """Average full tensors over ranks, contiguous or not.
+
+        The handle has this rank's rows of the means, ``layout.shard_shape(grad.shape, W)``, zero in the padding.
+        """
 
     @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
@@ -78,28 +80,35 @@ class Transport(ABC):
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Send tensors to other ranks, and receive others from them, by rank. Both ends list
-        the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is complete when the
-        handle's ``wait``, without results, returns."""
+        """Send tensors to other ranks, and receive others from them, by rank.
+
+        Both ends list the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is
+        complete when the handle's ``wait``, without results, returns.
+        """
 
     def in_two(
         self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
     ) -> Waitable:
-        """Launch ``first`` and, with its results, ``second``, each on the transport that it gets; the handle is that of
-        ``second``. It is launched in the background when ``first`` has ended; by a backend that orders launches by
-        streams only where the handle is waited for."""
+        """Launch ``first`` and then, with its results, ``second``, each on the transport that it is called with.
+
+        The handle returned is that of ``second``. It is launched in the background when ``first`` has ended. A backend
+        that orders launches by streams launches it where the handle is waited for.
+        """
         handle = first(self)
         return WaitsBy(lambda: second(self, handle.wait()).wait())
 
     def with_tag(self, tag: int) -> Transport:
-        """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1. A handle is in flight
-        for both. A backend without tags, which matches by order alone, ignores it."""
+        """Return this transport, whose messages meet only messages with this tag, 0 to 2 ** 22 - 1.
+
+        A handle is in flight for both transports. A backend without tags, which matches by order alone, ignores the
+        tag.
+        """
         return self
 
     @property
     @abstractmethod
     def in_flight(self) -> bool:
-        """Whether a handle was launched and has not ended."""
+        """True if a handle was launched and has not ended."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -107,7 +116,7 @@ class Transport(ABC):
 
 
 class Launching(Transport):
-    """What transports that launch collectives share: the handles in flight."""
+    """A base of transports that launch collectives: the handles in flight."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
@@ -117,7 +126,7 @@ class Launching(Transport):
         return bool(self._pending)
 
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight; if the backend failed, the remaining handles stay pending."""
+        """Wait for all that a failed step left in flight. If the backend fails, the remaining handles stay pending."""
         while self._pending:
             next(iter(self._pending)).settle()
 
@@ -131,18 +140,18 @@ class SingleRank(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        """The shards are the parameters, since this rank has all rows."""
+        """Return the shards as the parameters, since this rank has all rows."""
         fulls = tuple(shard.detach() for shard in (shards if into is None else into))
         return Handle((), fulls, self._pending)
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
-        """The mean over one rank is the gradient itself."""
+        """Return the gradients as the means."""
         means = tuple(grad.contiguous() for grad in grads)
         return Handle((), means, self._pending)
 
     all_reduce = reduce_scatter
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        """There is nobody to trade with."""
+        """Do nothing: there are no peers."""
         assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
         return Handle((), (), self._pending)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, require_same
 from thunder_zero.comm.backends import model_transport
-from thunder_zero.comm.collective_tags import CollectiveTag, doing, what_is_done
+from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
@@ -229,7 +229,7 @@ class State(LocalState):
             return shard.clone()
         dtype = param.dtype if form else shard.dtype
         exact = replace(param, compute_dtype=dtype, gather_format=None, frozen_format=form)
-        what = what_is_done() or f"a gather of {self.name}"
+        what = current_activity() or f"a gather of {self.name}"
         self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
         full = self.wire.gather_now([shard], [exact])[0].clone()
         self.copies.wait()

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, ProcessGroup
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import GlooBucket, Message, PairwiseGloo, Wait
+from thunder_zero.comm.pairwise import GlooBucket, PairwiseGloo, StartMessage, Wait
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
 from thunder_zero.encodings.int8 import weyl
@@ -40,7 +40,7 @@ class _UnsentBucket(GlooBucket):
         post()
         return lambda: None
 
-    def started(self, message: Message, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+    def started(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
         """Return waits that keep the tensors."""
         return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
 
