@@ -42,19 +42,19 @@ def require_formats(policy: Any) -> None:
         ValueError: a field is not a format that it may have, or the stage has no such collectives.
     """
     for name, kinds in FORMATS.items():
-        asked = getattr(policy, name)
-        if isinstance(asked, Mapping):
-            object.__setattr__(policy, name, dict(asked))
-        for form in asked.values() if isinstance(asked, Mapping) else [asked]:
-            if form is not None and not isinstance(form, kinds) and not _is_own_gather_format(name, form):
+        formats = getattr(policy, name)
+        if isinstance(formats, Mapping):
+            object.__setattr__(policy, name, dict(formats))
+        for form in formats.values() if isinstance(formats, Mapping) else [formats]:
+            if form is not None and not isinstance(form, kinds) and not _is_custom_gather_format(name, form):
                 raise ValueError(
-                    f"{name} is {asked!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, a "
-                    f"dict of patterns of paths with such values, or None"
+                    f"{name} is {formats!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, "
+                    f"a dict of patterns of paths with such values, or None"
                 )
-        if asked and policy.stage == 0:
+        if formats and policy.stage == 0:
             raise ValueError(
-                f"{name} is {asked!r}, and stage 0 gathers nothing and would round each gradient twice; take stage 1, "
-                f"2 or 3"
+                f"{name} is {formats!r}, and stage 0 gathers nothing and would round each gradient twice; take stage "
+                f"1, 2 or 3"
             )
     if policy.frozen_format and policy.stage == 1:
         raise ValueError(
@@ -63,7 +63,7 @@ def require_formats(policy: Any) -> None:
         )
 
 
-def _is_own_gather_format(name: str, form: object) -> bool:
+def _is_custom_gather_format(name: str, form: object) -> bool:
     """Return whether a gather format is an encoding of the user's own. NF4 writes rows, not flat payloads."""
     return name == "gather_format" and isinstance(form, Blocks) and not isinstance(form, NF4)
 
@@ -76,7 +76,9 @@ def embeddings_of(module: nn.Module) -> frozenset[str]:
     )
 
 
-def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]) -> Any:
+def format_of(
+    field: str, formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
+) -> Any:
     """Return the format in which a sharded parameter travels, or None if it travels as it is.
 
     Args:
@@ -90,10 +92,10 @@ def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parame
         ValueError: a pattern asks for a format that the dtype cannot have, or the names of a tied parameter get
             different formats.
     """
-    if not isinstance(asked, Mapping):
+    if not isinstance(formats, Mapping):
         is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
-        return None if is_exempt or param.dtype not in DTYPES else asked
-    forms = {path: _last_match(asked, path) for path in names}
+        return None if is_exempt or param.dtype not in DTYPES else formats
+    forms = {path: _last_match(formats, path) for path in names}
     if len(set(map(repr, forms.values()))) > 1:
         first, second, *_ = forms
         raise ValueError(f"{field} differs for {first!r} and {second!r}, which are one tied parameter; give one format")
@@ -107,7 +109,7 @@ def format_of(field: str, asked: Formats, names: Sequence[str], param: nn.Parame
 
 
 def frozen_format_of(
-    asked: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
+    formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
     """Return the format in which a sharded parameter rests, or None if it trains or would not get smaller.
 
@@ -116,7 +118,7 @@ def frozen_format_of(
     """
     if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
         return None
-    form: NF4 | None = format_of("frozen_format", asked, names, param, embeddings)
+    form: NF4 | None = format_of("frozen_format", formats, names, param, embeddings)
     numel = prod(param.shape[1:])
     return form if form is not None and form.nbytes(numel) < numel * param.dtype.itemsize else None
 
@@ -126,7 +128,7 @@ def fits(pattern: str, names: Sequence[str]) -> bool:
     return any(fnmatchcase(part, pattern) for name in names for part in around(name))
 
 
-def _last_match(asked: Mapping[str, Format | None], path: str) -> Format | None:
+def _last_match(formats: Mapping[str, Format | None], path: str) -> Format | None:
     parts = tuple(around(path))
-    matching = [form for pattern, form in asked.items() if any(fnmatchcase(part, pattern) for part in parts)]
+    matching = [form for pattern, form in formats.items() if any(fnmatchcase(part, pattern) for part in parts)]
     return matching[-1] if matching else None

@@ -35,14 +35,14 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     container has its class (the layers of an MLP). Blocks are searched for inside all other submodules.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
-    everywhere = Counter(type(member) for member in members)
+    members_by_class = Counter(type(member) for member in members)
     blocks: list[str] = []
 
     def visit(parent: nn.Module, prefix: str) -> None:
-        here = Counter(type(child) for child in parent.children())
+        siblings = Counter(type(child) for child in parent.children())
         for name, child in parent.named_children():
             is_leaf = next(child.children(), None) is None
-            repeats = (here if is_leaf else everywhere)[type(child)] > 1
+            repeats = (siblings if is_leaf else members_by_class)[type(child)] > 1
             has_parameters = next(child.parameters(), None) is not None
             if _is_container(parent) and repeats and has_parameters and not _is_container(child):
                 blocks.append(prefix + name)
@@ -114,8 +114,8 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
     for field in FORMATS:
-        asked = getattr(policy, field)
-        _require_fitting(field, asked if isinstance(asked, Mapping) else (), paths, module)
+        formats = getattr(policy, field)
+        _require_fitting(field, formats if isinstance(formats, Mapping) else (), paths, module)
     names = {
         param: paths
         for param, paths in names.items()
@@ -149,8 +149,8 @@ KINDS = {
 def _require_formats(plan: Plan) -> None:
     """Refuse a format that no parameter takes: its user would count on the saved bytes."""
     for field, kind in KINDS.items():
-        asked = getattr(plan.policy, field)
-        for pattern, form in (asked if isinstance(asked, Mapping) else {"*": asked}).items():
+        formats = getattr(plan.policy, field)
+        for pattern, form in (formats if isinstance(formats, Mapping) else {"*": formats}).items():
             matched = [param for param in plan.params if fits(pattern, param.names)]
             if form is not None and not any(getattr(param, field) for param in matched):
                 raise ValueError(

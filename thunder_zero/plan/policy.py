@@ -26,7 +26,7 @@ class Stage:
 
     name: str
     sharded: bool  # the optimizer steps this rank's rows, and gradients are reduce-scattered
-    resident: bool  # the full parameter stays in memory at rest
+    resident: bool  # the full parameter stays in memory between steps
     kept_unsharded: bool  # alive from its first use in forward to its last in backward; in ZeRO-3 only the last units
 
 
@@ -142,8 +142,8 @@ class Policy:
             for gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that
             the step leaves.)
         times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. A gather then
-            starts after the latest wait from which it still ends before compute needs it, if the wire carries one
-            collective after the other. ``in_flight_bytes`` still applies (default None).
+            starts as late as it can: after the last wait that leaves it time to end before compute needs it, if the
+            wire carries one collective after the other. ``in_flight_bytes`` still applies (default None).
         gather_per_unit: a parameter that several units use in forward (tied weights) is gathered once for each of them
             and freed between, instead of once for all (default False). It has no effect on a parameter that is kept
             unsharded.

@@ -34,7 +34,7 @@ class _OpenBuckets:
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
-        self.done: list[list[int]] = []  # positions of the members
+        self.done: list[list[int]] = []  # for each bucket, the indices of its launches
         self.run: Hashable = None
         self.current: dict[Hashable, list[int]] = {}
         self.nbytes: dict[Hashable, int] = {}
@@ -74,7 +74,7 @@ def _gather_buckets(timeline: Timeline) -> list[list[int]]:
 def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     plan = timeline.plan
     buckets = _OpenBuckets(plan.sizes.bucket_bytes)
-    reduced: dict[str, int] = {}  # handle or reduced gradient -> position of its launch
+    reduced: dict[str, int] = {}  # handle or reduced gradient -> index of its launch
     for index, op in enumerate(timeline.ops):
         if timeline.continues(op):
             reduced[op.writes[0]] = reduced[op.reads[0]]

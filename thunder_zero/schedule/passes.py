@@ -37,15 +37,15 @@ def keep_last_units(timeline: Timeline) -> Timeline:
 
 GATHERING = (
     regather,  # gather again what forward frees: for backward, and for each unit if the policy says so
-    bucket,  # merge gathers, and reductions, of one unit and dtype
+    bucket,  # merge gathers of one unit and dtype, and reductions
     prefetch,  # start gathers ahead of their use, within the bytes in flight
 )
 PASSES = (
     keep_last_units,  # choose the last units that are kept unsharded, without raising the peak
-    *GATHERING,  # no gather moves any more
+    *GATHERING,  # from here on no gather moves
     sink_waits,  # end reductions late, within the bytes in flight
-    recompute,  # compute again in backward what is cheap, rather than save it; no collective moves any more
-    free,  # free each gathered parameter after its last use; last, because now uses do not move any more
+    recompute,  # compute again in backward what is cheap, instead of saving it; from here on no collective moves
+    free,  # free each gathered parameter after its last use; the last pass, since uses must not move after it
 )
 
 

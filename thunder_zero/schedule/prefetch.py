@@ -58,7 +58,7 @@ def prefetch(timeline: Timeline) -> Timeline:
     ops = timeline.ops
     if _starts_at_use(timeline.plan):
         return timeline
-    after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
+    after: defaultdict[int, list[Op]] = defaultdict(list)  # index -> the gathers that start after it
     for start, stop in _phases(timeline):
         for index, op in _starts(timeline, start, stop):
             after[index].append(op)
@@ -193,8 +193,8 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
         units = [timeline.params_of(use.gather)[0].unit for use in uses]
         name, ahead = Bound.PREFETCH, ended_units(units, timeline.plan.sizes.prefetch)
     else:
-        # A bucket that forward gathered has no wait in backward that could be timed. Its time in forward is used:
-        # backward computes longer, so the gathers that follow start rather too early than too late.
+        # A bucket that forward gathered has no wait in backward that could be timed, so its time in forward is used.
+        # Backward computes longer, so the next gathers start too early rather than too late.
         phases = policy.times.forward, policy.times.backward
         computed = [phases[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
         name = Bound.TIMES

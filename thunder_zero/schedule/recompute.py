@@ -45,7 +45,7 @@ def recompute(timeline: Timeline) -> Timeline:
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
     phases = _Phases(timeline)
-    refused: set[int] = set()  # positions of operations that would read a parameter that backward does not have
+    refused: set[int] = set()  # indices of operations that would read a parameter that backward does not have
     while True:
         placement = _Placement(phases, _chain(phases, refused))
         placement.run()

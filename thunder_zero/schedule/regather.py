@@ -32,7 +32,7 @@ NOT_A_TENSOR = Value(0, "")
 
 def regather(timeline: Timeline) -> Timeline:
     """Gather again, for backward and for each unit of forward, the parameters that are not kept unsharded."""
-    # Backward first: it copies originals, once for all readers.
+    # Backward first, so that it copies original operations, once for all readers.
     return _regathered_in_forward(_regathered_in_backward(timeline))
 
 
@@ -147,7 +147,7 @@ def copies(
     Returns:
         The copies, and the indices of the operations that they copy.
     """
-    if value not in chain or value in names:  # mostly
+    if value not in chain or value in names:  # the usual case
         return [], []
     chosen: set[int] = set()
     needed = [value]
@@ -170,7 +170,7 @@ def copies(
 
 def reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
     """Return the operation with other names of the values that it reads, if ``names`` has them."""
-    if names.keys().isdisjoint(op.reads):  # mostly
+    if names.keys().isdisjoint(op.reads):  # the usual case
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
 

@@ -60,19 +60,19 @@ class _Sinking:
         self._makes, self._ahead = making(timeline), gathers_ahead(timeline)
         self._made = 0  # bytes of gradients that are made, or being made, and not yet launched
         self._under_way = 0  # bytes of gradients and means in flight
-        self._ended = 0  # reductions, without those of means
-        self._waits: deque[Op] = deque()  # their waits, oldest first
-        self._waits_of_means: deque[Op] = deque()  # the waits of reductions of means
-        self._missing: set[str] = set()  # what all these waits write
-        self._after_collective = 0  # the place after the latest collective
+        self._ended = 0  # number of reductions of gradients that have ended
+        self._waits: deque[Op] = deque()  # of reductions of gradients, oldest first
+        self._waits_of_means: deque[Op] = deque()  # of reductions that read means
+        self._missing: set[str] = set()  # values that these waits will write
+        self._after_collective = 0  # the index after the latest collective in ``ops``
         waits = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
         continued = [op for op in timeline.ops if timeline.continues(op)]
-        self._next = {op.reads: (op, waits[op.writes[0]]) for op in continued}  # by the means that they read
+        self._next = {op.reads: (op, waits[op.writes[0]]) for op in continued}  # means -> their reduction, its wait
 
     def take(self, index: int, op: Op) -> None:
         """Append the next operation, after the waits that must come before it."""
         if self._timeline.continues(op):
-            return  # it comes with the wait for what it reads
+            return  # it is launched after the wait for the means that it reads
         if self._timeline.ends(op, Kind.REDUCE):
             self._missing.update(op.writes)
             if not self._timeline.continues(self._timeline.launches[op.reads[0]]):
@@ -107,8 +107,8 @@ class _Sinking:
             room = bound - self._made - self._under_way
             if not (due or (grows and room < 0) or (self._ended < begun and room < starting)):
                 return
-            others = len(self._waits) + len(self._waits_of_means) > 1
-            self._end(self._after_collective if others and grows and not due else len(self.ops))
+            has_others = len(self._waits) + len(self._waits_of_means) > 1
+            self._end(self._after_collective if has_others and grows and not due else len(self.ops))
 
     def _end(self, place: int) -> None:
         """End the oldest reduction: one of means, if any is in flight."""
@@ -158,7 +158,7 @@ def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
     prefetch = timeline.plan.sizes.prefetch
     if timeline.plan.policy.times is not None or prefetch == 0:
         return {}
-    begun: list[int] = []  # reductions before each place
+    begun: list[int] = []  # number of reductions before each place
     result: dict[int, tuple[int, int]] = {}
     reductions, starting, computed = 0, 0, True
     for index, op in enumerate(timeline.ops):

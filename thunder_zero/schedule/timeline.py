@@ -45,8 +45,8 @@ class Kind(StrEnum):
 
 
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
-NUMBER = "number"  # in place of a dtype
-MOST_NAMES = 8  # of an operation, in an error
+NUMBER = "number"  # the dtype of a Python number
+MOST_NAMES = 8  # an error shows so many names of an operation
 
 
 class Work(StrEnum):

@@ -86,7 +86,7 @@ def first_touches(timeline: Timeline) -> dict[str, int]:
 
 
 def backward_ends(timeline: Timeline) -> dict[str, int]:
-    """Return, for each unit but the root, the index where backward launches, or defers, the last of its gradients; in
+    """Return, for each unit but the root, where backward launches, or defers, the last of its gradients; in that
     order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):

@@ -399,8 +399,7 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
 
 
 def _is_untouched(op: Op, originals: Mapping[int, Op], seen: Collection[int]) -> bool:
-    """Return whether an operation is an unchanged one of the lifted timeline, as most are, and occurs for the first
-    time."""
+    """Return whether an operation is the lifted one itself, as most are, and occurs for the first time."""
     return len(op.source) == 1 and originals.get(op.source[0]) is op and op.source[0] not in seen
 
 

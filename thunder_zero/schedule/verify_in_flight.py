@@ -49,9 +49,9 @@ def _check_ahead(timeline: Timeline) -> None:
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
-    unit_of: dict[str, str] = {}  # of values that are computed from gathered parameters alone
-    in_flight: Counter[str] = Counter()  # gathers by unit
-    begun: set[str] = set()  # units that compute, or did
+    unit_of: dict[str, str] = {}  # value that is computed from gathered parameters alone -> its unit
+    in_flight: Counter[str] = Counter()  # number of gathers, by unit
+    begun: set[str] = set()  # units that compute, or have computed
     latest, launched = "", None
     for index, op in enumerate(timeline.ops):
         if index == timeline.backward_start:
@@ -92,29 +92,30 @@ def check_making(timeline: Timeline) -> None:
     begun = making(timeline)
     ahead = gathers_ahead(timeline)
     running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
-    made = under_way = reductions = 0
+    made_bytes = under_way = reductions = 0
     for index, op in enumerate(timeline.ops):
-        made += begun[index]
-        if (begun[index] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
+        made_bytes += begun[index]
+        if (begun[index] or op.kind is Kind.REDUCE) and under_way and under_way + made_bytes > bound:
             raise fault(
                 timeline,
                 index,
-                f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
+                f"makes {made_bytes} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is "
+                f"{bound}",
             )
         older, starting = ahead.get(index, (0, 0))
-        if older and min(running.values(), default=older) < older and under_way + made + starting > bound:
+        if older and min(running.values(), default=older) < older and under_way + made_bytes + starting > bound:
             raise fault(
                 timeline,
                 index,
-                f"starts {starting} bytes ahead beside {under_way + made} bytes of gradients, some of which were made "
-                f"{timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
+                f"starts {starting} bytes ahead beside {under_way + made_bytes} bytes of gradients, some of which were "
+                f"made {timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )
         if op.kind is Kind.REDUCE:
             under_way += timeline.full_bytes(op)
             if not timeline.continues(op):
                 running[op.writes[0]] = reductions
                 reductions += 1
-                made -= timeline.full_bytes(op)
+                made_bytes -= timeline.full_bytes(op)
         elif timeline.ends(op, Kind.REDUCE):
             running.pop(op.reads[0], None)
             under_way -= timeline.full_bytes(op)

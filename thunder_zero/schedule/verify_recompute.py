@@ -51,14 +51,14 @@ def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     """
     policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
-    whole = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
-    gone = overwritten(timeline)
+    unit_of = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
+    changed_values = overwritten(timeline)
     for index, op in enumerate(timeline.ops):
         if not timeline.recomputes(op):
             continue
-        if not ((op.cheap and policy != "none") or (op.source[0] in whole and op.work not in NOT_RECOMPUTED)):
+        if not ((op.cheap and policy != "none") or (op.source[0] in unit_of and op.work not in NOT_RECOMPUTED)):
             raise fault(timeline, index, f"does {op.work} work again, which recompute={policy!r} does not allow here")
-        if changed := [name for name in op.reads if name in gone]:
+        if changed := [name for name in op.reads if name in changed_values]:
             raise fault(timeline, index, f"is computed again from {changed[0]}, whose memory an operation overwrites")
 
 
@@ -72,7 +72,7 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """Return, for each gathered parameter that is not resident, the index of its last read, and how many operations
-    precede it.
+    come before.
 
     Recomputed operations are not counted. Biases are left out if only the borders of their unit are saved.
     """

@@ -51,8 +51,8 @@ class _Folding:
     def __init__(self, facts: Facts) -> None:
         self._executor = facts.executor
         self._encoded: dict[str, _Encoded] = {}
-        self._launched: dict[str, Op] = {}  # by handle
-        self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # a launch and its wait
+        self._launched: dict[str, Op] = {}  # handle -> its launch
+        self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # what a wait brings -> launch and wait
 
     def take(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
         """Yield what becomes of the next operation."""

@@ -41,7 +41,7 @@ def fuse_regions(trace: TraceCtx) -> TraceCtx:
     lines = trace.bound_symbols
     is_backward = [not needed for needed in forward_lines(lines)]
     readers = _last_readers(trace)
-    numbers = [arg for arg in trace.args if isinstance(arg, IntegerProxy)]  # the symbols of sizes
+    numbers = [arg for arg in trace.args if isinstance(arg, IntegerProxy)]  # symbolic sizes
     start = 0
     while start < len(lines):
         end = start
@@ -83,7 +83,7 @@ def _region(
     read |= {number.name: number for number in numbers}
     outputs = tuple(proxy for value, proxy in written.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
-    called = {name: _not_compiled}  # printing asks for it
+    called = {name: _not_compiled}  # printing a line needs it
     region = symbol.bind(*read.values(), output=outputs, subsymbols=tuple(lines), _call_ctx=called)
     if backward:
         region.tags.add(BoundSymbolTag.BACKWARD)

@@ -130,7 +130,7 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
 
 
 def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
-    """Give the inputs that are parameters the shapes of their rows."""
+    """Set the shapes of inputs that are parameters to those of their rows."""
     for proxy in trace.args:
         if path := facts.inputs.get(proxy.name):
             param = facts.plan.by_name[path]
@@ -138,7 +138,8 @@ def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
-    """Give an input a shape, and the dtype and device of the parameter at rest; in place, since its trace shares it."""
+    """Set the shape of an input, and its dtype and device to the parameter's at rest; in place, since its trace shares
+    it."""
     dtype = to_dtype(param.rest_dtype)
     proxy._shape, proxy._dtype = shape, dtype
     proxy._numel = prod(proxy._shape)  # Thunder stores it separately

@@ -81,7 +81,7 @@ def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> T
     inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
-        inputs |= _inputs(backward.args[1], facts)  # the gradients of outputs; forward has saved what is in args[0]
+        inputs |= _inputs(backward.args[1], facts)  # gradients of outputs; args[0] has what forward saved
         flat_args = forward.bound_symbols[-1].args[0]["flat_args"]
         returned = _gradients(flat_args, backward.bound_symbols[-1].args[0], facts)
     return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, facts.plan, inputs, returned))
@@ -100,7 +100,7 @@ def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tu
 
 
 def _ops(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
-    if operator_of(line) is not None:  # most lines: none of what follows
+    if operator_of(line) is not None:  # the usual case: a computation
         yield _computation(line, position, backward, facts)
         return
     executor = facts.executor
@@ -153,7 +153,7 @@ def _is_of_slices(line: BoundSymbol, plan: Plan) -> bool:
     return name == "wait_tensor" or (name in MOVES and plan.mesh.joins_slices(line.args[-1]))
 
 
-MOVES = {  # what collectives of torch's tensor parallelism do
+MOVES = {  # names of collectives of torch's tensor parallelism -> what they do
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "gather",
     "reduce_scatter_tensor": "scatter",
@@ -163,8 +163,8 @@ MOVES = {  # what collectives of torch's tensor parallelism do
 
 def _sent_by(line: BoundSymbol, plan: Plan) -> int:
     """Return the bytes that a rank sends in a collective of torch's tensor parallelism."""
-    given = line.flat_proxy_args[0]
-    return plan.slice_sends(line.sym.name, prod(map(int, given.shape))) * int(given.dtype.bytes)
+    tensor = line.flat_proxy_args[0]
+    return plan.slice_sends(line.sym.name, prod(map(int, tensor.shape))) * int(tensor.dtype.bytes)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
@@ -219,12 +219,14 @@ def _frees_of_gathered(timeline: Timeline) -> Timeline:
     """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
 
     A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
-    Other deletions are dropped, and those of resident parameters.
+    Deletions of resident parameters, and of all other values, are dropped.
     """
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))
-    order = {param.path: number for number, param in enumerate(timeline.plan.params)}  # values' names are no order
+    order = {
+        param.path: number for number, param in enumerate(timeline.plan.params)
+    }  # names of values have no meaningful order
     ops: list[Op] = []
     for op in timeline.ops:
         if op.kind is not Kind.FREE:
@@ -281,7 +283,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     lines = trace.bound_symbols
     proxies = {proxy.name: proxy for line in lines for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs)}
     new = from_trace(trace)
-    new.names = set(trace.names)  # the given trace stays as it is
+    new.names = set(trace.names)  # a copy: ``trace`` does not change
     new.bound_symbols = [line for line in lines if line.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
@@ -328,7 +330,7 @@ def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExe
 def _wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     handle = proxies[op.reads[0]]
     for name, path in zip(op.writes, op.params, strict=True):
-        if name not in proxies:  # a copy, so the wait of a gather
+        if name not in proxies:  # only the wait for a repeated gather writes a new name
             shape = executor.plan.by_name[path].shape
             proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
     outputs = tuple(proxies[name] for name in op.writes)

@@ -242,7 +242,7 @@ def _other_of_sum(line: BoundSymbol, zeros: Collection[str]) -> str | None:
 def _drop_unread(ops: Sequence[Op]) -> list[Op]:
     """Return the operations without those of backward that nothing reads any more."""
     needed: set[str] = set()
-    masks: dict[str, list[bool]] = {}  # of a gather's handle: which parameters are read
+    masks: dict[str, list[bool]] = {}  # handle of a gather -> which of its parameters are read
     reductions = {op.writes[0] for op in ops if op.kind is Kind.REDUCE}
     kept_ops = []
     for op in reversed(ops):

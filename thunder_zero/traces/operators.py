@@ -217,7 +217,7 @@ def flops_of_line(line: BoundSymbol) -> int:
         return int(flop_counter.sdpa_flop_count(*(_shape(arg) for arg in line.args[:3])))
     if packet is CPU_ATTENTION_BACKWARD:
         return int(flop_counter.sdpa_backward_flop_count(*(_shape(arg) for arg in line.args[:4])))
-    if packet is torch.ops.aten.convolution_backward:  # torch counts the weights of all groups for each
+    if packet is torch.ops.aten.convolution_backward:  # for each group torch counts the weights of all groups
         output, x, weight = (list(_shape(arg)) for arg in line.args[:3])
         flops = flop_counter.conv_flop_count(x, weight, output, transposed=line.args[7])
         return int(flops * sum(line.args[-1][:2]))

@@ -225,14 +225,14 @@ class _Reductions:
 
 def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> _Reductions:
     ended: dict[int, BoundSymbol] = {}
-    first: dict[str, BoundSymbol] = {}  # by the names of handles and means
-    waits: dict[str, int] = {}  # by the names of means
+    first: dict[str, BoundSymbol] = {}  # handle or mean -> the first launch of its reduction
+    waits: dict[str, int] = {}  # mean -> the index of its wait
     lines: set[int] = set()
     for index, line in enumerate(trace.bound_symbols):
         read = line.args[0].name if line.args and isinstance(line.args[0], Proxy) else ""
         if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
             first[line.output.name] = first.get(read, line)
-            ended.pop(waits.get(read, -1), None)  # it goes on
+            ended.pop(waits.get(read, -1), None)  # the reduction goes on over another axis
         elif line.sym == executor.wait and read in first:
             first[line.output.name] = ended[index] = first[read]
             waits[line.output.name] = index

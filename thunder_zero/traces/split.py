@@ -60,14 +60,14 @@ def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list
     outputs = (
         by_output.get(output.name) if isinstance(output, TensorProxy) else None for output in result["fw_flat_out"]
     )
-    return [left.pop() if left else None for left in outputs]
+    return [tangents_left.pop() if tangents_left else None for tangents_left in outputs]
 
 
 def _backward(
     forward: TraceCtx, lines: Sequence[BoundSymbol], gradients: Sequence[Any], saved: Any, cotangents: list[Any]
 ) -> TraceCtx:
     def backward_fn(saved_for_backward: Any, cotangents: Any) -> None:
-        """Has the signature of the trace."""
+        """Give the trace its signature."""
 
     backward = TraceCtx(fn=backward_fn)
     backward.tags.add(TraceTag.BACKWARD)

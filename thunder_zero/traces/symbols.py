@@ -326,15 +326,15 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return tuple(self._coded(tensor, self.plan.by_name[path], launch, arrived=arrived) for tensor, path in pairs)
 
     def _coded(self, tensor: TensorProxy, param: Param, launch: Op, *, arrived: bool) -> TensorProxy:
-        plan, over, others = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
+        plan, over, peers = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
         gathers = launch.kind is Kind.GATHER
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
         if gathers and param.frozen_format:
             shape, dtype = param.rest_shape if arrived else tensor.shape, param.rest_dtype
         elif gathers and plan.gathers_bytes(param):
-            shape, dtype = ((1 + others * arrived) * plan.payload_bytes(param),), torch.uint8
+            shape, dtype = ((1 + peers * arrived) * plan.payload_bytes(param),), torch.uint8
         elif not gathers and plan.reduces_bytes(param, over):
-            parts = others + (arrived and over == REPLICATE)
+            parts = peers + (arrived and over == REPLICATE)
             shape, dtype = (parts * plan.part_bytes(param, over),), torch.uint8
         device = self._device_of(tensor)
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
