@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from inspect import getfile
 from pathlib import Path
 from traceback import FrameSummary, extract_tb, format_list
@@ -31,6 +31,7 @@ from thunder_zero.compat.private import (
     TorchRuntimeError,
     TracingContext,
     Unsupported,
+    allowed_in_graphs,
     builder,
     cache_entries,
     dynamo_config,
@@ -123,23 +124,67 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
     return f"cannot trace {name}: {type(raised).__name__}{where}: {text}; {action}", raised
 
 
-@cache
-def take_as_plain(kind: type[Tensor]) -> None:
-    """Let dynamo treat tensors of this class as plain tensors, or parameters, from now on.
+@contextmanager
+def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[None]:
+    """Set dynamo up for a model of ours inside the block, in which it compiles one function.
 
-    Otherwise it answers True where a function of torch that it traces into, such as ``F.rms_norm``, asks
-    ``has_torch_function``, and it cannot trace what that function then does. Methods that torch has in Python
-    (``w.norm()``), rows (``a, b = w``) and ``type(w)`` would not be a parameter's either.
+    Everything is put back afterwards: other models are compiled by an unchanged dynamo.
+
+    Args:
+        breaks: gets one sentence for each graph that dynamo ends. It says where and why.
+        kinds: the classes of placeholders. Dynamo treats their tensors as plain parameters.
+    """
+    earlier = len(graph_break_reasons)  # dynamo keeps the reasons of all that this process compiled
+    FAKES.addFilter(_is_no_failure)
+    with (
+        _plain_parameters(kinds),
+        _functions_in_graphs(kinds),
+        _noted_questions(),
+        dynamo_config.patch(
+            allow_rnn=True,
+            skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
+            use_numpy_random_stream=True,  # as the plain module draws
+            recompile_limit=ANY_NUMBER,  # for one function: our caller drops the oldest program
+            accumulated_recompile_limit=ANY_NUMBER,  # for all models together
+            ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
+            reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
+        ),
+    ):
+        try:
+            yield
+        finally:
+            FAKES.removeFilter(_is_no_failure)
+            breaks += map(_sentence, graph_break_reasons[earlier:])
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class of dynamo inside the block."""
+    before = vars(holder)[name]
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
+    """Let dynamo treat tensors of these classes as plain tensors, or parameters, inside the block.
+
+    Otherwise ``has_torch_function`` is true where a function of torch that dynamo traces into, such as ``F.rms_norm``,
+    asks for it, and dynamo cannot trace the code that follows. Methods that torch has in Python (``w.norm()``), rows
+    (``a, b = w``) and ``type(w)`` would not be a parameter's either.
     """
     home: Any = builder
     subclass_of = home.infer_subclass_type
-    home.infer_subclass_type = lambda value: None if type(value) is kind else subclass_of(value)
+    return _replaced(home, "infer_subclass_type", lambda value: None if type(value) in kinds else subclass_of(value))
 
 
-@cache
-def take_functions_whole(kind: type[Tensor]) -> None:
-    """From now on, put an autograd function that is given tensors of this class, and that dynamo cannot trace, into the
-    graph as one call, which AOTAutograd traces. Outside of graphs it would read parameters that nothing gathers."""
+def _functions_in_graphs(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
+    """Put an autograd function that is given a placeholder into the graph as one call, if dynamo cannot trace it.
+
+    AOTAutograd traces the call. Outside of graphs the function would read parameters that nothing gathers.
+    """
     traced = AutogradFunctionVariable.call_apply
 
     @wraps(traced)
@@ -147,41 +192,25 @@ def take_functions_whole(kind: type[Tensor]) -> None:
         try:
             return traced(self, tx, args, kwargs)
         except Unsupported:
-            if not any(_is_given(kind, each) for each in (*args, *kwargs.values())):
+            if not any(_is_given(kinds, variable) for variable in (*args, *kwargs.values())):
                 raise
-        torch.compiler.allow_in_graph(self.fn_cls)
-        return self.call_method(tx, "apply", args, kwargs)
-
-    AutogradFunctionVariable.call_apply = call_apply
-
-
-def _is_given(kind: type[Tensor], variable: Any) -> bool:
-    """Return whether a value that dynamo traces is an input of the graph, of this class."""
-    node = variable.as_proxy().node if variable.is_tensor() else None
-    given = None if node is None else node.meta.get("grapharg")
-    return given is not None and isinstance(given.example, kind)
-
-
-@contextmanager
-def whole(breaks: list[str]) -> Iterator[None]:
-    """Inside the block, dynamo gives up on nothing because it compiled too much, and loggers end no graph.
-    ``breaks`` gets, for each graph that it ends, the sentence that says where and why."""
-    others = len(graph_break_reasons)  # of all that this process compiled before
-    FAKES.addFilter(_is_no_failure)
-    with dynamo_config.patch(
-        allow_rnn=True,
-        skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
-        use_numpy_random_stream=True,  # as the plain module draws
-        recompile_limit=ANY_NUMBER,  # of one function: whoever calls this drops the oldest
-        accumulated_recompile_limit=ANY_NUMBER,  # of all models together
-        ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
-        reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
-    ):
+        function = id(self.fn_cls)
+        was_allowed = function in allowed_in_graphs
+        allowed_in_graphs.add(function)
         try:
-            yield
+            return self.call_method(tx, "apply", args, kwargs)
         finally:
-            FAKES.removeFilter(_is_no_failure)
-            breaks += map(_sentence, graph_break_reasons[others:])
+            if not was_allowed:
+                allowed_in_graphs.remove(function)
+
+    return _replaced(AutogradFunctionVariable, "call_apply", call_apply)
+
+
+def _is_given(kinds: tuple[type[Tensor], ...], variable: Any) -> bool:
+    """Return whether a value that dynamo traces is an input of the graph, of one of these classes."""
+    node = variable.as_proxy().node if variable.is_tensor() else None
+    source = None if node is None else node.meta.get("grapharg")
+    return source is not None and isinstance(source.example, kinds)
 
 
 def floats_constant() -> Any:
@@ -204,23 +233,30 @@ def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
     return is_whole and not asks
 
 
-_asked: set[str] = set()  # since the last graph
+_asked: set[str] = set()  # questions about the grad mode since the last graph
 
 
 def _questions() -> bool:
-    """Whether Python asked for the grad mode since this was last called."""
+    """Return whether Python asked for the grad mode since the last call of this function."""
     asked = bool(_asked)
     _asked.clear()
     return asked
 
 
-@cache
-def note_questions() -> None:
-    """Note from now on where Python that dynamo captures asks whether gradients are on, or whether a tensor needs one:
-    by whatever name."""
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    handlers[torch.is_grad_enabled] = _noted(handlers[torch.is_grad_enabled])
-    TensorVariable.method_attr_requires_grad = _noted(TensorVariable.method_attr_requires_grad)
+@contextmanager
+def _noted_questions() -> Iterator[None]:
+    """Note inside the block where captured Python asks whether gradients are on, or whether a tensor needs one.
+
+    Code may call these functions by other names, so :data:`GRAD_MODE` alone does not find them.
+    """
+    handlers = TorchInGraphFunctionVariable._get_handlers()  # dynamo's own table, a dict
+    answer = handlers[torch.is_grad_enabled]
+    handlers[torch.is_grad_enabled] = _noted(answer)
+    try:
+        with _replaced(TensorVariable, "method_attr_requires_grad", _noted(TensorVariable.method_attr_requires_grad)):
+            yield
+    finally:
+        handlers[torch.is_grad_enabled] = answer
 
 
 def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:

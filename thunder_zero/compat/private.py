@@ -100,6 +100,8 @@ NAMES = {name: Private(*row) for name, row in {
         "notes whether forward asks for the grad mode", CAPTURE),
     "AutogradFunctionVariable": ("torch._dynamo.variables.misc:AutogradFunctionVariable",
         "puts an autograd function into a graph that it cannot trace", CAPTURE),
+    "allowed_in_graphs": ("torch._dynamo.trace_rules:_allowed_callable_ids", "likewise, for one call",
+        "torch.compiler.allow_in_graph for a block"),
     "Unsupported": ("torch._dynamo.exc:Unsupported", "likewise", CAPTURE),
     "CompileContext": ("torch._guards:CompileContext", "the number of the function that is compiled", CAPTURE),
     "TracingContext": ("torch._guards:TracingContext", "the user's line that is compiled", CAPTURE),

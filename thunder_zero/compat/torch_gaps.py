@@ -204,19 +204,35 @@ def step_alone(optimizer: Optimizer) -> None:
 # first gradient is replicated, torch's shares nothing: ranks would find 0 and 1, step apart, and scale apart.
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_wrapped: list[Any] = []  # our handler, once it is there
 
 
-def share_found_inf() -> None:
-    """From now on, for the life of the process, ranks share what they find in any gradient; a second call
-    changes nothing."""
-    custom_op_handlers[UNSCALE] = _unscale
+def share_found_inf(is_ours: Callable[[Sequence[Tensor]], bool]) -> None:
+    """From now on, for the life of the process, ranks share what they find in any gradient of our models.
+
+    Torch's own handler keeps all other lists of gradients. A second call changes nothing.
+
+    Args:
+        is_ours: says of a list of gradients whether one of them belongs to a model of ours.
+    """
+    torchs = custom_op_handlers[UNSCALE]
+    if torchs in _wrapped:
+        return
+
+    def unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (_unscale if is_ours(args[0]) else torchs)(operator, args, kwargs)
+
+    custom_op_handlers[UNSCALE] = unscale
+    _wrapped.append(unscale)
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """torch's operator on local tensors; then the flag, of one element, is the largest of all ranks of each mesh that a
-    gradient is sharded over, which takes one small collective for each of its dimensions."""
+    """Run torch's operator on local tensors, then take the largest flag of all ranks that share a sharded gradient.
+
+    The flag has one element. Each dimension of each mesh takes one small collective.
+    """
     grads, found, inverse = args
-    local = [_local(of) for of in (found, inverse)]
+    local = [_local(tensor) for tensor in (found, inverse)]
     operator([_local(grad) for grad in grads], *local, **kwargs)
     parts = [grad for grad in grads if isinstance(grad, DTensor) and any(map(_is_cut, grad.placements))]
     for mesh in {grad.device_mesh: None for grad in parts}:

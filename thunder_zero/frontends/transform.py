@@ -34,7 +34,6 @@ from thunder_zero.comm.split_ties import require_whole_ties
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.plans_of_transformers import leave_to_plan
-from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
@@ -136,7 +135,6 @@ class ZeroTransform(ProgramTransform):
         if plan.mesh.is_sliced:
             leave_to_plan(plain)
         self._state = self._take_over(model, plan, ranks, device, values)
-        share_found_inf()
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)

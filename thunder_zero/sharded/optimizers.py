@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.compat.torch_gaps import on_failed_steps
+from thunder_zero.compat.torch_gaps import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.accelerate import refuse_optimizer_file
 from thunder_zero.sharded.dtensors import part_of, require_own
@@ -112,7 +112,14 @@ def watch(state: State, module: nn.Module) -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_note_step)
         on_failed_steps(_explain)
+        share_found_inf(_has_own_gradient)
         _hooked = True
+
+
+def _has_own_gradient(grads: Iterable[Tensor]) -> bool:
+    """Return whether one of these gradients is that of a shard."""
+    own = {id(shard.grad) for state in sharded_model.states() for shard in state.shards.values()}
+    return not own.isdisjoint(map(id, grads))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -82,10 +82,8 @@ def export(
 
         return run
 
-    for kind in (Placeholder, Memoryless):
-        dynamo.take_as_plain(kind)
-        dynamo.take_functions_whole(kind)
-    captured = dynamo.capture(module, backend, partial(dynamo.whole, []), dynamic=dynamic, whole=True)
+    capturing = partial(dynamo.capturing, [], (Placeholder, Memoryless))
+    captured = dynamo.capture(module, backend, capturing, dynamic=dynamic, whole=True)
     with dynamo.floats_constant():
         returned = captured(*args, **kwargs)
     if not ran:

@@ -70,9 +70,6 @@ class DynamoModule(ZeroModule):
             number = _alive(model)._capture(graph, inputs)
             return lambda *inputs: _alive(model)._call(number, inputs)
 
-        dynamo.note_questions()
-        dynamo.take_as_plain(Placeholder)
-        dynamo.take_functions_whole(Placeholder)
         captured = dynamo.capture(self.plain, backend, lambda: _alive(model)._compiling(), dynamic=dynamic)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
@@ -86,7 +83,7 @@ class DynamoModule(ZeroModule):
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Dynamo captures something, inside the block: nothing else needs its settings, or no garbage collection."""
-        with dynamo.whole(self._graphs.breaks), uncollected():
+        with dynamo.capturing(self._graphs.breaks, (Placeholder,)), uncollected():
             yield
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
