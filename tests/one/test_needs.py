@@ -33,6 +33,7 @@ from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
@@ -45,7 +46,7 @@ from thunder_zero.compat import thunder as room
 from thunder_zero.compat.thunder import shortcuts, trace_repairs
 from thunder_zero.compat.thunder.fusion_repair import repair_fusion
 from thunder_zero.compat.thunder.patches import replaced
-from thunder_zero.compat.torch_gaps import UNSCALE
+from thunder_zero.compat.torch.optimizers import UNSCALE
 
 import thunder
 import thunder.torch as ltorch
@@ -462,6 +463,16 @@ def nobody_is_told_of_failed_steps() -> bool:
     return len(called) == 1 < len(registers)  # before the step
 
 
+def every_step_calls_the_hooks_of_all_optimizers() -> bool:
+    called: list[object] = []
+    hook = register_optimizer_step_pre_hook(lambda *args: called.append(args))
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    finally:
+        hook.remove()
+    return bool(called)
+
+
 def only_the_first_gradients_placements_count() -> bool:
     """The collectives of torch's own handler with a replicated gradient first."""
     dist.init_process_group("fake", rank=0, world_size=2)
@@ -537,6 +548,7 @@ def torch_draws_for_no_slice_on_a_cpu() -> bool:
         return not is_rng_supported_mesh(init_device_mesh("cpu", (1,)))
 
 
+AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
 NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
     Need("thunder/trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
@@ -550,17 +562,17 @@ NEEDS = (
     Need("thunder/repairs.py: fields_as_constants", a_dataclass_cannot_be_cast),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
-    Need("aot.py", no_public_name_gives_the_joint_graph, TORCH),
-    Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
-    Need("torch_gaps.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
+    *(Need(f"aot/{name}.py", no_public_name_gives_the_joint_graph, TORCH) for name in AOT),
+    Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
+    Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),
     Need("slice_generators.py", torch_draws_for_no_slice_on_a_cpu, TORCH),
     Need("inductor.py", no_public_name_compiles_a_graph_without_autograd, TORCH),
-    Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
-    Need("torch_gaps.py: refuse_fully_shard", nobody_says_that_fully_shard_was_applied, TORCH),
-    Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
+    Need("torch/optimizers.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
+    Need("torch/fully_shard.py", nobody_says_that_fully_shard_was_applied, TORCH),
+    Need("torch/optimizers.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("thunder/repairs.py: members", names_come_in_another_order),
     Need("thunder/unknown_numbers.py", a_number_decides),
     Need("thunder/opaque_calls.py", a_random_number_is_kept, what="a draw"),
@@ -572,14 +584,16 @@ NEEDS = (
     Need("thunder/operators/attention.py", attention_is_decomposed),
     Need("thunder/operators/choose.py", the_default_recipe_lists_none),
     Need("thunder/operators/convolution.py", convolutions_are_padded),
-    Need("torch_gaps.py: one_launch", a_failed_launch_stays_queued, TORCH),
+    Need("torch/groups.py: one_launch", a_failed_launch_stays_queued, TORCH),
     Need("thunder/trace_repairs.py: draw_once", a_checkpoint_draws_again, what="a checkpoint"),
     Need("thunder/refused_calls.py", an_attribute_stays_as_it_was, what="an attribute"),
     Need("thunder/refused_calls.py", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
     Need("thunder/fusion_repair.py", a_fuser_reads_what_forward_gathered),
     Need("thunder/shortcuts.py", builtins_are_interpreted),
     Need("thunders_work.py", lambda: not any("flop" in name.lower() for name in dir(prims.linear))),
-    Need("torch_gaps.py: is_inside_function_transform", torch_has_no_public_names, TORCH),
+    Need("torch/autograd.py", torch_has_no_public_names, TORCH),
+    Need("torch/tensors.py", torch_has_no_public_names, TORCH),
+    Need("torch/optimizers.py: step_alone", every_step_calls_the_hooks_of_all_optimizers, TORCH),
     Need("thunder/untraceable.py", PARTS["backward hooks"], what="backward hooks"),
     Need("thunder/wrong_gradients.py", written_values_are_saved, what="a value"),
 )

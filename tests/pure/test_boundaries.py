@@ -71,7 +71,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("encodings plan")),
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
-    Room("compat/torch_gaps.py",IMPORT,IMPORT, NOT,     rooms("compat/private")),
+    Room("compat/torch/",     IMPORT, IMPORT,  NOT,     rooms("compat/private")),
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
     Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
@@ -87,15 +87,15 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                               "compat/private compat/uncapturable")),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
-                                                              "compat/torch_gaps")),
+                                                              "compat/torch")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
-                                                              "compat/torch_gaps compat/casts compat/thunder")),
-    Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch_gaps comm sharded")),
+                                                              "compat/torch compat/casts compat/thunder")),
+    Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
-    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch_gaps "
+    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch "
                                                               "sharded optim")),
     Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint")),
     Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim frontends")),

@@ -41,7 +41,7 @@ from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.dcp_write import HashedFile
 from thunder_zero.comm.lost_ranks import CPU
-from thunder_zero.compat.torch_gaps import timeout_of
+from thunder_zero.compat.torch.groups import timeout_of
 
 import thunder
 

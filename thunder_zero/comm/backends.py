@@ -23,7 +23,7 @@ from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.transport import SingleRank, Transport
-from thunder_zero.compat.torch_gaps import let_gloo_wait_for_a_core
+from thunder_zero.compat.torch.groups import let_gloo_wait_for_a_core
 from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Plan
 

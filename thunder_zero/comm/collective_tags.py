@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero.comm.handle import SENDER, Waitable, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo
 from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
-from thunder_zero.compat.torch_gaps import timeout_of
+from thunder_zero.compat.torch.groups import timeout_of
 from thunder_zero.plan.mesh import SHARD
 
 BYTES = 256  # length of a message: a digest, then as much of the text as fits

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.compat.torch_gaps import all_groups, set_timeout, timeout_of
+from thunder_zero.compat.torch.groups import all_groups, set_timeout, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.torch_gaps import at_exit, wait_for_a_core
+from thunder_zero.compat.torch.groups import at_exit, wait_for_a_core
 
 Result = TypeVar("Result")
 

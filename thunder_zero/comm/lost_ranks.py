@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
-from thunder_zero.compat.torch_gaps import timeout_of
+from thunder_zero.compat.torch.groups import timeout_of
 
 CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_si
 
 from thunder_zero.comm.handle import BucketPart, Handle
 from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers, Shape, outside_autograd
-from thunder_zero.compat.torch_gaps import divide_all, one_launch
+from thunder_zero.compat.torch.groups import one_launch
+from thunder_zero.compat.torch.tensors import divide_all
 from thunder_zero.plan import layout
 
 

@@ -51,7 +51,7 @@ AUTOGRAD = "a public question about the backward that runs"
 
 # fmt: off
 NAMES = {name: Private(*row) for name, row in {
-    # AOTAutograd: compat/aot.py
+    # AOTAutograd: compat/aot/
     "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
         "traces forward and backward in one graph", EXPORT),
     "JointWithDescriptors": ("torch._functorch.aot_autograd:JointWithDescriptors", "its result", EXPORT),
@@ -127,7 +127,7 @@ NAMES = {name: Private(*row) for name, row in {
     # operators: traces/
     "OpOverload": ("torch._ops:OpOverload", "an operator's schema, tags and name", "the type made public"),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator", "an operator that calls functions", "likewise"),
-    # autograd, functions, kernels: compat/torch_gaps.py
+    # autograd, functions, kernels: compat/torch/
     "peek_interpreter_stack": ("torch._C._functorch:peek_interpreter_stack", "whether torch.func or vmap is active",
         "a public question"),
     "will_engine_execute_node": ("torch._C:_will_engine_execute_node", "whether a backward adds to .grad", AUTOGRAD),
@@ -143,7 +143,7 @@ NAMES = {name: Private(*row) for name, row in {
         "computes real numbers beside a forecast", "a public way out of modes"),
     "make_wrapper_subclass": ("torch:Tensor._make_wrapper_subclass", "tensors of any strides without memory",
         "a public way to make them"),
-    # processes and shards: compat/torch_gaps.py, sharded/, checkpoint/
+    # processes and shards: compat/torch/, sharded/, checkpoint/
     "coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager", "launches collectives as one",
         COALESCED),
     "c10d_world": ("torch.distributed.distributed_c10d:_world", "the groups there are; what a failed launch left",

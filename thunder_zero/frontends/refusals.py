@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.jitted import plain_of
-from thunder_zero.compat.torch_gaps import is_inside_function_transform
+from thunder_zero.compat.torch.autograd import is_inside_function_transform
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.plan.policy import Policy

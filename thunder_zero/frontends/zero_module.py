@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from thunder_zero.compat import thunder as room
 from thunder_zero.compat.jitted import BACKWARD_NODES, plain_of
-from thunder_zero.compat.torch_gaps import refuse_fully_shard
+from thunder_zero.compat.torch.fully_shard import refuse_fully_shard
 from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import Compilations
 from thunder_zero.frontends.compiled import Entry, Traces

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from thunder_zero.compat.torch_gaps import step_alone
+from thunder_zero.compat.torch.optimizers import step_alone
 from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of
 from thunder_zero.optim.stepper import GroupedParams
 

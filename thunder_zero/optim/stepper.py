@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from thunder_zero.compat.torch_gaps import step_alone
+from thunder_zero.compat.torch.optimizers import step_alone
 from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words
 from thunder_zero.optim.owners import Member, Values
 from thunder_zero.plan.params import Param

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from thunder_zero.compat.torch_gaps import accumulates, node_class
+from thunder_zero.compat.torch.autograd import accumulates, node_class
 from thunder_zero.sharded.dtensors import Rows
 
 

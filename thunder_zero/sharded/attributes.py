@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from thunder_zero.compat.torch_gaps import IS_PARAM
+from thunder_zero.compat.torch.tensors import IS_PARAM
 
 
 def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.private import DTensorSpec, StridedShard, TensorMeta
-from thunder_zero.compat.torch_gaps import accumulates
+from thunder_zero.compat.torch.autograd import accumulates
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 

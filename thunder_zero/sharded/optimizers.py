@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.compat.torch_gaps import on_failed_steps, share_found_inf
+from thunder_zero.compat.torch.optimizers import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.accelerate import refuse_optimizer_file
 from thunder_zero.sharded.dtensors import part_of, require_own

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher
-from thunder_zero.compat.torch_gaps import at_exit
+from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.printed import printed
 from thunder_zero.sharded.state import State

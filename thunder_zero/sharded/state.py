@@ -21,7 +21,7 @@ from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, d
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.compat.torch_gaps import let_go_of_groups
+from thunder_zero.compat.torch.groups import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import real_rows
 from thunder_zero.sharded.accumulation import Accumulation, unreduced

@@ -3,7 +3,7 @@
 In: a sharded module, and graphs of dynamo. Out: programs, one for each graph, choice of parameters and mode. Its door
 is ``compile.py``::
 
-    module.py     captured graphs, their numbers, their programs        compat/dynamo.py, compat/aot.py
+    module.py     captured graphs, their numbers, their programs        compat/dynamo.py, compat/aot/
     checkpoints   the joint graph computes again what checkpoints tag
     convert       joint graph -> joint trace: rows, gathers, reductions
     programs      scheduled, split, proved, run

@@ -2,11 +2,11 @@
 
 ::
 
-    joint graph        compat/aot.py             forward and backward of torch's operators
+    joint graph        compat/aot/               forward and backward of torch's operators
       convert          convert.py                a joint trace: parameters are rows, gathered and reduced
       scheduled        traces/pipeline.py        the passes, and their proof
       compiled         traces/pipeline.py        two traces, proved and compared between ranks
-      compiled         compat/aot.py             one function, with PyTorch's own autograd, writes and aliases
+      compiled         compat/aot/               one function, with PyTorch's own autograd, writes and aliases
 
 A program reduces gradients or defers them (``no_sync``), or has no backward.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from thunder_zero.compat import aot
-from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
+from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
 from thunder_zero.frontends.compilations import Spent, metered, uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.dynamo.captured import rebuilt, restoring

@@ -1,0 +1,32 @@
+"""What ``tz.compile`` asks of AOTAutograd: a joint graph, and a function that runs two phases.
+
+In: a graph of dynamo. Out: a :class:`Joint`, forward and backward in one graph (:func:`export`); then a function with
+PyTorch's own handling of autograd, of writes to inputs, and of outputs that are views (:func:`compiled`)::
+
+    export.py      traces a graph of dynamo; rewrites.py changes it before and after
+    joint.py       the joint graph, its inputs, outputs, tangents and gradients
+    nodes.py       where a node comes from: the user's variable, a module, a checkpoint, backward
+    runtime.py     the function that runs forward(inputs) and backward(saved values, tangents)
+    objects.py     puts meshes and other objects, which the phases do not get, back into their results
+"""
+
+from thunder_zero.compat.aot.export import Untraced as Untraced
+from thunder_zero.compat.aot.export import export as export
+from thunder_zero.compat.aot.joint import Joint as Joint
+from thunder_zero.compat.aot.joint import input_of as input_of
+from thunder_zero.compat.aot.joint import is_subclass as is_subclass
+from thunder_zero.compat.aot.nodes import RUN_AND_SAVE_STATE as RUN_AND_SAVE_STATE
+from thunder_zero.compat.aot.nodes import RUN_WITH_STATE as RUN_WITH_STATE
+from thunder_zero.compat.aot.nodes import argument_of as argument_of
+from thunder_zero.compat.aot.nodes import generator_state as generator_state
+from thunder_zero.compat.aot.nodes import hint as hint
+from thunder_zero.compat.aot.nodes import is_backward as is_backward
+from thunder_zero.compat.aot.nodes import is_checkpointed as is_checkpointed
+from thunder_zero.compat.aot.nodes import is_contiguous as is_contiguous
+from thunder_zero.compat.aot.nodes import module_of as module_of
+from thunder_zero.compat.aot.nodes import sequence_number as sequence_number
+from thunder_zero.compat.aot.nodes import users_value as users_value
+from thunder_zero.compat.aot.nodes import variable_of as variable_of
+from thunder_zero.compat.aot.rewrites import let_checkpoints_end as let_checkpoints_end
+from thunder_zero.compat.aot.runtime import Phases as Phases
+from thunder_zero.compat.aot.runtime import compiled as compiled

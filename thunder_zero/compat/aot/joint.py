@@ -1,0 +1,159 @@
+"""needed while: AOTAutograd describes its joint graph by private classes.
+
+In: what :mod:`thunder_zero.compat.aot.export` traced. Out: which placeholder is an input or a tangent, and which result
+is an output or a gradient::
+
+    placeholders   x    weight    tangent of y
+    results        y    gradient of x (None)    gradient of weight
+
+A tangent is None where nothing differentiated the output. AOTAutograd replaces a tensor subclass, such as a DTensor, by
+the tensors and objects that it holds. The phases get the tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thunder_zero.compat.aot.nodes import is_opaque
+from thunder_zero.compat.private import (
+    GradAOTOutput,
+    JointWithDescriptors,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A graph of dynamo, with its backward.
+
+    Attributes:
+        graph: its placeholders are inputs, then tangents; it returns forward's outputs, then gradients of inputs.
+        differentiates: whether there is a backward.
+        turns_on: whether forward turns gradients on itself, in a call that has them off.
+        without_history: the positions of outputs that forward computes while it has turned gradients off, or that it
+            computes from such values alone.
+        names: the names of the inputs of dynamo's graph.
+        outputs: the number of forward's outputs, with the new values of inputs that it writes to. A tensor subclass
+            counts as the tensors and objects that it holds.
+        mutated: the positions of inputs that forward writes to.
+        parts: the user's names of items of what functions return, by the keys of :func:`names_of_parts`.
+        exported: what AOTAutograd made.
+    """
+
+    graph: fx.GraphModule
+    differentiates: bool
+    turns_on: bool
+    without_history: Collection[int]
+    outputs: int
+    mutated: Sequence[int]
+    names: Sequence[str]
+    parts: Mapping[tuple[int, str, int | None], str]
+    exported: JointWithDescriptors
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """What the graph returns: nodes, or None for an opaque object."""
+        return [None if is_opaque(node) else node for node in self.all_results]
+
+    @property
+    def all_results(self) -> Sequence[Any]:
+        """What the graph returns, with opaque objects."""
+        results: Any = self.graph.graph.output_node().args[0]
+        return results  # type: ignore[no-any-return]
+
+    @property
+    def described(self) -> Sequence[Any]:
+        """AOTAutograd's descriptions of the results."""
+        return self.graph.graph.output_node().meta["desc"]  # type: ignore[no-any-return]
+
+    def tangents(self) -> Mapping[fx.Node, int]:
+        """Return each tangent, with the position of its output among forward's outputs."""
+        positions = {desc: position for position, desc in enumerate(self.described[: self.outputs])}
+        outputs = {node: output_of(node) for node in self.placeholders()}
+        return {node: positions[desc] for node, desc in outputs.items() if desc is not None}
+
+    def placeholders(self) -> Sequence[fx.Node]:
+        """Return the inputs and tangents that the phases get, so no opaque objects."""
+        return [node for node in self.all_placeholders() if not is_opaque(node)]
+
+    def all_placeholders(self) -> Sequence[fx.Node]:
+        """Return the inputs and tangents, with opaque objects."""
+        return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def returns_subclasses(self) -> bool:
+        """True if an output of forward is a part of a tensor subclass."""
+        return any(map(is_part, self.described[: self.outputs]))
+
+    def plain_outputs(self) -> Sequence[int]:
+        """Return the positions of the outputs of dynamo's graph among forward's outputs, in the order of the graph.
+
+        Raises:
+            RuntimeError: an output is a tensor subclass.
+        """
+        if self.returns_subclasses:
+            raise RuntimeError(
+                "forward returns a tensor subclass, such as a DTensor, which a trace of a model that does not run "
+                "cannot show; train a step of tz.compile and read tz.traces_of(model)"
+            )
+        descs = self.described[: self.outputs]
+        positions = {desc.idx: position for position, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)}
+        return [positions[number] for number in sorted(positions)]
+
+    def gradients(self) -> Sequence[tuple[Any, int | None]]:
+        """Return each gradient, with the position of its input of dynamo's graph, or None if it has no such input."""
+        descs = self.described[self.outputs :]
+        return [(node, _position(desc)) for node, desc in zip(self.results[self.outputs :], descs, strict=True)]
+
+    def subclass_gradients(self) -> Sequence[int]:
+        """Return the positions of the inputs of dynamo's graph whose gradients are tensor subclasses."""
+        descs = self.described[self.outputs :]
+        positions = [_position(desc.base) for desc in descs if is_part(desc)]
+        return [position for position in positions if position is not None]
+
+
+def is_subclass(value: object) -> bool:
+    """Return whether a value is a tensor that holds other tensors, such as a DTensor."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def input_of(node: fx.Node) -> int | None:
+    """Return the position of a placeholder among the inputs of dynamo's graph; None for a part of an input."""
+    desc = node.meta.get("desc")
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def output_of(node: fx.Node) -> Any:
+    """Return the description of the output that a placeholder is the tangent of; None for an input."""
+    return _described_output(node.meta.get("desc"))
+
+
+def is_part(desc: Any) -> bool:
+    """Return whether a result is a part of a tensor subclass."""
+    return isinstance(desc, SubclassGetAttrAOTOutput)
+
+
+def whole_tangent(desc: Any) -> Any:
+    """Return the description of the tangent that a part belongs to."""
+    return whole_tangent(desc.base) if isinstance(desc, SubclassGetAttrAOTInput) else desc
+
+
+def _described_output(desc: Any) -> Any:
+    if isinstance(desc, SubclassGetAttrAOTInput):
+        whole = _described_output(desc.base)
+        return None if whole is None else SubclassGetAttrAOTOutput(whole, desc.attr)
+    return desc.output if isinstance(desc, TangentAOTInput) else None
+
+
+def _position(desc: Any) -> int | None:
+    source = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+    return source.idx if isinstance(source, PlainAOTInput) else None

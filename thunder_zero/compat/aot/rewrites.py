@@ -1,0 +1,144 @@
+"""needed while: AOTAutograd refuses some graphs of dynamo, or gets them wrong.
+
+In: a graph of dynamo before AOTAutograd traces it, or the joint graph afterwards. Out: an equal graph, changed in
+place::
+
+    x[mask] = value         ->  x.copy_(where(mask, value, x))      its gradient has a known shape
+    return weight[0]        ->  return weight[0].clone()            AOTAutograd would take a view of rows
+    a float that changes    ->  a tensor                            one graph for all values
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from thunder_zero.compat.aot.joint import output_of
+from thunder_zero.compat.aot.nodes import is_backward
+from thunder_zero.compat.private import (
+    OutputType,
+    cleanup_recompute_tags,
+    detect_fake_mode,
+    set_grad_enabled,
+    tensorify_python_scalars,
+)
+
+ALIASES = (OutputType.alias_of_input, OutputType.is_input)
+IN_PLACE = frozenset(
+    ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem")
+)
+
+
+# Before the trace
+
+
+def choose_where_masks_write(graph: fx.GraphModule) -> None:
+    """Rewrite ``x[mask] = value`` as a choice, if the value has no dimension for those of the mask.
+
+    Otherwise its gradient would have an unknown shape, which torch's trace refuses.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=operator.setitem):
+        target, mask, value = node.args
+        x, index, filled = (arg.meta.get("example_value") if isinstance(arg, fx.Node) else arg for arg in node.args)
+        if not (isinstance(x, Tensor) and isinstance(index, Tensor) and index.dtype is torch.bool and index.dim()):
+            continue
+        missing = x.dim() - index.dim()
+        if not isinstance(filled, Tensor | float | int) or (isinstance(filled, Tensor) and filled.dim() > missing):
+            continue
+        added: list[fx.Node] = []
+        with graph.graph.inserting_before(node):
+            for _ in range(missing):
+                added.append(graph.graph.call_method("unsqueeze", (added[-1] if added else mask, -1)))
+            added.append(graph.graph.call_function(torch.where, (added[-1] if added else mask, value, target)))
+            added.append(graph.graph.call_method("copy_", (target, added[-1])))
+        for new in added:
+            new.meta["stack_trace"] = node.meta.get("stack_trace")
+        graph.graph.erase_node(node)
+        graph.recompile()
+
+
+def begin_without_gradients(graph: fx.GraphModule) -> bool:
+    """Turn gradients off where a graph begins, if the graph turns them on; return whether it does.
+
+    AOTAutograd would trace it with gradients on from the beginning.
+    """
+    switches = graph.graph.find_nodes(op="call_function", target=set_grad_enabled)
+    turns_on = any(node.args[0] for node in switches)
+    if turns_on:
+        first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+        with graph.graph.inserting_before(first):
+            graph.graph.call_function(set_grad_enabled, (False,))
+        graph.recompile()
+    return turns_on
+
+
+def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
+    """Return the positions of outputs that a graph computes with gradients off, or from such values alone.
+
+    An operator in place returns a value that was there before, with its history.
+    """
+    enabled, detached = True, set[fx.Node]()
+    for node in graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.target is set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif name.endswith("_") or name in IN_PLACE:
+            continue
+        elif not enabled or (node.all_input_nodes and detached.issuperset(node.all_input_nodes)):
+            detached.add(node)
+    outputs: Any = graph.graph.output_node().args[0]
+    return frozenset(position for position, node in enumerate(outputs) if node in detached)
+
+
+def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
+    """Return copies in place of views of parameters; return whether there are any.
+
+    AOTAutograd makes such a view anew from its input, which has this rank's rows only.
+
+    Args:
+        graph: a graph of dynamo.
+        inputs: what the graph is given.
+        infos: AOTAutograd's descriptions of the outputs.
+    """
+    output: Any = graph.graph.output_node()
+    results, copied = list(output.args[0]), False
+    for position, info in enumerate(infos):
+        is_alias = info.output_type in ALIASES and info.base_idx is not None
+        if is_alias and isinstance(inputs[info.base_idx], nn.Parameter):
+            with graph.graph.inserting_before(output):
+                results[position] = graph.graph.call_method("clone", (results[position],))
+            copied = True
+    if copied:
+        output.args = (tuple(results),)
+        graph.recompile()
+    return copied
+
+
+# Behind the trace
+
+
+def compute_with_tensors(graph: fx.GraphModule) -> None:
+    """Let a graph compute with tensors in place of floats, which change from call to call."""
+    fakes = detect_fake_mode()
+    if fakes is not None and fakes.shape_env is not None:
+        tensorify_python_scalars(graph, fakes.shape_env, fakes)
+
+
+def mark_backward(graph: fx.GraphModule) -> None:
+    """Mark the lines that depend on a tangent. Torch does not mark the backward of a user's autograd function."""
+    backward: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and output_of(node) is not None:
+            backward.add(node)
+        elif node.op == "call_function" and (is_backward(node) or not backward.isdisjoint(node.all_input_nodes)):
+            node.meta["partitioner_tag"] = "is_backward"
+            backward.add(node)
+
+
+def let_checkpoints_end(graph: fx.GraphModule) -> None:
+    """Save what one checkpoint hands to the next: take the checkpoint's tag off it."""
+    cleanup_recompute_tags(graph, is_default_partition=False)

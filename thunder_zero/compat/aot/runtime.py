@@ -1,0 +1,168 @@
+"""needed while: AOTAutograd runs two functions as one under private names alone.
+
+In: a joint graph, and two functions that compute its phases. Out: a function of inputs, with PyTorch's own handling of
+autograd, of writes to inputs, and of outputs that are views of inputs. The calling conventions of the phases::
+
+    forward([inputs]) -> [outputs, saved tensors, saved numbers]
+    backward([saved numbers, saved tensors, tangents]) -> [gradients of inputs]
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
+
+from thunder_zero.compat.aot.joint import Joint, output_of
+from thunder_zero.compat.aot.objects import Phases as Phases
+from thunder_zero.compat.aot.objects import WithObjects, objects_of
+from thunder_zero.compat.private import (
+    JointWithDescriptors,
+    SubclassCreationMeta,
+    aot_config,
+    aot_stage2_compile,
+    runtime_wrappers,
+)
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+def compiled(joint: Joint, phases: Phases, look: Callable[[Node], None]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function of a list of inputs that runs the phases.
+
+    Args:
+        joint: the graph that the phases compute.
+        phases: the functions of its tensors.
+        look: gets the node of each backward before it runs; it may raise.
+    """
+    state, capture = _for_one_program(joint.exported)
+    has_objects = capture.maybe_subclass_meta is not None or objects_of(joint)
+    runs = WithObjects(joint, phases) if has_objects else phases
+
+    def partition(graph: fx.GraphModule, args: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        return _stubs(joint, runs.saved)
+
+    def forward(graph: fx.GraphModule, args: Any) -> Boxed:
+        return _boxed(runs.forward)
+
+    def backward(graph: fx.GraphModule, args: Any) -> Boxed:
+        return _boxed(runs.backward)
+
+    with torch.no_grad(), aot_config.patch(donated_buffer=False), _watched(look):
+        function: Callable[[list[Any]], Sequence[Any]]
+        function, _ = aot_stage2_compile(state, capture, partition, forward, backward)
+    return function
+
+
+def _for_one_program(exported: JointWithDescriptors) -> tuple[Any, Any]:
+    """Return copies of what AOTAutograd changes when it compiles."""
+    state, capture = exported._aot_state, exported._aot_graph_capture
+    meta = _copied_metadata(state.fw_metadata)
+    meta.bw_donated_idxs = []  # None would refuse retain_graph
+    if capture.maybe_subclass_meta is not None:
+        subclasses = copy.copy(capture.maybe_subclass_meta)
+        subclasses.fw_metadata = _copied_metadata(subclasses.fw_metadata)
+        subclasses.grad_input_metas = list(map(_copied_creation, subclasses.grad_input_metas or ()))
+        capture = replace(capture, maybe_subclass_meta=subclasses)
+    quiet = replace(state.aot_config, enable_log=False)  # it would print the whole graph for a log
+    return replace(state, fw_metadata=meta, aot_config=quiet), capture
+
+
+def _copied_metadata(meta: Any) -> Any:
+    meta = copy.copy(meta)
+    meta.dynamic_saved_tensors_idxs = {}  # torch adds to it, by positions among the tensors that one program saves
+    for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
+        setattr(meta, name, list(map(_copied_creation, getattr(meta, name))))
+    return meta
+
+
+def _copied_creation(meta: Any) -> Any:
+    """Return a copy of a recipe for a tensor subclass, and any other description unchanged."""
+    if not isinstance(meta, SubclassCreationMeta):
+        return meta
+    copied = copy.copy(meta)
+    copied.attrs = {name: _copied_creation(inner) for name, inner in meta.attrs.items()}
+    return copied
+
+
+def _boxed(function: Boxed) -> Boxed:
+    """Mark a function as one that empties the list that it is given."""
+
+    def boxed(args: list[Any]) -> list[Any]:
+        return function(args)
+
+    vars(boxed)["_boxed_call"] = True
+    return boxed
+
+
+@contextmanager
+def _watched(look: Callable[[Node], None]) -> Iterator[None]:
+    """Let the autograd function that AOTAutograd makes inside the block call ``look`` before each backward.
+
+    A missing tangent is None there, where torch would make zeros.
+    """
+    factory: Any = runtime_wrappers._AOTDispatchAutogradFunctionFactory
+    build = factory.build
+
+    def build_watched(self: Any) -> Any:
+        function = build(self)
+        forward, backward = function.forward, function.backward
+
+        def forward_watched(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, *args)
+
+        def backward_watched(ctx: Any, *grads: Any) -> Any:
+            look(ctx)
+            return backward(ctx, *grads)
+
+        function.forward, function.backward = staticmethod(forward_watched), staticmethod(backward_watched)
+        return function
+
+    factory.build = build_watched
+    try:
+        yield
+    finally:
+        factory.build = build
+
+
+def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return graphs with the calling conventions of the phases. AOTAutograd reads what is saved; nothing runs them."""
+    forward, backward = fx.Graph(), fx.Graph()
+    inputs = [_copied(forward, node) for node in joint.all_placeholders() if output_of(node) is None]
+    call = forward.call_function(_stub, tuple(inputs))
+    outputs = [_result(forward, call, node) for node in joint.all_results[: joint.outputs]]
+    kept = [_result(forward, call, value) for value in saved]
+    forward.output((*outputs, *kept)).meta["desc"] = [*joint.described[: joint.outputs], *[None] * len(kept)]
+    for number, value in enumerate(sorted(saved, key=lambda value: isinstance(value, Tensor))):
+        backward.placeholder(f"saved_{number}").meta["val"] = value
+    tangents = [_copied(backward, node) for node in joint.all_placeholders() if output_of(node) is not None]
+    call = backward.call_function(_stub, tuple(tangents))
+    grads = tuple(_result(backward, call, node) for node in joint.all_results[joint.outputs :])
+    backward.output(grads).meta["desc"] = list(joint.described[joint.outputs :])
+    return fx.GraphModule(nn.Module(), forward), fx.GraphModule(nn.Module(), backward)
+
+
+def _stub(*args: Any) -> Any:
+    raise AssertionError("a stub does not run")
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    new = graph.placeholder(node.name)
+    new.meta.update(node.meta)
+    return new
+
+
+def _result(graph: fx.Graph, call: fx.Node, like: Any) -> Any:
+    """Return a result of a stub that looks like a node or a value; None and numbers stay as they are."""
+    if like is None or isinstance(like, int | float):
+        return like
+    new = graph.call_function(_stub, (call,))
+    new.meta.update(like.meta if isinstance(like, fx.Node) else {"val": like})
+    return new

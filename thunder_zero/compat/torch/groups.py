@@ -1,0 +1,89 @@
+"""Process groups: launches, timeouts, gloo threads, and functions that run when a process exits."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from thunder_zero.compat.private import c10d_world, coalescing_manager, set_pg_timeout
+
+# needed while: torch groups collectives by private names alone, and leaves failed ones queued.
+
+
+@contextmanager
+def one_launch(group: ProcessGroup) -> Iterator[Any]:
+    """Launch the collectives inside the block as one. Yield an object that has ``wait()`` after the block.
+
+    After an exception inside the block, such as an interrupt, torch would leave queued collectives to the next ones of
+    the group, which would then never be launched.
+    """
+    try:
+        with coalescing_manager(group, async_ops=True) as launched:
+            yield launched
+    except BaseException:
+        c10d_world.pg_coalesce_state.pop(group, None)
+        raise
+
+
+def let_go_of_groups(mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to its process groups, which were destroyed."""
+    mesh._pg_registry.clear()
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long the group's collectives of tensors on a device wait."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change how long the group's collectives wait."""
+    set_pg_timeout(timeout, group)
+
+
+# needed while: gloo's thread polls a connection to which another thread writes.
+# It is woken by what arrives there. If that takes the core from a thread that is writing, it polls until it loses the
+# core again: a third of a step's CPU time where cores are few. Linux can wake a thread without taking a core from
+# another one of its kind, which changes nothing but who waits.
+
+GLOO_LOOP = "gloo_tcp_loop"  # the name of the thread
+
+
+def wait_for_a_core(thread: int) -> None:
+    """On Linux, let a thread take no core from another thread when it is woken. ``thread`` is the system's number."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it, and the thread may have ended
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def let_gloo_wait_for_a_core() -> None:
+    """Apply :func:`wait_for_a_core` to gloo's threads that run now; a second call changes nothing."""
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):
+            if thread.read_text().strip() == GLOO_LOOP:
+                wait_for_a_core(int(thread.parent.name))
+
+
+# needed while: a thread of gloo that still holds tensors aborts a process that exits.
+# Torch joins such a thread when the last reference to a destroyed group goes, and Python stops no thread cleanly later.
+
+
+def at_exit(function: Callable[..., None], *args: Any) -> None:
+    """Call a function when the interpreter exits. The function that was registered last is called first."""
+    atexit.register(function, *args)
+
+
+def all_groups() -> list[ProcessGroup]:
+    """Return the process groups that were made and not destroyed."""
+    return list(c10d_world.pg_map)
