@@ -264,7 +264,7 @@ class Plan:
         return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
-        """Return whether its shard, gradient and optimizer state rest in host memory (``cpu_offload``)."""
+        """Return whether a parameter's shard, gradient and optimizer state rest in host memory (``cpu_offload``)."""
         return self.policy.cpu_offload and param.sharded
 
     def ranks_over(self, over: str) -> int:
@@ -276,36 +276,34 @@ class Plan:
         return self.geometry(param).reduced_over
 
     def encodes(self, *bucket: Param) -> bool:
-        """Return whether a line encodes a bucket before its gather: casts it, copies it from the host, or writes
-        bytes."""
+        """Return whether a line before the gather of a bucket casts it, copies it from the host, or writes bytes."""
         return any(self.rests_on_host(param) or self.gathers_bytes(param) or self._casts(param) for param in bucket)
 
     def _casts(self, param: Param) -> bool:
         return param.sharded and param.is_cast and not param.frozen_format
 
     def gathers_bytes(self, param: Param) -> bool:
-        """Return whether its rows are sent as bytes when it is gathered; one rank alone sends nothing."""
+        """Return whether a parameter's rows are sent as bytes when it is gathered; one rank alone sends nothing."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
     def gather_encoding(self, param: Param) -> Encoding:
-        """Return how its rows travel when it is gathered."""
+        """Return how a parameter's rows travel when it is gathered."""
         form = param.gather_format if self.gathers_bytes(param) else None
         return param.frozen_format or form or Encoding(param.compute_dtype)
 
     def decodes(self, *bucket: Param) -> bool:
-        """Return whether a line decodes the bytes that arrive when a bucket is gathered."""
+        """Return whether a line after the gather of a bucket decodes bytes."""
         return any(param.frozen_format or self.gathers_bytes(param) for param in bucket)
 
     def encodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether a line encodes the gradients of a bucket before their reduction over an axis: casts, or writes
-        bytes."""
+        """Return whether a line before the reduction of a bucket over an axis casts gradients, or writes bytes."""
         return any(self.reduces_bytes(param, over) or self._casts_gradient(param, over) for param in bucket)
 
     def _casts_gradient(self, param: Param, over: str) -> bool:
         return over == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
 
     def decodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether a line decodes what a reduction over an axis brings: reads bytes, casts means, or moves
+        """Return whether a line after the reduction of a bucket over an axis reads bytes, casts means, or moves
         them."""
         return any(self.reduces_bytes(param, over) or self._moves_mean(param, over) for param in bucket)
 
@@ -314,11 +312,11 @@ class Plan:
         return over == self.reduced_over(param)[-1] and is_moved
 
     def reduces_bytes(self, param: Param, over: str) -> bool:
-        """Return whether its gradient is reduced over an axis as bytes."""
+        """Return whether a parameter's gradient is reduced over an axis as bytes."""
         return bool(self.reduce_encoding(param, over).block)
 
     def reduce_encoding(self, param: Param, over: str = SHARD) -> Encoding:
-        """Return how its gradient travels over an axis. A format applies to the last axis only: between copies, if
+        """Return how a parameter's gradient travels over an axis. A format is for the last axis: between copies, if
         there are any."""
         is_last = over == self.reduced_over(param)[-1]
         form = param.reduce_format if is_last and self.ranks_over(over) > 1 else None
@@ -401,7 +399,7 @@ class Plan:
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
     def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the bytes of memory that the encoding line, and the decoding line, of a gather read and write.
+        """Return the bytes of memory that the lines before and after a gather, which encode and decode, read and write.
 
         A cast counts as encoding.
         """
@@ -415,10 +413,10 @@ class Plan:
         return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
 
     def reduce_work(self, param: Param, over: str) -> tuple[int, int]:
-        """Return the bytes of memory that the encoding line, and the decoding line, of a reduction over an axis read
-        and write.
+        """Return the bytes of memory that the lines before and after a reduction, which encode and decode, read and
+        write.
 
-        In a format each part is written once and summed once; between copies the sum is written again, and all ranks
+        In a format each part is written once and summed once. Between copies the sum is written again, and all ranks
         read it.
         """
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1

@@ -64,7 +64,7 @@ class Times:
 
     def __post_init__(self) -> None:
         for phase in ("forward", "backward"):
-            object.__setattr__(self, phase, _checked(phase, getattr(self, phase)))
+            object.__setattr__(self, phase, _check_times(phase, getattr(self, phase)))
         if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
             raise ValueError(
                 f"bytes_per_second is {self.bytes_per_second!r}; give the bytes that a rank sends per second, more "
@@ -81,7 +81,7 @@ class Times:
         return f"Times({gathers}, bytes_per_second={self.bytes_per_second}, <checksum {checksum:08x}>)"
 
 
-def _checked(phase: str, seconds: object) -> dict[str, float]:
+def _check_times(phase: str, seconds: object) -> dict[str, float]:
     if not isinstance(seconds, Mapping):
         raise ValueError(f"{phase} is {seconds!r}; give a mapping from paths of parameters to seconds")
     for path, value in seconds.items():

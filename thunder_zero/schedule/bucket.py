@@ -24,9 +24,9 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 def bucket(timeline: Timeline) -> Timeline:
     """Merge gathers, then reductions, by unit, dtype and bytes."""
-    timeline = _merged(timeline, _gather_buckets(timeline), place=0)
+    timeline = _merge(timeline, _gather_buckets(timeline), place=0)
     buckets = _reduce_buckets(timeline)
-    return _merged(timeline, [*buckets, *_continued(timeline, buckets)], place=-1)
+    return _merge(timeline, [*buckets, *_buckets_of_means(timeline, buckets)], place=-1)
 
 
 class _OpenBuckets:
@@ -90,7 +90,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     return buckets.done
 
 
-def _continued(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
+def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the buckets of the reductions that read the means of the given buckets."""
     wait_of = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
     reader = {op.reads[0]: index for index, op in enumerate(timeline.ops) if timeline.continues(op)}
@@ -98,7 +98,7 @@ def _continued(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[lis
     return [[reader[name] for name in names] for names in means if names[0] in reader]
 
 
-def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
+def _merge(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
     """Merge the launches of each bucket into one, and their waits, in the places of member ``place`` (0 or -1)."""
     ops = timeline.ops
     wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
@@ -112,14 +112,14 @@ def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int)
         waits = [wait_of[launch.writes[0]] for launch in launches]
         handle = launches[0].writes[0]
         values[handle] = replace(values[handle], nbytes=sum(values[launch.writes[0]].nbytes for launch in launches))
-        merged[members[place]] = replace(_concatenated(launches), writes=(handle,))
-        merged[waits[place]] = replace(_concatenated([ops[index] for index in waits]), reads=(handle,))
+        merged[members[place]] = replace(_concatenate(launches), writes=(handle,))
+        merged[waits[place]] = replace(_concatenate([ops[index] for index in waits]), reads=(handle,))
         replaced.update(members, waits)
     ops_left = (merged.get(index, op) for index, op in enumerate(ops) if index in merged or index not in replaced)
     return timeline.with_ops(ops_left, values)
 
 
-def _concatenated(members: Sequence[Op]) -> Op:
+def _concatenate(members: Sequence[Op]) -> Op:
     return replace(
         members[0],
         reads=tuple(name for op in members for name in op.reads),

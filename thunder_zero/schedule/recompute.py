@@ -34,7 +34,7 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from, regathered
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.regather import copies, let_views_follow, reads_renamed
+from thunder_zero.schedule.regather import copy_chain, let_views_follow, rename_reads
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
@@ -117,8 +117,8 @@ class _Phases:
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The values whose memory is overwritten: they are saved, since what they were cannot be computed again
-        later."""
+        """The values whose memory is overwritten. No recomputed operation reads them, and backward reads what was
+        saved."""
         return overwritten(self.timeline)
 
     @cached_property
@@ -167,7 +167,7 @@ class _Phases:
 def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
     """Return the values of forward to compute again where backward needs them, each with the index of its writer."""
     nodes, made_from, wanted = _graph(phases, refused)
-    number = {memory: index for index, memory in enumerate(nodes)}
+    node_of = {memory: index for index, memory in enumerate(nodes)}
     outputs = {phases.timeline.memory(name) for name in phases.timeline.ops[-1].reads}
     nbytes = [0 if memory in phases.kept_anyway else phases.timeline.nbytes(memory) for memory in nodes]
     uncut = sum(nbytes) + 1
@@ -175,11 +175,11 @@ def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
         if memory in outputs and memory in phases.writer and memory not in wanted:
             nbytes[index] = uncut  # the caller may overwrite outputs: save only those that backward reads anyway
     parents = [
-        None if sources is None else {number[memory] for memory in sources} for sources in map(made_from.get, nodes)
+        None if sources is None else {node_of[memory] for memory in sources} for sources in map(made_from.get, nodes)
     ]
-    _, recomputed = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
+    _, recomputed = cheapest_to_keep(nbytes, parents, {node_of[memory] for memory in wanted})
     computed = {nodes[index] for index in recomputed}
-    return {name: index for name, index in phases.writer.items() if _is_computed(phases, name, computed, number)}
+    return {name: index for name, index in phases.writer.items() if _is_computed(phases, name, computed, node_of)}
 
 
 def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
@@ -283,7 +283,7 @@ class _Placement:
                 self.full[path].append(name)
 
     def _backward(self, index: int, op: Op) -> None:
-        op = reads_renamed(op, self.dropped)
+        op = rename_reads(op, self.dropped)
         let_views_follow(op, self.dropped, self.values)
         if self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
@@ -296,11 +296,11 @@ class _Placement:
                 )
                 return
             self._copy_reads(index, op)
-            op = reads_renamed(op, self.names)
+            op = rename_reads(op, self.names)
             self.names.update(zip(originals, op.writes, strict=True))
         elif op.kind is Kind.COMPUTE:
             self._copy_reads(index, op)
-            op = reads_renamed(op, self.names)
+            op = rename_reads(op, self.names)
         let_views_follow(op, self.names, self.values)
         self.ops.append(op)
 
@@ -309,7 +309,7 @@ class _Placement:
         for name in op.reads:
             if name not in self.chain or name in self.names:
                 continue
-            new, positions = copies(phases.timeline, name, self.chain, self.names, self.values, backward=True)
+            new, positions = copy_chain(phases.timeline, name, self.chain, self.names, self.values, backward=True)
             self.ops += new
             for position in positions:
                 reads = phases.timeline.ops[position].reads

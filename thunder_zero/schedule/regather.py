@@ -33,10 +33,10 @@ NOT_A_TENSOR = Value(0, "")
 def regather(timeline: Timeline) -> Timeline:
     """Gather again, for backward and for each unit of forward, the parameters that are not kept unsharded."""
     # Backward first, so that it copies original operations, once for all readers.
-    return _regathered_in_forward(_regathered_in_backward(timeline))
+    return _regather_in_forward(_regather_in_backward(timeline))
 
 
-def _regathered_in_backward(timeline: Timeline) -> Timeline:
+def _regather_in_backward(timeline: Timeline) -> Timeline:
     chain = regathered(timeline)
     early = _needed_early(timeline, chain)
     values = dict(timeline.values)
@@ -45,8 +45,8 @@ def _regathered_in_backward(timeline: Timeline) -> Timeline:
     for index, op in enumerate(timeline.ops[:-1]):
         if op.backward:
             for read in (*early.get(index, ()), *op.reads):
-                ops += copies(timeline, read, chain, names, values, backward=True)[0]
-            op = reads_renamed(op, names)
+                ops += copy_chain(timeline, read, chain, names, values, backward=True)[0]
+            op = rename_reads(op, names)
             let_views_follow(op, names, values)
         ops.append(op)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
@@ -70,7 +70,7 @@ def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, lis
     return early
 
 
-def _regathered_in_forward(timeline: Timeline) -> Timeline:
+def _regather_in_forward(timeline: Timeline) -> Timeline:
     if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _chains_by_unit(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
@@ -95,11 +95,11 @@ def _regathered_in_forward(timeline: Timeline) -> Timeline:
             if unit not in copied or copied[unit][0] != other_gathers:
                 copied[unit] = other_gathers, {}
             names = copied[unit][1]
-            ops += copies(timeline, read, chains[unit], names, values, backward=False)[0]
+            ops += copy_chain(timeline, read, chains[unit], names, values, backward=False)[0]
             renamed[read] = names[read]
             names_of_units |= names
         gathers_before |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
-        ops.append(reads_renamed(op, renamed))
+        ops.append(rename_reads(op, renamed))
         let_views_follow(ops[-1], names_of_units, values)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
 
@@ -123,7 +123,7 @@ def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
     return chains
 
 
-def copies(
+def copy_chain(
     timeline: Timeline,
     value: str,
     chain: Mapping[str, int],
@@ -161,14 +161,14 @@ def copies(
     for index in positions:
         op = timeline.ops[index]
         for name in op.writes:
-            names[name] = _unused(f"{name}_again", values)
+            names[name] = _unused_name(f"{name}_again", values)
             values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
         writes = tuple(names[name] for name in op.writes)
-        copied.append(replace(reads_renamed(op, names), writes=writes, backward=backward, repeated=True))
+        copied.append(replace(rename_reads(op, names), writes=writes, backward=backward, repeated=True))
     return copied, positions
 
 
-def reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
+def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
     """Return the operation with other names of the values that it reads, if ``names`` has them."""
     if names.keys().isdisjoint(op.reads):  # the usual case
         return op
@@ -183,7 +183,7 @@ def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value])
             values[name] = values[name].copied(names)
 
 
-def _unused(name: str, values: Mapping[str, Value]) -> str:
+def _unused_name(name: str, values: Mapping[str, Value]) -> str:
     number = 1
     while (candidate := name if number == 1 else f"{name}{number}") in values:
         number += 1

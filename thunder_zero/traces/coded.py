@@ -60,10 +60,10 @@ class _Folding:
         if code in (self._executor.encode, self._executor.encode_grad):
             self._encode(op, line, code)
         elif code is not None:
-            yield self._decoded(op, line, code)
+            yield self._fold_wait(op, line, code)
         elif op.kind in LAUNCHES:
             self._launched[op.writes[0]] = op
-            yield self._sent(op)
+            yield self._fold_launch(op)
         elif (launch := self._coded_launch(op)) is not None:
             self._arrived[op.writes] = launch, op
         else:
@@ -86,7 +86,8 @@ class _Folding:
         for value, name, path in zip(op.reads, op.writes, paths_of(line), strict=True):
             self._encoded[name] = _Encoded(value, path, code, axis_of(line), op.source[0])
 
-    def _sent(self, launch: Op) -> Op:
+    def _fold_launch(self, launch: Op) -> Op:
+        """Return a launch that reads what was encoded for it."""
         code = self._executor.encoder_of(launch)
         sent = [self._encoded.pop(name, None) for name in launch.reads]
         expected = [(path, code, launch.over) if code else None for path in launch.params]
@@ -97,7 +98,8 @@ class _Folding:
         reads = tuple(item.value for item in encoded) or launch.reads
         return replace(launch, reads=reads, source=(*launch.source, *sorted({item.position for item in encoded})))
 
-    def _decoded(self, op: Op, line: BoundSymbol, code: Symbol) -> Op:
+    def _fold_wait(self, op: Op, line: BoundSymbol, code: Symbol) -> Op:
+        """Return a wait that writes what was decoded from it."""
         launch, wait = self._arrived.pop(op.reads, (None, None))
         if launch is None or wait is None:
             raise ScheduleError(f"line {op.source[0]} decodes {', '.join(op.reads)}, which has not just arrived")

@@ -61,13 +61,13 @@ def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
     """
     lines = trace.bound_symbols
     needed = forward_lines(lines)
-    ops = [op for index, line in enumerate(lines) for op in _ops(line, index, not needed[index], facts)]
+    ops = [op for index, line in enumerate(lines) for op in _lift_line(line, index, not needed[index], facts)]
     if coded:
         ops = list(fold(ops, lines, facts))
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].args[0]
     returned = _gradients(result["flat_args"], result["output"], facts) if is_joint(result) else ()
-    return Timeline(tuple(_with_params(ops)), _values(lines), facts.plan, _inputs(trace.args, facts), returned)
+    return Timeline(tuple(_add_params(ops)), _values_of(lines), facts.plan, _inputs(trace.args, facts), returned)
 
 
 def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
@@ -75,19 +75,20 @@ def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> T
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops: list[Op] = []
     for is_backward, lines in enumerate(phases):
-        lifted = (op for index, line in enumerate(lines) for op in _ops(line, index, bool(is_backward), facts))
+        lifted = (op for index, line in enumerate(lines) for op in _lift_line(line, index, bool(is_backward), facts))
         ops += fold(lifted, lines, facts)
-    values = _values([*phases[0], *phases[1]])
+    values = _values_of([*phases[0], *phases[1]])
     inputs = _inputs(forward.args, facts)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
         inputs |= _inputs(backward.args[1], facts)  # gradients of outputs; args[0] has what forward saved
         flat_args = forward.bound_symbols[-1].args[0]["flat_args"]
         returned = _gradients(flat_args, backward.bound_symbols[-1].args[0], facts)
-    return _frees_of_gathered(Timeline(tuple(_with_params(ops)), values, facts.plan, inputs, returned))
+    return _keep_frees_of_gathered(Timeline(tuple(_add_params(ops)), values, facts.plan, inputs, returned))
 
 
 def _inputs(args: Any, facts: Facts) -> dict[str, str | None]:
+    """Return the inputs among arguments, each with its path if it is a parameter."""
     return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(args)}
 
 
@@ -99,9 +100,10 @@ def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tu
     return tuple((facts.inputs[name], grad) for name, grad in named if name in facts.inputs)
 
 
-def _ops(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iterator[Op]:
+def _lift_line(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Iterator[Op]:
+    """Yield the operation of a line; none for lines that only unpack, comment or announce."""
     if operator_of(line) is not None:  # the usual case: a computation
-        yield _computation(line, position, backward, facts)
+        yield _lift_computation(line, index, backward, facts)
         return
     executor = facts.executor
     if line.sym.id in PREAMBLE or line.sym in (clear_mutable_collection, executor.enter):
@@ -119,12 +121,12 @@ def _ops(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Iter
     elif line.sym == executor.defer:
         kind, paths = Kind.DEFER, (line.args[1],)
     if kind is Kind.COMPUTE:
-        yield _computation(line, position, backward, facts)
+        yield _lift_computation(line, index, backward, facts)
     else:
-        yield Op(kind, tuple(read_by(line)), tuple(written_by(line)), paths, backward, source=(position,), over=over)
+        yield Op(kind, tuple(read_by(line)), tuple(written_by(line)), paths, backward, source=(index,), over=over)
 
 
-def _computation(line: BoundSymbol, position: int, backward: bool, facts: Facts) -> Op:
+def _lift_computation(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Op:
     """Return a computation, with what its line says of its work."""
     repeatable, work = is_repeatable(line), work_of(line)
     is_torchs = facts.plan.mesh.is_sliced and _is_of_slices(line, facts.plan)
@@ -134,7 +136,7 @@ def _computation(line: BoundSymbol, position: int, backward: bool, facts: Facts)
         tuple(written_by(line)),
         backward=backward,
         repeatable=repeatable,
-        source=(position,),
+        source=(index,),
         work=work,
         cheap=repeatable and is_cheap(line),
         updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(line))),
@@ -198,7 +200,7 @@ def proxies_in(tree: Any) -> list[Proxy]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy)]
 
 
-def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
+def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
     """Yield the operations, with the parameters of its launch for each wait.
 
     A wait for one of torch's other collectives than those of slices becomes a plain computation.
@@ -215,7 +217,7 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
 
 
-def _frees_of_gathered(timeline: Timeline) -> Timeline:
+def _keep_frees_of_gathered(timeline: Timeline) -> Timeline:
     """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
 
     A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
@@ -224,9 +226,8 @@ def _frees_of_gathered(timeline: Timeline) -> Timeline:
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))
-    order = {
-        param.path: number for number, param in enumerate(timeline.plan.params)
-    }  # names of values have no meaningful order
+    # The order of parameters, since the names of values have no meaningful one.
+    order = {param.path: number for number, param in enumerate(timeline.plan.params)}
     ops: list[Op] = []
     for op in timeline.ops:
         if op.kind is not Kind.FREE:
@@ -240,7 +241,8 @@ def _frees_of_gathered(timeline: Timeline) -> Timeline:
     return timeline.with_ops(ops)
 
 
-def _values(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
+def _values_of(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
+    """Return the size and dtype of each value that the lines read or write."""
     values: dict[str, Value] = {}
     for line in lines:
         base = ""
@@ -262,13 +264,13 @@ def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
         return [True] * len(lines)
     needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     forward = [False] * len(lines)
-    for position in reversed(range(len(lines) - 1)):
-        line = lines[position]
+    for index in reversed(range(len(lines) - 1)):
+        line = lines[index]
         if line.sym is prims.get_grad:
             continue
         makes = any(proxy.name in needed for proxy in line.flat_proxy_outs)
         if makes or line.sym.id in PREAMBLE or (line.sym.name == "copy_" and line.args[1].name in needed):
-            forward[position] = True
+            forward[index] = True
             needed.update(proxy.name for proxy in line.flat_proxy_args)
     return forward
 
@@ -287,7 +289,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     new.bound_symbols = [line for line in lines if line.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
-            for line in _lines(op, timeline, lines, proxies, executor):
+            for line in _emit_op(op, timeline, lines, proxies, executor):
                 if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
                     line.tags.add(BoundSymbolTag.BACKWARD)
                 new.bound_symbols.append(line)
@@ -295,18 +297,19 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     return new
 
 
-def _lines(
+def _emit_op(
     op: Op, timeline: Timeline, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor
 ) -> Iterator[BoundSymbol]:
+    """Yield the lines that run an operation; none for a FREE."""
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
-        yield _compute(op, lines[op.source[0]], proxies)
+        yield _emit_compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
-        yield from _wait(op, timeline.launches[op.reads[0]], proxies, executor)
+        yield from _emit_wait(op, timeline.launches[op.reads[0]], proxies, executor)
     elif op.kind is not Kind.FREE:
-        yield from _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
+        yield from _emit_launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
 
 
-def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
+def _emit_compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
     """Return the lifted line, with the names of the values that the operation reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):
@@ -317,7 +320,7 @@ def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbo
     return line.from_bsym_swap_proxies(swap) if swap else line
 
 
-def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
+def _emit_launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     tensors = tuple(proxies[name] for name in op.reads)
     sent, axis = tensors, executor.axis(op.over)
     if (code := executor.encoder_of(op)) is not None:
@@ -327,7 +330,7 @@ def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExe
     yield _bind(executor, single, sent, op.params, axis, handle)
 
 
-def _wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
+def _emit_wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     handle = proxies[op.reads[0]]
     for name, path in zip(op.writes, op.params, strict=True):
         if name not in proxies:  # only the wait for a repeated gather writes a new name

@@ -48,7 +48,7 @@ def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
     """Return the trace without what it computes only from the tangents named in ``missing``."""
     facts = scheduled.facts
     timeline = lift(scheduled.trace, facts, coded=True)
-    pruned = _Pruned(scheduled.trace, facts, timeline, set(missing))
+    pruned = _Pruning(scheduled.trace, facts, timeline, set(missing))
     ops = _drop_unread(list(pruned.left()))
     new = from_trace(scheduled.trace)
     new.bound_symbols = pruned.lines
@@ -57,7 +57,7 @@ def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
 
 
 @dataclass
-class _Pruned:
+class _Pruning:
     """The lines of a trace and those that pruning adds, with what is known of their values so far.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Pruned:
         swap: values, each with the value that takes its place.
         kept: for each handle, which of its tensors are not zero.
         lost: paths of parameters without a gradient.
-        left_out: operations that would compute a value which may not be zero, by the value.
+        left_out: values left out that may not be zero, each with the operation that would compute it.
     """
 
     trace: TraceCtx
@@ -87,7 +87,7 @@ class _Pruned:
         self.executor = self.facts.executor
 
     def left(self) -> Iterator[Op]:
-        """Yield the operations that are left."""
+        """Yield the operations that are left, in order."""
         for op in self.timeline.ops:
             line = self.lines[op.source[0]]
             op = replace(op, reads=tuple(self.swap.get(name, name) for name in op.reads))
@@ -96,18 +96,20 @@ class _Pruned:
                     self.depends.update(op.writes)
                     yield op
             elif line.sym is prims.python_return:
-                yield from self._last(op)
-                yield self._returned(op, line)
+                yield from self._reduce_lost(op)
+                yield self._prune_return(op, line)
             elif op.kind is Kind.WAIT or op.kind is Kind.REDUCE or op.kind is Kind.DEFER:
-                yield from self._ours(op)
+                yield from self._prune_collective(op)
             elif line.sym == self.executor.reduce_deferred:
                 yield self._with_line(op, line.from_bsym(args=((*line.args[0], *self.lost),)))
             elif line.sym in (self.executor.check_finite, self.executor.wait_offloaded):
-                yield from self._at_end(op, line)
+                yield from self._prune_end(op, line)
             else:
-                yield from self._computed(op, line)
+                yield from self._prune_computation(op, line)
 
-    def _computed(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
+    def _prune_computation(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
+        """Yield a computation, after real zeros for what it reads of missing tangents; nothing if its result is
+        zero."""
         zeros = [name for name in op.reads if name in self.zero]
         if not zeros or not self.depends.isdisjoint(op.reads):
             if not self.depends.isdisjoint(op.reads):
@@ -120,29 +122,26 @@ class _Pruned:
         if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _other_of_sum(line, zeros)) is not None:
             self.swap[op.writes[0]] = self.swap.get(kept, kept)
             return
-        yield from self._made(op, line, zeros)
+        yield from self._make_read(op, line, zeros)
         yield op
 
-    def _made(self, op: Op, line: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
+    def _make_read(self, op: Op, line: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
         """Yield the operations that make what a line reads of missing tangents."""
         for name in names:
             if name not in self.zero:
                 continue
             if name not in self.left_out:
-                yield self._made_zero(op, line, name)
+                yield self._make_zero(op, line, name)
                 continue
             maker = self.left_out[name]
-            yield from self._made(maker, self.lines[maker.source[0]], maker.reads)
+            yield from self._make_read(maker, self.lines[maker.source[0]], maker.reads)
             self.zero.difference_update(maker.writes)
             self.depends.update(maker.writes)
             yield maker
 
-    def _made_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
-        """Return an operation that makes a real zero, once. From here on the value counts as one that depends on
-        tangents."""
-        proxy = next(
-            proxy_read for proxy_read in line.flat_proxy_args if self.swap.get(proxy_read.name, proxy_read.name) == name
-        )
+    def _make_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
+        """Return an operation that makes a real zero, once. From here on the value does not count as zero."""
+        proxy = next(other for other in line.flat_proxy_args if self.swap.get(other.name, other.name) == name)
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
         if shape := self.facts.shapes.get(proxy.name):
             new_line = make_line(_zeros(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
@@ -161,7 +160,7 @@ class _Pruned:
             repeatable=True,
         )
 
-    def _ours(self, op: Op) -> Iterator[Op]:
+    def _prune_collective(self, op: Op) -> Iterator[Op]:
         """Yield a reduction, its wait, or a deferred gradient, for the tensors that are not zero; keep the wait of a
         gather."""
         if op.kind is Kind.WAIT:
@@ -179,13 +178,13 @@ class _Pruned:
         if any(mask):
             yield replace(op, reads=reads, writes=writes, params=_where(mask, op.params))
 
-    def _at_end(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
+    def _prune_end(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
         """Yield a line that reads all reduced gradients, for the gradients that are left."""
         mask = [proxy.name not in self.zero for proxy in line.args[0]]
         if any(mask):
             yield self._with_line(op, line.from_bsym(args=tuple(_where(mask, arg) for arg in line.args)))
 
-    def _last(self, op: Op) -> Iterator[Op]:
+    def _reduce_lost(self, op: Op) -> Iterator[Op]:
         """Yield a line that reduces what no_sync has deferred of parameters without a gradient, unless such a line
         exists."""
         reduces = any(line.sym == self.executor.reduce_deferred for line in self.lines)
@@ -193,7 +192,7 @@ class _Pruned:
             with tracectx(self.trace):
                 yield self._with_line(op, self.executor.reduce_deferred.bind(tuple(self.lost), output=None))
 
-    def _returned(self, op: Op, line: BoundSymbol) -> Op:
+    def _prune_return(self, op: Op, line: BoundSymbol) -> Op:
         """Return the return, with None for gradients that are zero."""
         result = dict(line.args[0])
         is_zero = [isinstance(grad, Proxy) and grad.name in self.zero for grad in result["output"]]

@@ -102,7 +102,7 @@ def _symbol_of(target: Any, random: bool) -> Symbol:
     name = (
         target.overloadpacket.__name__ if isinstance(target, OpOverload) else str(getattr(target, "__name__", target))
     )
-    return Symbol(name, id=target, tags=tags, executor=EXECUTOR, python_printer=_printed, is_prim=True)
+    return Symbol(name, id=target, tags=tags, executor=EXECUTOR, python_printer=_print_line, is_prim=True)
 
 
 def line(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> BoundSymbol:
@@ -251,7 +251,7 @@ def _plain(target: Any) -> str:
     return f"python_{getattr(target, '__name__', 'function')}"
 
 
-def _printed(line: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
+def _print_line(line: BoundSymbol, out: Any, args: Any, kwargs: Any) -> str:
     """Return the line as text: ``t5 = torch.ops.aten.mm.default(x, w)``."""
     target = line.sym.id
     if isinstance(target, OpOverload):

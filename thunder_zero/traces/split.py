@@ -25,22 +25,25 @@ def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     """Return the forward and the backward of a joint trace, which free what they have used."""
     *lines, end = trace.bound_symbols
     result, needed = end.args[0], forward_lines(trace.bound_symbols)
-    first = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if is_forward]
-    later = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if not is_forward]
-    tangents = [line for line in later if line.sym is prims.get_grad]
-    second = [line for line in later if line.sym is not prims.get_grad]
+    forward_part = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if is_forward]
+    others = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if not is_forward]
+    tangents = [line for line in others if line.sym is prims.get_grad]
+    backward_part = [line for line in others if line.sym is not prims.get_grad]
     known = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
-    known.update(proxy.name for line in first for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
-    used = [proxy for line in second for proxy in line.flat_proxy_args] + proxies_in(result["output"])
+    known.update(proxy.name for line in forward_part for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
+    used = [proxy for line in backward_part for proxy in line.flat_proxy_args] + proxies_in(result["output"])
     read = {proxy.name: proxy for proxy in used if proxy.name in known}
     tensors = tuple(proxy for proxy in read.values() if isinstance(proxy, TensorProxy))
     numbers = tuple(proxy for proxy in read.values() if not isinstance(proxy, TensorProxy))
-    forward = _forward(trace, first, result, (tensors, numbers))
-    backward = _backward(forward, second, result["output"], (tensors, numbers), _cotangents(result, tangents))
+    forward = _make_forward(trace, forward_part, result, (tensors, numbers))
+    backward = _make_backward(
+        forward, backward_part, result["output"], (tensors, numbers), _cotangents(result, tangents)
+    )
     return add_frees(forward), add_frees(backward)
 
 
-def _forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[str, Any], saved: Any) -> TraceCtx:
+def _make_forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[str, Any], saved: Any) -> TraceCtx:
+    """Return the forward trace, which also returns what it saves."""
     forward = from_trace(trace)
     forward.tags.add(TraceTag.AUGMENTED_FORWARD)
     forward.names = forward.names.copy()
@@ -63,9 +66,11 @@ def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list
     return [tangents_left.pop() if tangents_left else None for tangents_left in outputs]
 
 
-def _backward(
+def _make_backward(
     forward: TraceCtx, lines: Sequence[BoundSymbol], gradients: Sequence[Any], saved: Any, cotangents: list[Any]
 ) -> TraceCtx:
+    """Return the backward trace, which unpacks what forward saved and the tangents."""
+
     def backward_fn(saved_for_backward: Any, cotangents: Any) -> None:
         """Give the trace its signature."""
 
@@ -105,7 +110,7 @@ def _needed(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
 
 
 def add_frees(trace: TraceCtx) -> TraceCtx:
-    """Return the trace with a ``del`` after the last use of each value; lists that backward is given are emptied
+    """Return the trace with a ``del`` after the last use of each value. Lists that backward is given are emptied
     first."""
     *lines, end = trace.bound_symbols
     used = {proxy.name for proxy in proxies_in(end.args)}
