@@ -115,3 +115,10 @@ def table_of(printed: str) -> dict[str, tuple[str, ...]]:
     """The rows of all tables: name -> the other cells."""
     rows = re.findall(r"^│ (.+?) │$", printed, re.MULTILINE)
     return {name.strip(): tuple(cell.strip() for cell in cells) for name, *cells in (row.split("│") for row in rows)}
+
+
+def program_of(page: str, section: str) -> str:
+    """Return the first Python block of a section of a page."""
+    block = re.search(r"```python\n(.*?)```", page.partition(f"\n## {section}\n")[2], flags=re.DOTALL)
+    assert block is not None, f"the section {section!r} has no program"
+    return block[1]

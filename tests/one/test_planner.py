@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import Counter
@@ -14,24 +15,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.planner.models import (
-    KNOWN,
-    Llama,
-    ModelSizes,
-    Subject,
-    cross_entropy,
-    of_module,
-    subject_of,
-)
+from thunder_zero.tools.models.decoder import DecoderSizes, Llama
+from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
 from thunder_zero.tools.planner.plan_training import OWN_SLICES, best_of
 from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
-from thunder_zero.tools.planner.slicing import in_slices, sliced_copy
+from thunder_zero.tools.planner.slicing import sliced_copy
+from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
 from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
@@ -95,7 +91,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(
 
 def llama(blocks: int) -> Subject:
     with torch.device("meta"):
-        module = Llama(ModelSizes(blocks, 16, 4, 4, 32, 64, 8))
+        module = Llama(DecoderSizes(blocks, 16, 4, 4, 32, 64, 8))
         return of_module(module, (torch.empty(2, 8, dtype=torch.long),), loss=cross_entropy)
 
 
@@ -105,11 +101,11 @@ def test_repeated_blocks_in_slices_have_the_figures_of_the_model_traced_whole(
     stage: int, recompute: str, replicas: int
 ) -> None:
     one, mesh = llama(BLOCKS), MeshShape(replicas, 2, 2)
-    of = SubjectPrograms(one, tz.Policy(mixed_precision=PRECISION), 2, H100, lambda what: None, 2)
+    of = SubjectPrograms(one, tz.Policy(mixed_precision=PRECISION), 2, H100, lambda what: None, 2, LLAMA_STYLES)
     policy = of.policy(stage, recompute)
     names = ("dp_replicate", "dp_shard", "tp")
     with tz.tools.fake_mesh((replicas, 2, 2), names) as ranks:
-        part = sliced_copy(one.module, ranks["tp"], in_slices)
+        part = sliced_copy(one.module, ranks["tp"], LLAMA_STYLES)
         traces = tz.trace(part, *one.args, policy=policy, mesh=ranks, device=H100)
     # Sums of norms' gradients over slices come as early as their parts, or blocks were reduced at the end alone.
     together = [set(op.params) for op in traces.timeline.ops if op.kind == "reduce"]
@@ -129,7 +125,7 @@ def test_repeated_blocks_in_slices_have_the_figures_of_the_model_traced_whole(
 def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
     one = llama(2)
     how: dict[str, Any] = {"world_size": 8, "devices_per_node": 4, "loss": one.loss, "stages": (3,), "tp": (1, 2, 4)}
-    found = tz.tools.plan_training(one.module, *one.args, tp_plan=in_slices, **how)
+    found = tz.tools.plan_training(one.module, *one.args, tp_plan=LLAMA_STYLES, **how)
     meshes = [(str(row.mesh), row.mesh.ranks) for row in found.rows]
     assert meshes == [("2 x 4", 8), ("8", 8), ("2 x 2, tp 2", 8), ("4, tp 2", 8), ("2, tp 4", 8)]
     whole, halves, quarters = (row for row in found.rows if row.mesh.replicas == 1)
@@ -141,16 +137,18 @@ def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
     assert max(map(len, str(found).splitlines())) <= 80
     assert "tp again" in found.table()
     assert any("tensor parallelism" in text for text in found.assumed)
-    code = code_of(halves, tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1), one.build, OWN_SLICES)
+    code = code_of(
+        halves, tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1), one.build, OWN_SLICES.format("llama3-8b")
+    )
     assert '"cuda", (4, 2), mesh_dim_names=("dp", "tp")' in code
-    assert code.index("in_slices(module") < code.index("tz.compile(module, policy, mesh=mesh)")
+    assert code.index("parallelize_module(module") < code.index("tz.compile(module, policy, mesh=mesh)")
     pasted(code)
     with refused(ValueError, "tp is 2, and nothing says how to slice Llama"):
         tz.tools.plan_training(one.module, *one.args, world_size=8, tp=2)
     with refused(ValueError, "3 ranks of tensor parallelism do not divide 8 ranks in nodes of 8"):
-        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=3, tp_plan=in_slices)
+        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=3, tp_plan=LLAMA_STYLES)
     with refused(ValueError, "tp is (0,)"):
-        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=(0,), tp_plan=in_slices)
+        tz.tools.plan_training(one.module, *one.args, world_size=8, tp=(0,), tp_plan=LLAMA_STYLES)
 
 
 @pytest.mark.slow
@@ -340,9 +338,9 @@ def test_the_reason_says_why_a_row_is_best_what_makes_another_slower_and_only_wh
 
 def test_models_by_name_have_their_parameters() -> None:
     found = {}
-    for name, known in KNOWN.items():
+    for name, named in tz.tools.MODELS.items():
         with torch.device("meta"):
-            found[name] = sum(param.numel() for param in known.make(known.sizes).parameters())
+            found[name] = sum(param.numel() for param in named.make(named.sequence_length).parameters())
     assert found == {
         "llama3-8b": 8_030_261_248,
         "llama3-70b": 70_553_706_496,
@@ -351,15 +349,28 @@ def test_models_by_name_have_their_parameters() -> None:
     }
 
 
-def test_the_code_of_a_model_by_name_makes_it() -> None:
+def test_the_code_of_a_model_by_name_makes_it_and_slices_it_by_public_names() -> None:
     policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
-    code = code_of(replace(row(3, 1), mesh=MeshShape(2, 8)), policy, subject_of("llama3-8b", length=16).build)
-    names = pasted(code)
-    assert names["policy"].stage == 3
-    assert callable(names["init_device_mesh"])
-    with torch.device("meta"):
-        exec("module = " + code.partition("module = ")[2].partition("mesh = ")[0], names)
-    assert names["module"].cosines.shape == (16, 128)
+    for name in ("llama3-8b", "gpt-1.3b"):
+        planned = replace(row(3, 1), mesh=MeshShape(2, 2, 2))
+        code = code_of(planned, policy, subject_of(name, length=16).build, OWN_SLICES.format(name))
+        nodes = list(ast.walk(ast.parse(code)))
+        imports = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert imports == {"torch.distributed.device_mesh", "torch.distributed.tensor.parallel"}
+        tools = {
+            node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tz.tools"
+        }
+        assert tools <= set(tz.tools.__all__)
+        names = pasted(code)
+        assert names["policy"].stage == 3
+        assert callable(names["init_device_mesh"])
+        made, _, rest = code.partition("module = ")[2].partition("mesh = ")
+        with torch.device("meta"):
+            exec("module = " + made, names)
+        assert names["module"](torch.empty(1, 16, dtype=torch.long, device="meta")).shape[:2] == (1, 16)
+        with tz.tools.fake_mesh((2, 2, 2), ("dp_replicate", "dp_shard", "tp")) as names["mesh"]:
+            exec(rest[rest.index("styles = ") : rest.index("model = ")], names)
+        assert names["module"].blocks[0].mlp.up.weight.placements == (Shard(0),)
 
 
 def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:

@@ -119,18 +119,20 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces frontends tools/printing "
                                                               "tools/devices tools/cost tools/forecast")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
+    Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule frontends tools/printing "
                                                               "tools/devices tools/cost tools/dry_run "
-                                                              "tools/absent_ranks tools/forecast tools/from_file")),
+                                                              "tools/absent_ranks tools/forecast tools/from_file "
+                                                              "tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule frontends tools/printing tools/devices "
                                                               "tools/dry_run tools/forecast tools/cost tools/ask "
-                                                              "tools/planner")),
+                                                              "tools/models tools/planner")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded frontends tools/printing tools/devices "
                                                               "tools/compiled_programs tools/forecast tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded frontends tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
-                                                              "tools/doctor tools/dry_run tools/from_file "
+                                                              "tools/doctor tools/dry_run tools/from_file tools/models "
                                                               "tools/page tools/planner tools/printing tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,12 @@ from torch import nn
 import thunder_zero as tz
 from tests.harness.as_one_process import on_all_ranks
 from tests.harness.errors import raised
-from tests.harness.examples import run_main
+from tests.harness.examples import program_of, run_main
 from tests.harness.models import Mlp, fresh, full
 from tests.harness.ranks import RanksPool
 from thunder_zero.schedule import Kind, Timeline
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
-
-
-def program_of(section: str) -> str:
-    """Return the first Python block of a section of the page."""
-    (block, *_) = re.findall(r"```python\n(.*?)```", PAGE.partition(f"\n## {section}\n")[2], flags=re.DOTALL)
-    return str(block)
 
 
 def the_page_runs(rank: int, world_size: int) -> None:
@@ -36,7 +29,7 @@ def the_page_runs(rank: int, world_size: int) -> None:
     names: dict[str, Any] = {}
     for section in ("A pass", "A transport"):
         names |= {"module": fresh(Mlp), "x": x}
-        exec(program_of(section), names)
+        exec(program_of(PAGE, section), names)
         for mine, theirs in zip(names["model"].parameters(), usual.parameters(), strict=True):
             assert mine.grad is not None
             assert theirs.grad is not None
@@ -49,7 +42,7 @@ def the_page_runs(rank: int, world_size: int) -> None:
 def the_encoding_of_the_page_runs(rank: int, world_size: int) -> None:
     """Weights arrive rounded, as each rank's own rows do, in the bytes of the plan."""
     names: dict[str, Any] = {"module": fresh(Mlp), "x": torch.linspace(-1, 1, 14).view(2, 7) + rank}
-    exec(program_of("An encoding"), names)
+    exec(program_of(PAGE, "An encoding"), names)
     model, form = names["model"], names["Float8"](64)
     plain = fresh(Mlp)
     with torch.no_grad():

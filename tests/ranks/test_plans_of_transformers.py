@@ -20,9 +20,9 @@ from tests.harness.errors import says
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.hugging_face import parallelize
-from thunder_zero.tools.planner.models import of_module
 from thunder_zero.tools.planner.programs import SubjectPrograms
 from thunder_zero.tools.planner.slicing import sliced_copy
+from thunder_zero.tools.planner.subject import of_module
 from thunder_zero.tools.planner.training_plan import MeshShape
 
 import thunder

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from thunder_zero.tools.format_errors import WireError as WireError
     from thunder_zero.tools.format_errors import wire_error as wire_error
     from thunder_zero.tools.measure import measure_times as measure_times
+    from thunder_zero.tools.models.named import MODELS as MODELS
+    from thunder_zero.tools.models.named import NamedModel as NamedModel
     from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
@@ -76,6 +78,7 @@ NAMES = {  # by module; type checkers read the imports above
     "thunder_zero.tools.forecast.resized": ("resized",),
     "thunder_zero.tools.format_errors": ("WireError", "wire_error"),
     "thunder_zero.tools.measure": ("measure_times",),
+    "thunder_zero.tools.models.named": ("MODELS", "NamedModel"),
     "thunder_zero.tools.page.report": ("report",),
     "thunder_zero.tools.planner.plan_training": ("plan_training",),
     "thunder_zero.tools.planner.training_plan": ("TrainingPlan",),

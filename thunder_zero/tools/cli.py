@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
-from thunder_zero.tools.planner.models import KNOWN
+from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
@@ -161,7 +161,7 @@ def _trace(add: Add) -> None:
 
 def _report(add: Add) -> None:
     show = _command(add, "report", "write one HTML file that shows a step: time, memory, bytes, lines", _write_report)
-    show.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(KNOWN)}")
+    show.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(MODELS)}")
     show.add_argument("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
     show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
@@ -176,7 +176,7 @@ def _report(add: Add) -> None:
 
 def _plan(add: Add) -> None:
     show = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
-    show.add_argument("--model", required=True, help=f"{', '.join(KNOWN)}, or FILE.py:function: (module, input, ...)")
+    show.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: (module, input, ...)")
     show.add_argument("--world-size", type=int, required=True, help="ranks that train")
     show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
     show.add_argument("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")

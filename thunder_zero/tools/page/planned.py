@@ -12,10 +12,11 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_run import programs_of
+from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.page.data import Data
 from thunder_zero.tools.page.report import page_of
-from thunder_zero.tools.planner.models import KNOWN, subject_of
 from thunder_zero.tools.planner.plan_training import PRECISION
+from thunder_zero.tools.planner.subject import subject_of
 
 
 def report_of(
@@ -35,7 +36,7 @@ def report_of(
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
     mesh = Mesh.of(world_size, rank, replicas)
-    precision = PRECISION if model in KNOWN else MixedPrecision()
+    precision = PRECISION if model in MODELS else MixedPrecision()
     if dtype is not None:
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
     first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)

@@ -21,10 +21,11 @@ from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.planner.models import KNOWN, Subject, subject_of
+from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
-from thunder_zero.tools.planner.slicing import Slicing, in_slices
+from thunder_zero.tools.planner.slicing import Slicing
+from thunder_zero.tools.planner.subject import Subject, named_model, subject_of
 from thunder_zero.tools.planner.training_plan import (
     AS_FAST,
     MeshShape,
@@ -40,7 +41,7 @@ PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def plan_training(
-    model: nn.Module | str,
+    model: nn.Module | NamedModel | str,
     *args: Any,
     world_size: int,
     device: Device | str = "h100",
@@ -67,8 +68,9 @@ def plan_training(
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
-        model: a name (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), ``FILE.py:function``, which returns
-            ``(module, input, ...)``, or a plain module; it may be on the meta device.
+        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
+            ``FILE.py:function``, which returns ``(module, input, ...)``, or a plain module; it may be on the meta
+            device.
         args, kwargs: the arguments of a module's forward: one rank's share of a batch.
         world_size: ranks that train; 16 nodes of 8 are 128.
         device: as for :func:`thunder_zero.tools.estimate`.
@@ -98,7 +100,7 @@ def plan_training(
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    sizes, how = _known_slices(tp), in_slices if tp_plan is None else tp_plan
+    sizes, how = _known_slices(tp), _slicing(model, tp_plan)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = dict.fromkeys(sizes, micro_batch)
     if global_batch is not None:
@@ -110,12 +112,14 @@ def plan_training(
         for batch in set(batches.values())
     }
     subjects = {size: made[batch] for size, batch in batches.items()}
-    if max(sizes) > 1 and tp_plan is None and model not in KNOWN:
+    if max(sizes) > 1 and how is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
     with show_steps("tz.tools.plan_training", rows) as steps:
         asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
         asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subjects, world_size, described, memory, asked, steps, how).plan(stages, sizes, global_batch)
+        return _Comparison(subjects, world_size, described, memory, asked, steps, how or {}).plan(
+            stages, sizes, global_batch, _slicing_code(model, tp_plan)
+        )
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -130,6 +134,19 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
     if not sizes or any(not is_count(size) or not size for size in sizes):
         raise ValueError(f"tp is {tp!r}; give a number of ranks, at least 1, or several")
     return tuple(dict.fromkeys(sizes))
+
+
+def _slicing(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> Slicing | None:
+    """Return how torch slices a model; None if nothing says so."""
+    named = named_model(model)
+    return named.tp_plan if tp_plan is None and named is not None else tp_plan
+
+
+def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
+    """Return Python that slices ``module`` over ``mesh["tp"]``."""
+    if tp_plan is None and isinstance(model, str):
+        return OWN_SLICES.format(model)
+    return FUNCTION_SLICES if callable(tp_plan) else SLICES
 
 
 def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
@@ -167,7 +184,7 @@ class _Comparison:
     how: Slicing
     programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by ranks of tensor parallelism
 
-    def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None) -> TrainingPlan:
+    def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None, slicing: str) -> TrainingPlan:
         subject = self.subjects[sizes[0]]
         found: dict[tuple[int, int], list[PlanRow]] = {}
         for slices in sizes:
@@ -179,7 +196,7 @@ class _Comparison:
         chosen, code = best_of(rows), ""
         if chosen is not None:
             policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
-            code = code_of(chosen, policy, subject.build, OWN_SLICES if self.how is in_slices else SLICES)
+            code = code_of(chosen, policy, subject.build, slicing)
         returns_loss = self._programs(sizes[0]).returns_loss()
         return TrainingPlan(
             model=subject.name,
@@ -260,9 +277,10 @@ class _Comparison:
         )
 
 
-OWN_SLICES = """from thunder_zero.tools.planner.slicing import in_slices
-in_slices(module, mesh["tp"])  # a Llama's logits: Shard(-1), for loss_parallel"""
-SLICES = 'parallelize_module(module, mesh["tp"], ...)  # torch\'s; yours: tp_plan'
+OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan
+parallelize_module(module, mesh["tp"], styles)  # a Llama's logits: Shard(-1), for loss_parallel"""
+SLICES = 'parallelize_module(module, mesh["tp"], ...)  # yours: tp_plan'
+FUNCTION_SLICES = '...  # yours: tp_plan, which slices module over mesh["tp"]'
 OF_SLICES = (
     "ranks of tensor parallelism (tp) have one batch; their collectives go over the links of a node, as the next lines "
     "wait for them, and they have one NCCL communicator more; a Llama's loss is torch's loss_parallel, without "

@@ -21,9 +21,9 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, programs_of
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
-from thunder_zero.tools.planner.slicing import Slicing, in_slices, sliced_copy
+from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
+from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
@@ -50,7 +50,7 @@ class SubjectPrograms:
     device: Device
     tell: Callable[[str], None]
     slices: int = 1
-    how: Slicing = in_slices
+    how: Slicing = field(default_factory=dict)
     captured: dict[int, ProgramSource] = field(default_factory=dict)
     compiled: dict[tuple[Policy, bool, int], Traces] = field(default_factory=dict)
     enough: dict[Policy, int] = field(default_factory=dict)

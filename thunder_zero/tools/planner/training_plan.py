@@ -341,9 +341,11 @@ def _format(asked: Formats) -> str:
 
 
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
-    """Python to paste: imports, the policy, the module, the mesh, and the model. ``build`` makes
-    ``module``: lines that import, and one that makes it; ``slicing``, likewise, slices it over ``mesh["tp"]``."""
-    *imports, made = build.splitlines()
+    """Return Python to paste: imports, the policy, the module, the mesh, and the model.
+
+    ``build`` is a line that makes ``module``; ``slicing`` are lines that slice it over ``mesh["tp"]``.
+    """
+    imports: list[str] = []
     where, mesh = "", []
     shape: tuple[int, ...] = (row.mesh.replicas, row.mesh.shards)
     names: tuple[str, ...] = ("replicate", "shard")
@@ -357,9 +359,9 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=({dims})', ")"]
         where = ", mesh=mesh"
     if row.mesh.slices > 1:
-        *more, sliced = slicing.splitlines()
-        imports += more
-        mesh.append(sliced)
+        if "parallelize_module" in slicing:
+            imports.append("from torch.distributed.tensor.parallel import parallelize_module")
+        mesh += slicing.splitlines()
     precision = policy.mixed_precision
     lines = [
         "import torch",
@@ -377,7 +379,7 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         f"    in_flight_bytes={policy.in_flight_bytes:_},",
         f"    prefetch={policy.prefetch},",
         ")",
-        made,
+        build,
         *mesh,
         f"model = tz.compile(module, policy{where})",
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",

@@ -1,0 +1,167 @@
+"""Decoder-only transformers of two kinds, Llama 3 and GPT-2, as plain modules.
+
+::
+
+    tokens (batch, length)  -> embedding -> blocks: x + attention(norm(x)), x + mlp(norm(x)) -> norm -> head -> logits
+
+    Llama   rotary positions, RMSNorm, a gated MLP, grouped queries, a head
+    Gpt2    learned positions, LayerNorm, an MLP with biases, the embedding is the head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BASE = 500_000.0  # of Llama 3's rotary frequencies
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position, (length, size of a head)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """The sizes of a decoder.
+
+    Attributes:
+        blocks: number of blocks.
+        width: elements of a token between blocks.
+        heads: heads of queries.
+        key_heads: heads of keys and values, each shared by ``heads / key_heads`` heads of queries.
+        hidden: elements of a token inside an MLP.
+        vocabulary: number of tokens that the embedding knows.
+        length: tokens of a sequence.
+    """
+
+    blocks: int
+    width: int
+    heads: int
+    key_heads: int
+    hidden: int
+    vocabulary: int
+    length: int
+
+
+class Attention(nn.Module):
+    """Causal attention, with rotary positions if a rotation is given."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.head = sizes.heads, sizes.key_heads, sizes.width // sizes.heads
+        self.query = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.key = nn.Linear(sizes.width, self.key_heads * self.head, bias=False)
+        self.value = nn.Linear(sizes.width, self.key_heads * self.head, bias=False)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Attend within (batch, length, width)."""
+        batch, length, _ = x.shape
+        # Under tensor parallelism, a rank has some of the heads: -1.
+        query, key, value = (
+            linear(x).view(batch, length, -1, self.head).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+        y = F.scaled_dot_product_attention(query, self._repeat(key), self._repeat(value), is_causal=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        """Repeat each head of keys or values for the heads of queries that share it."""
+        if self.key_heads == self.heads:
+            return x
+        batch, heads, length, head = x.shape
+        copies = x.unsqueeze(2).expand(batch, heads, self.heads // self.key_heads, length, head)
+        return copies.flatten(1, 2)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate queries or keys by their positions (Su et al., RoFormer, 2021)."""
+    first, second = x.chunk(2, -1)
+    return x * cosines + torch.cat((-second, first), -1) * sines
+
+
+class GatedMlp(nn.Module):
+    """Llama's MLP: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Mlp(nn.Module):
+    """GPT-2's MLP: ``down(gelu(up(x)))``."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.up = nn.Linear(sizes.width, sizes.hidden)
+        self.down = nn.Linear(sizes.hidden, sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self, sizes: DecoderSizes, norm: Callable[[int], nn.Module], mlp: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norm(sizes.width), norm(sizes.width)
+        self.attention, self.mlp = Attention(sizes), mlp(sizes)
+
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Compute (batch, length, width) from as much."""
+        x = x + self.attention(self.attention_norm(x), rotation)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Llama(nn.Module):
+    """Llama 3."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes, nn.RMSNorm, GatedMlp) for _ in range(sizes.blocks))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        head = sizes.width // sizes.heads
+        angles = torch.outer(torch.arange(sizes.length), BASE ** -(torch.arange(0, head, 2) / head)).repeat(1, 2)
+        for name, values in (("cosines", angles.cos()), ("sines", angles.sin())):
+            self.register_buffer(name, values.to(torch.bfloat16), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (batch, length, vocabulary) of tokens (batch, length)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, (self.cosines, self.sines))
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Gpt2(nn.Module):
+    """GPT-2, without dropout."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.length, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes, nn.LayerNorm, Mlp) for _ in range(sizes.blocks))
+        self.norm = nn.LayerNorm(sizes.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (batch, length, vocabulary) of tokens (batch, length)."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)

@@ -1,0 +1,198 @@
+"""What is planned: a module with its inputs, its loss, and the blocks that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from thunder_zero.plan.policy import is_count
+from thunder_zero.tools.from_file import module_and_inputs
+from thunder_zero.tools.models.named import MODELS, NamedModel
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeBlocks:
+    """Blocks that are alike, in a row of one list: the path of the list, and their names in it, in order."""
+
+    path: str
+    names: tuple[str, ...]
+
+    def units(self, count: int) -> tuple[str, ...]:
+        """Return the paths of the first ``count`` blocks."""
+        return tuple(f"{self.path}.{name}" if self.path else name for name in self.names[:count])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module to plan for.
+
+    Attributes:
+        name: for tables and messages.
+        module: may be on the meta device; its values are never read.
+        args, kwargs: the arguments of its forward: one rank's share of a batch.
+        loss: from what forward returns to the loss; None if nobody gave one.
+        tokens: of one rank in a step.
+        alike: the blocks that are alike and have the most parameters; None if no blocks are alike.
+        batch: rows of the inputs, if the caller can choose fewer; otherwise 1.
+        build: a line of Python that makes the module, for the code to paste.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], Tensor] | None
+    tokens: int
+    alike: AlikeBlocks | None
+    batch: int
+    build: str
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that are alike."""
+        return len(self.alike.names) if self.alike else 0
+
+    @contextmanager
+    def with_blocks(self, count: int) -> Iterator[nn.Module]:
+        """Temporarily remove all but ``count`` of the alike blocks from the module."""
+        if self.alike is None or count >= self.blocks:
+            yield self.module
+            return
+        members = self.module.get_submodule(self.alike.path)._modules
+        before = dict(members)
+        removed = set(self.alike.names[count:])
+        kept = [(name, block) for name, block in before.items() if name not in removed]
+        is_numbered = all(name.isdecimal() for name in before)
+        members.clear()
+        members.update((str(index) if is_numbered else name, block) for index, (name, block) in enumerate(kept))
+        try:
+            yield self.module
+        finally:
+            members.clear()
+            members.update(before)
+
+
+def subject_of(
+    model: nn.Module | NamedModel | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    length: int | None = None,
+    micro_batch: int = 1,
+) -> Subject:
+    """Return what to plan.
+
+    Args:
+        model: a module, a model by name or its key in ``MODELS``, or ``FILE.py:function``.
+        args, kwargs: the arguments of a module's forward.
+        loss: of a module, or of a file's.
+        length: tokens of a sequence, of a model by name (default: the model's).
+        micro_batch: sequences of one rank in a step, of a model by name.
+
+    Raises:
+        ValueError: an option does not belong to this kind of model, or nothing is trained.
+        TypeError: ``model`` is of another type.
+    """
+    if isinstance(model, nn.Module):
+        if length is not None or micro_batch != 1:
+            option = "micro_batch" if length is None else "sequence_length"
+            raise ValueError(f"{option} belongs to models by name; change the shapes of the inputs")
+        subject = of_module(model, args, kwargs, loss)
+    elif not isinstance(model, NamedModel | str):
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+    elif args or kwargs:
+        raise ValueError(f"{_name_of(model)} comes with inputs; give inputs with a module alone")
+    elif isinstance(model, str) and ".py:" in model:
+        subject = _of_file(model, length, micro_batch, loss)
+    elif loss is not None:
+        raise ValueError(f"{_name_of(model)} comes with a loss; give loss= with a model of your own")
+    else:
+        subject = _by_name(model, length, micro_batch)
+    if not any(param.requires_grad for param in subject.module.parameters()):
+        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
+    return subject
+
+
+def named_model(model: object) -> NamedModel | None:
+    """Return a model by name, or that of a key of ``MODELS``; None if ``model`` is neither."""
+    return MODELS.get(model) if isinstance(model, str) else model if isinstance(model, NamedModel) else None
+
+
+def _name_of(model: NamedModel | str) -> str:
+    return model if isinstance(model, str) else model.name
+
+
+def _of_file(place: str, length: int | None, micro_batch: int, loss: Callable[[Any], Tensor] | None) -> Subject:
+    if length is not None or micro_batch != 1:
+        raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
+    module, args = module_and_inputs(place)
+    subject = of_module(module, args, loss=loss)
+    return replace(subject, name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
+
+
+def _by_name(model: NamedModel | str, length: int | None, micro_batch: int) -> Subject:
+    named = named_model(model)
+    if named is None:
+        raise ValueError(f"there is no model {model!r}; choose {', '.join(MODELS)}, or give FILE.py:function")
+    length = named.sequence_length if length is None else length
+    for option, count, unit in (("sequence_length", length, "tokens"), ("micro_batch", micro_batch, "sequences")):
+        if not is_count(count) or not count:
+            raise ValueError(f"{option} is {count!r}; give a number of {unit}, at least 1")
+    with torch.device("meta"):
+        module = named.make(length)
+        tokens = torch.empty(micro_batch, length, dtype=torch.long)
+    if named is MODELS.get(named.name):
+        build = f'module = tz.tools.MODELS["{named.name}"].make({length})  # untrained'
+    else:
+        build = f"module = ...  # yours: {named.name}, of {length} tokens"
+    return replace(of_module(module, (tokens,), loss=named.loss), name=named.name, build=build)
+
+
+def of_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Subject:
+    """Return the subject of a module with its inputs.
+
+    Its tokens are the elements of the first tensor of integers of two dimensions, or else the rows of the first tensor.
+    """
+    tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
+    tokens = integers[0].numel() if integers else prod(tensors[0].shape[:-1]) if tensors else 1
+    name = type(module).__name__
+    batch = len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
+    build = f"module = ...  # yours: the {name} that was planned"
+    return Subject(name, module, args, kwargs, loss, tokens, alike_blocks(module), batch, build)
+
+
+def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
+    """Return the blocks in a row of one list, alike in all but their values, that have the most parameters."""
+    best, most = None, 0
+    for path, parent in module.named_modules():
+        if not isinstance(parent, nn.ModuleList | nn.Sequential):
+            continue
+        for _, run in groupby(parent.named_children(), key=lambda child: _structure(child[1])):
+            members = list(run)
+            count = sum(param.numel() for _, child in members for param in child.parameters())
+            if len(members) > 1 and count > most:
+                best, most = AlikeBlocks(path, tuple(name for name, _ in members)), count
+    return best
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for modules that differ in values alone."""
+    tensors: Sequence[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    return type(module), repr(module), shapes
