@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def places(data: Data) -> Mapping[str, str]:
     by_operator = {one.operator: one for one in sorted(data.workspaces, key=lambda one: one.hidden)}
     largest = sorted(by_operator.values(), key=lambda one: -one.hidden)
     return {
-        "measurements": markdown(HEADERS, (cells(row) for row in data.rows if row.model != "small GPT"))
+        "measurements": markdown(HEADERS, lines(row for row in data.rows if row.model != "small GPT"))
         + f"\n{besides(data.rows)} {versions_of(data.rows)}\n",
         "workspaces": markdown(HIDING, map(workspace_cells, largest)) + f"\n{data.workspace_versions}.\n",
         "output": f"```\n{data.example}\n```\n",
@@ -135,14 +136,30 @@ def _is_text(cell: str) -> bool:
     return any(map(str.isalpha, cell)) or cell.startswith("[")
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table, under HEADERS."""
-    return (row.case, mib(row.peak[0]), percent(row.off), "" if row.peer is None else mib(row.peer))
+def lines(rows: Iterable[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of the table, under HEADERS. A model's plain stages share a line, unless FSDP2 trained it."""
+    shown = list(rows)
+    peers = {row.model for row in shown if row.peer is not None}
+    by_line: dict[str, list[Row]] = {}
+    for row in shown:
+        shared = re.fullmatch(r"(.*), stage \d", row.case)
+        by_line.setdefault(row.model if shared and row.model not in peers else row.case, []).append(row)
+    for name, members in by_line.items():
+        stages = ", ".join(row.case[-1] for row in members)
+        worst = max((row.off for row in members), key=abs)
+        peer = members[0].peer
+        yield (
+            members[0].case if len(members) == 1 else f"{name}, stages {stages}",
+            ", ".join(mib(row.peak[0]) for row in members),
+            percent(worst),
+            "" if peer is None else mib(peer),
+        )
 
 
 def workspace_cells(one: Workspace) -> tuple[str, ...]:
     """One line of the table, under HIDING."""
-    return (one.operator, one.inputs, f"{one.shown / MiB:.2f}", f"{one.hidden / MiB:.2f}")
+    shapes = re.sub(r"(?<=\d), (?=\d)", "×", one.inputs)
+    return (one.operator, shapes, f"{one.shown / MiB:.2f}", f"{one.hidden / MiB:.2f}")
 
 
 def besides(rows: Iterable[Row]) -> str:
