@@ -36,12 +36,13 @@ class AlibiConfig:
 
 
 def slopes(heads: int) -> Tensor:
-    """A geometric sequence from 2^(-8 / heads) to 2^-8, one for each head; exact for powers of two."""
+    """Return the heads' slopes: a geometric sequence from 2^(-8 / heads) to 2^-8, exact for powers of two."""
     return 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
 
 
 def biases(heads: int, tokens: int, like: Tensor) -> Tensor:
-    """What is added to the scores, (heads, tokens, tokens): minus slope times distance, -inf for later tokens."""
+    """Return what is added to the scores, (heads, tokens, tokens): minus slope times distance, -inf for later
+    tokens."""
     at = torch.arange(tokens, device=like.device)
     distance = at[:, None] - at[None, :]
     bias = -slopes(heads).to(like.device)[:, None, None] * distance
@@ -72,7 +73,8 @@ class Block(nn.Module):
 
 
 class AlibiGPT(nn.Module):
-    """Takes tokens and returns, for each position, the logits of the next one. The head is the embedding."""
+    """A GPT that takes tokens and returns, for each position, the logits of the next token. The embedding is its
+    head."""
 
     def __init__(self, config: AlibiConfig) -> None:
         super().__init__()

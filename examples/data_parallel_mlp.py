@@ -5,9 +5,9 @@
     python examples/data_parallel_mlp.py                                               # one process
 
 A perceptron (128-2048-2048-128, ReLU) takes 30 steps of plain SGD on one batch of 8,192 rows, cut over the ranks. Rank
-0 trains the same model alone on the whole batch. The losses are the same: the mean over ranks of the means over their
-rows is the mean over all rows, for the loss as for its gradients. The pictures show which rank holds which rows, of the
-batch and of each parameter, on 1, 2, 4 and 8 ranks; a plan needs no processes.
+0 trains an equal model alone on the whole batch. The losses agree: the mean over ranks of the means over their rows is
+the mean over all rows, for the loss and for its gradients. The pictures show which rank holds which rows, of the batch
+and of each parameter, on 1, 2, 4 and 8 ranks; a plan needs no processes.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def perceptron(width: int) -> nn.Sequential:
 
 
 def make_batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (rows, 128) each, from a standard normal distribution."""
+    """Return inputs and targets, (rows, 128) each, from a standard normal distribution."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, FEATURES, generator=generator), torch.randn(rows, FEATURES, generator=generator)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Squared distance, summed over features, mean over rows."""
+    """Return the squared distance: the sum over features, the mean over rows."""
     return (model(x) - y).square().sum(dim=1).mean()
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, losses_of: Losses, bar: Bar) -> list[float]:
-    """Take SGD steps on one batch; returns the loss before each."""
+    """Take SGD steps on one batch; return the loss before each step."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     losses = []
     for _ in range(steps):
@@ -74,21 +74,21 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, losses_of: Losses,
 
 
 def layouts_of(module: nn.Module, stage: int, rows: int) -> dict[int, list[Rows]]:
-    """Which rank holds what, by number of ranks."""
+    """Return which rank holds what, by number of ranks."""
     plans = {count: tz.schedule.make_plan(module, tz.Policy(stage), tz.schedule.Mesh.of(count)) for count in LAYOUTS}
     even = rounded_up(rows, max(LAYOUTS))
     return {count: [rows_of_batch(even, count), *rows_of_plan(plan)] for count, plan in plans.items()}
 
 
 def train_together(module: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace, ranks: Ranks) -> list[float]:
-    """Losses on all ranks, each with its rows of the batch."""
+    """Train on all ranks, each with its rows of the batch; return the losses."""
     model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=options.stage)])
     with progress_bar(console_of(ranks), f"on {ranks.words}", options.steps, options.rows, "rows") as bar:
         return train(model, ranks.rows_of(x), ranks.rows_of(y), options.steps, ranks.mean, bar)
 
 
 def train_alone(module: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace, ranks: Ranks) -> list[float]:
-    """Losses of the same model in this process alone, without Thunder."""
+    """Train the model in this process alone, without Thunder; return the losses."""
     with progress_bar(console_of(ranks), "alone", options.steps, options.rows, "rows") as bar:
         return train(module, x.to(ranks.device), y.to(ranks.device), options.steps, Tensor.double, bar)
 

@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Digits(nn.Module):
-    """Logits of the ten digits from 8 x 8 images."""
+    """A network that returns logits of the ten digits from 8 x 8 images."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ class Digits(nn.Module):
 
 
 def units_of(module: nn.Module) -> tuple[str, ...]:
-    """Each block is a unit; inside of the last block each convolution is one as well."""
+    """Return the units: each block, and inside the last block each convolution."""
     return (*(f"blocks.{number}" for number in range(len(WIDTHS))), "blocks.2.conv_1", "blocks.2.conv_2")
 
 
 def load_data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (rows, 1, 8, 8) in 0 to 1 and labels, for training and for testing."""
+    """Return images (rows, 1, 8, 8) in 0 to 1 and labels, for training and for testing."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
     images = torch.from_numpy(digits.images).float().div(16)[:, None][order]
@@ -119,7 +119,7 @@ def pool_statistics(model: nn.Module, ranks: Ranks) -> None:
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of images that the model reads right; every rank reads all of them."""
+    """Return the fraction of images that the model reads right; every rank reads all of them."""
     model.eval()
     with torch.no_grad():
         found = model(images).argmax(dim=1)
@@ -144,7 +144,7 @@ class Trainer:
         self.steps_in_epoch = len(self.images) // self.batch
 
     def train_epoch(self, epoch: int, bar: Bar) -> float:
-        """One pass over the training images, in an order that only the epoch decides; returns the last loss."""
+        """Train once on all images, in an order that depends only on the epoch; return the last loss."""
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(self.batch)[: self.steps_in_epoch]:
             images, labels = self.ranks.rows_of(self.images[rows]), self.ranks.rows_of(self.labels[rows])
@@ -156,19 +156,19 @@ class Trainer:
         return self.ranks.mean(loss.detach()).item()
 
     def test(self) -> float:
-        """The sharded model's accuracy, with statistics of all ranks' rows."""
+        """Return the sharded model's accuracy, with the statistics of all ranks' rows."""
         pool_statistics(self.model, self.ranks)
         return accuracy(self.model, self.test_images.to(self.ranks.device), self.test_labels.to(self.ranks.device))
 
     def save(self, epochs: int) -> Path:
-        """Save a sharded checkpoint; returns its folder."""
+        """Save a sharded checkpoint; return its folder."""
         path = self.folder / f"epoch-{epochs}"
         tz.save(path, self.model, self.optimizer, extra={"epochs": epochs})
         return path
 
 
 def test_plain(file: Path, trainer: Trainer) -> float:
-    """The accuracy of the plain module, without Thunder, with the weights of one file."""
+    """Return the accuracy of the plain module, without Thunder, with the weights of one file."""
     plain = Digits()
     plain.load_state_dict(torch.load(file, weights_only=True))
     return accuracy(plain, trainer.test_images, trainer.test_labels)

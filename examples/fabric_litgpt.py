@@ -57,13 +57,13 @@ def config_of(name: str | None, context: int) -> Config:
 
 
 def loss_of(model: Any, windows: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte; ``windows`` is (rows, context + 1)."""
+    """Return the mean cross entropy of the next byte; ``windows`` is (rows, context + 1)."""
     logits = model(windows[:, :-1])  # (rows, context, 256)
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 def step(fabric: Fabric, model: Any, optimizer: Any, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
-    """Run one optimizer step; returns the mean loss over all ranks and the gradients' norm."""
+    """Run one optimizer step; return the mean loss over all ranks and the gradients' norm."""
     optimizer.zero_grad()
     total = torch.zeros((), device=fabric.device)
     for number, windows in enumerate(micro_batches, 1):

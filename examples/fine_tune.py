@@ -60,7 +60,7 @@ def make_llama(options: argparse.Namespace, tokenizer: Any) -> nn.Module:
 
 
 def rows_of(lines: Sequence[str], tokenizer: Any, most: int) -> list[Row]:
-    """A row for each line; labels of -100 count in no loss."""
+    """Return a row for each line; labels of -100 count in no loss."""
     rows = []
     for line in lines:
         tokens = tokenizer(line, max_length=most, truncation=True).input_ids
@@ -70,7 +70,7 @@ def rows_of(lines: Sequence[str], tokenizer: Any, most: int) -> list[Row]:
 
 
 def packed(rows: Sequence[Row], length: int) -> list[Row]:
-    """Rows of one length, with the given ones end to end: attention keeps apart what begins at position 0 again."""
+    """Pack rows end to end into rows of one length. Attention keeps apart what begins at position 0 again."""
     joined: Row = {"input_ids": [], "labels": [], "position_ids": []}
     for row in rows:
         for name, values in (row | {"position_ids": list(range(len(row["labels"])))}).items():
@@ -80,7 +80,7 @@ def packed(rows: Sequence[Row], length: int) -> list[Row]:
 
 
 def last_complete(folder: Path) -> str | None:
-    """The last checkpoint that was written to its end: a trainer writes its own state when all else is there."""
+    """Return the last complete checkpoint: a trainer writes its own state after all other files."""
     complete = [state.parent for state in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(complete, key=lambda path: int(path.name.partition("-")[2]))) if complete else None
 
@@ -119,7 +119,7 @@ def make_trainer(options: argparse.Namespace, folder: Path) -> Any:
 
 
 def continued(trainer: Any, prompt: str) -> str:
-    """What the trained model writes after a prompt; all ranks must call it."""
+    """Return what the trained model writes after a prompt; all ranks must call it."""
     tokenizer = trainer.processing_class
     start = torch.tensor([tokenizer(prompt, add_special_tokens=False).input_ids], device=trainer.args.device)
     with tz.full_parameters(trainer.model_wrapped) as module, torch.no_grad():

@@ -1,15 +1,15 @@
 """ZeRO-3 (FSDP) by hand: does the work of ZeroTransform step by step.
 
     python examples/fsdp_by_hand.py             # steps 1 to 12, in one process
-    python examples/fsdp_by_hand.py --ranks 2   # steps 13 to 16: the same on 2 real processes, which it starts
+    python examples/fsdp_by_hand.py --ranks 2   # steps 13 to 16, on 2 real processes, which it starts
 
-Steps 1 to 12 shard two linear layers for rank 0 of 2. Each calls one function of this package or of Thunder and prints
-the result. The last ones compare the traces with those of ZeroTransform, and run them. One process is enough: a trace
-only names tensors and parameters, and at run time a small class plays the other rank.
+Steps 1 to 12 shard two linear layers for rank 0 of 2. Each step calls one function of this package or of Thunder and
+prints the result. The last steps compare the traces with those of ZeroTransform, and run them. One process is enough: a
+trace only names tensors and parameters, and at run time a small class plays the other rank.
 
-Steps 13 to 16 need no such class. Each process shards, synchronises, differentiates and lowers (steps 2 to 5) for
-itself, and runs what comes out on its own part of a batch, with collectives of torch.distributed (gloo, on CPUs).
-They stand in fsdp_by_hand_ranks.py.
+Steps 13 to 16 need no such class. Each process shards, synchronises, differentiates and lowers (steps 2 to 5) its own
+module. Then it runs the result on its own part of a batch, with collectives of torch.distributed (gloo, on CPUs). These
+steps are in fsdp_by_hand_ranks.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forw
 
 
 class TwoLayers(nn.Module):
-    """5 and 3 rows: neither divides by 2, so the second rank's shards are padded."""
+    """Two linear layers of 5 and 3 rows. Neither divides by 2, so the second rank's shards are padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class BothRanks(DryRuntime):
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
         rows = [self.plan.by_name[path].shape[0] for path in paths]
-        padded = [torch.cat([own, self.others[path]]) for own, path in zip(shards, paths, strict=True)]
+        padded = [torch.cat([local, self.others[path]]) for local, path in zip(shards, paths, strict=True)]
         return Done(tuple(full[:count] for full, count in zip(padded, rows, strict=True)))
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Done:
@@ -218,7 +218,8 @@ class BothRanks(DryRuntime):
 def run(
     forward: TraceCtx, backward: TraceCtx, arguments: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor, list[Tensor], str]:
-    """The output, the gradients of the parameters, and the shapes of what forward saves for backward."""
+    """Run both traces; return the output, the parameters' gradients, and the shapes of what forward saves for
+    backward."""
     result, (saved, other) = forward.python_callable()(*arguments)
     shapes = f"shapes {[tuple(tensor.shape) for tensor in saved]}"
     grads = backward.python_callable()([list(saved), list(other)], [grad])
@@ -264,15 +265,15 @@ def show(heading: str, body: str) -> None:
 
 
 def code(trace: TraceCtx) -> str:
-    """The lines of a trace without comments and blank lines, each with its result's shape."""
+    """Return the lines of a trace without comments and blank lines, each with its result's shape."""
     lines = trace.python(print_depth=1).replace("thunder_zero.traces.symbols.", "").splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("def "))
+    start = next(index for index, line in enumerate(lines) if line.startswith("def "))
     wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
     return "\n".join(line.partition("  # ")[0] if '"FUTURE ' in line else line for line in wanted)
 
 
 def changes(before: tz.schedule.Timeline, after: tz.schedule.Timeline) -> str:
-    """Removed (-) and added (+) lines, with one line of context."""
+    """Return the removed (-) and added (+) lines, each with one line of context."""
     old, new = format_timeline(before).splitlines(), format_timeline(after).splitlines()
     diff = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
     return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "changes nothing here"
@@ -301,7 +302,7 @@ def one_process() -> None:
     prologue, computation = functional_trace(jitted, x)
     show("1. The functional trace: parameters are arguments", code(computation))
     show_shards(plan)
-    facts = facts_of(module_inputs(prologue, computation), executor)  # what is known beside the lines
+    facts = facts_of(module_inputs(prologue, computation), executor)  # what is known besides the lines
     paths = list(facts.inputs.values())
     # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):

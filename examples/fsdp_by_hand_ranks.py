@@ -1,10 +1,10 @@
-"""Steps 13 to 16 of fsdp_by_hand.py: the same on real ranks, each a process of its own.
+"""Steps 13 to 16 of fsdp_by_hand.py, on real ranks, each a process of its own.
 
     python examples/fsdp_by_hand.py --ranks 2
 
 Every rank takes the four steps from a module to a lowered trace: it shards (step 2), synchronises (3), differentiates
-(4) and lowers (5). Then it runs its trace on its own part of a batch, and compares the output and the gradients with
-those of the plain module on the whole batch. Rank 0 prints for all.
+(4) and lowers (5). Then it runs its trace on its own part of a batch. It compares the output and the gradients with
+those of the plain module on the whole batch. Rank 0 prints for all ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def own_part(batch: Tensor, plan: tz.schedule.Plan) -> Tensor:
 
 
 def rows_in_words(param: tz.schedule.Param, plan: tz.schedule.Plan) -> str:
-    """Such as "rows 3:5 and 1 of zeros"."""
+    """Return words such as "rows 3:5 and 1 of zeros"."""
     rows, zeros = plan.geometry(param).rows, plan.geometry(param).padding
     return (f"rows {rows.start}:{rows.stop}" if rows.start < rows.stop else "no rows") + (
         f" and {zeros} of zeros" if zeros else ""
@@ -77,13 +77,13 @@ def holdings(plan: tz.schedule.Plan, shards: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Traces:
-    """Of one rank.
+    """The traces of one rank.
 
     Attributes:
         paths: the parameters among a trace's arguments, which follow x.
-        lowered: after the four steps.
+        lowered: the trace after the four steps.
         phases: forward and backward of the lowered trace (step 15).
-        phases_of_zero3: the same in ZeRO-3's order (step 16).
+        phases_of_zero3: forward and backward in ZeRO-3's order (step 16).
     """
 
     paths: list[str]
@@ -103,7 +103,7 @@ def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
 
 
 def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """The lines of a lowered trace, each launch with the rows that this rank sends, or keeps of the mean."""
+    """Return the lines of a lowered trace; each launch notes which rows this rank sends, or keeps of the mean."""
     notes = {}
     for line in trace.bound_symbols:
         if line.sym.name in executor.launches:
@@ -133,7 +133,7 @@ class UnderWay:
 class RealRanks(DryRuntime):
     """Textbook collectives on the default process group; ``launched`` counts them.
 
-    The package's own send fewer bytes: no padding, and one message for a bucket.
+    The collectives of this package send fewer bytes: no padding, and one message for a bucket.
     """
 
     def __init__(self, plan: tz.schedule.Plan) -> None:
@@ -149,7 +149,8 @@ class RealRanks(DryRuntime):
         return UnderWay(works, lambda: tuple(torch.cat(all_)[:n] for all_, n in zip(parts, rows, strict=True)))
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
-        """A reduce-scatter is one sum per rank, of that rank's rows; only that rank gets it. Here, the mean."""
+        """Start the reductions of gradients. A reduce-scatter is one sum for each rank, of its rows; only that rank
+        gets it."""
         self.launched["reductions"] += 1
         params, world_size = [self.plan.by_name[path] for path in paths], self.plan.mesh.shard.size
         plans = [replace(self.plan, mesh=tz.schedule.Mesh.of(world_size, rank)) for rank in range(world_size)]
@@ -163,7 +164,7 @@ class RealRanks(DryRuntime):
 
 
 def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.schedule.Plan) -> dict[str, Tensor]:
-    """Its output and gradients on the whole batch; of each, the rows that belong to this rank."""
+    """Return the plain module's output and gradients on the whole batch; of each, the rows that belong to this rank."""
     output = module(batch)
     grads = torch.autograd.grad(output.mean(), [module.get_parameter(param.path) for param in plan.params])
     rows = {param.path: local_rows(grad, param, plan) for param, grad in zip(plan.params, grads, strict=True)}
@@ -172,12 +173,13 @@ def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.schedule.Plan
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of forward and backward on one rank.
+    """The outcome of forward and backward on one rank.
 
     Attributes:
         launched: such as "3 gathers, 2 reductions".
         saved: the shapes of the tensors that forward saves for backward.
-        output_off, gradients_off: largest differences from the plain module's.
+        output_off: the largest difference from the plain module's output.
+        gradients_off: the largest difference from the plain module's gradients.
     """
 
     launched: str

@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Takes bytes and returns, for each position, the logits of the next byte."""
+    """A GPT that takes bytes and returns, for each position, the logits of the next byte."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -21,11 +21,11 @@ CELLS = 48  # characters that a tensor's rows are drawn with
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Who holds the rows of one tensor.
+    """Which rank holds the rows of one tensor.
 
     Attributes:
-        name: of the tensor.
-        count: its rows.
+        name: name of the tensor.
+        count: its number of rows.
         of_rank: (start, stop) of each rank's rows; empty if every rank holds all of them.
     """
 
@@ -35,15 +35,16 @@ class Rows:
 
 
 def rows_of_batch(count: int, world_size: int) -> Rows:
-    """A batch that is cut into equal parts; ``count`` is a multiple of ``world_size``."""
+    """Return the rows of a batch that is cut into equal parts; ``count`` is a multiple of ``world_size``."""
     share = count // world_size
     return Rows("batch", count, tuple((rank * share, (rank + 1) * share) for rank in range(world_size)))
 
 
 def rows_of_plan(plan: tz.schedule.Plan, *, stepped: bool = False) -> list[Rows]:
-    """The parameters of a plan at rest; the plan of one rank says it for all.
+    """Return the rows of the parameters of a plan at rest; one rank's plan tells them for all ranks.
 
-    With ``stepped``, the rows that each rank's optimizer steps: in ZeRO-1 every rank has all rows, and steps its own.
+    With ``stepped``, return the rows that each rank's optimizer steps: in ZeRO-1 every rank has all rows, and steps its
+    own.
     """
 
     def owners(param: tz.schedule.Param) -> tuple[tuple[int, int], ...]:

@@ -75,7 +75,8 @@ class LoRA(nn.Module):
 
 
 def make_llama(options: argparse.Namespace) -> nn.Module:
-    """A small Llama with four heads that share two heads of keys and values; with ``--lora`` also its adapters."""
+    """Build a small Llama with four heads that share two heads of keys and values; with ``--lora`` also its
+    adapters."""
     from transformers import LlamaConfig, LlamaForCausalLM  # checked first, so that --help works without it
 
     config = LlamaConfig(
@@ -113,13 +114,13 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2 if options.lora else 3e-3, fused=True)
 
     def loss_of(self, step: int) -> Tensor:
-        """The model's own loss: it shifts the labels by itself."""
+        """Return the model's own loss: it shifts the labels itself."""
         windows = train_batch(self.text, step, self.shape, self.options.seed).to(self.ranks.device)
         loss: Tensor = self.model(input_ids=windows, labels=windows).loss
         return loss
 
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """One step; returns the loss, and the norm of all gradients before they were clipped."""
+        """Take one step; return the loss, and the norm of all gradients before they were clipped."""
         loss = self.loss_of(number)
         loss.backward()
         norm = tz.clip_grad_norm_(self.model, max_norm=1.0)
@@ -128,7 +129,7 @@ class Trainer:
         return loss.detach(), norm
 
     def train(self, bar: Bar) -> list[float]:
-        """All steps; returns the losses, mean over ranks."""
+        """Take all steps; return the losses, mean over ranks."""
         losses = []
         for number in range(self.options.steps):
             loss, norm = self.step(number)
@@ -139,7 +140,7 @@ class Trainer:
 
 
 def next_loss(trainer: Trainer) -> float:
-    """The sharded model's loss on the next step's text, mean over ranks.
+    """Return the sharded model's loss on the next step's text, mean over ranks.
 
     It runs the program of training.
     """
@@ -148,7 +149,8 @@ def next_loss(trainer: Trainer) -> float:
 
 @torch.no_grad()
 def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
-    """The same by a plain Llama with the weights of one file, on all ranks' rows; and whether frozen ones are equal.
+    """Return the loss of a plain Llama with the weights of one file, on all ranks' rows, and whether frozen weights are
+    equal.
 
     Raises:
         RuntimeError: the file lacks a weight other than the tied one, or has one too many.
@@ -165,7 +167,7 @@ def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
 
 
 def bytes_reduced(model: nn.Module) -> tuple[str, str]:
-    """Bytes of the gradients that a step reduces, beside those of all parameters."""
+    """Return the bytes of the gradients that a step reduces, and the bytes of all parameters' gradients."""
     timeline = tz.traces_of(model).timeline
     reduced = [path for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for path in op.params]
     nbytes = {param.path: param.grad_bytes for param in timeline.plan.params}

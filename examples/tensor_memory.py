@@ -28,7 +28,7 @@ MARK = "part of the step: "
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """The tensors in whose memory this rank has a model's parameters: those at rest, with their padding.
+    """Return the tensors that hold a model's parameters on this rank: those at rest, with their padding.
 
     ZeRO-1's rows are a view of the full parameter, of which a DTensor that the optimizer steps knows nothing.
     """
@@ -40,19 +40,20 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """Return this rank's part of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages on this rank; a shared storage counts once, and of a view the whole storage."""
+    """Return the bytes of the tensors' storages on this rank. A shared storage counts once, and a view's storage in
+    full."""
     storages = [part_of(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that a step adds to those alive before it: at the end of one of its parts, and at most during it."""
+    """Bytes that a step adds to those alive before it: at the end of one of its parts, and at most during that part."""
 
     at_end: int
     highest: int
@@ -91,8 +92,11 @@ def _added_on_cuda(parts: Mapping[str, Callable[[], object]], device: torch.devi
 
 @contextmanager
 def counting_all_threads() -> Iterator[None]:
-    """Makes torch's count of CPU memory that of the process: else it leaves out what threads allocate and free that are
-    not profiled, such as a transport's. Private in torch, and there is no public way."""
+    """Make torch's count of CPU memory that of the process. Otherwise it leaves out what threads allocate that are not
+    profiled.
+
+    Such threads are a transport's. The function is private in torch; no public one exists.
+    """
     (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
     flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
     flag.value = True
@@ -103,7 +107,8 @@ def counting_all_threads() -> Iterator[None]:
 
 
 def added_by_mark(events: Iterable[dict[str, Any]]) -> dict[str, Added]:
-    """What each marked part adds, from the profiler's events: marks, and totals after each allocation and free."""
+    """Return what each marked part adds, from the profiler's events: marks, and totals after each allocation and
+    free."""
     marks = [event for event in events if event["name"].startswith(MARK)]
     changes = [event for event in events if event["name"] == "[memory]"]
     changes.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))  # the index alone orders each thread's

@@ -37,7 +37,7 @@ def in_slices(module: WithLoss, mesh: DeviceMesh) -> nn.Module:
 
 
 def batch_of(step: int, seed: int) -> Tensor:
-    """Sequences that count upwards, each from a place of its own."""
+    """Return sequences that count upwards, each from a start of its own."""
     generator = torch.Generator().manual_seed(seed * 1000 + step)
     starts = torch.randint(CONFIG.vocab_size, (BATCH, 1), generator=generator)
     return (starts + torch.arange(LENGTH)) % CONFIG.vocab_size
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(
     model: nn.Module, whole: nn.Module, mesh: DeviceMesh, ranks: Ranks, *, steps: int, seed: int
 ) -> tuple[list[float], list[float]]:
-    """The losses of the batches in slices, and in one process."""
+    """Return the losses of the batches in slices, and in one process."""
     optimizers = [torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, whole)]
     data = mesh["dp"]
     losses: tuple[list[float], list[float]] = [], []

@@ -99,7 +99,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def learning_rate_at(step: int, steps: int) -> float:
-    """The factor of the highest rate: warm-up over the first tenth, then a cosine down to a twentieth."""
+    """Return the factor of the highest rate: warm-up over the first tenth, then a cosine down to a twentieth."""
     warm_up = max(steps // 10, 1)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -107,7 +107,7 @@ def learning_rate_at(step: int, steps: int) -> float:
 
 
 def loss_of(model: nn.Module, windows: Tensor, device: torch.device) -> Tensor:
-    """Mean cross entropy of the next byte, in nats; ``windows`` is (rows, context + 1)."""
+    """Return the mean cross entropy of the next byte, in nats; ``windows`` is (rows, context + 1)."""
     windows = windows.to(device)
     logits = model(windows[:, :-1])  # (rows, context, 256)
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
@@ -115,7 +115,7 @@ def loss_of(model: nn.Module, windows: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def validate(model: nn.Module, batches: list[Tensor], ranks: Ranks) -> float:
-    """Mean loss over the batches of all ranks."""
+    """Return the mean loss over the batches of all ranks."""
     model.eval()
     losses = torch.stack([loss_of(model, windows, ranks.device) for windows in batches])
     model.train()
@@ -182,7 +182,7 @@ class Trainer:
             tz.save(path, self.model, self.optimizer, extra=extra, max_to_keep=2)
 
     def held(self) -> tuple[int, int, int]:
-        """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank holds now."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return bytes_held(parameters_of(self.model)), bytes_held(gradients), bytes_held(state)
@@ -227,7 +227,7 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
 
 
 def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
-    """The bytes that the program of one training step sends, and the formula's."""
+    """Return the bytes that the program of one training step sends, and those of the formula."""
     timeline, plan = traces.timeline, traces.plan
     sent = ranks.mean(torch.tensor(sum(map(timeline.bytes_sent, timeline.ops)))).item()
     share = (ranks.world_size - 1) / ranks.world_size
@@ -243,16 +243,16 @@ def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
 
 
 def needed_again(names: tuple[str, ...]) -> bool:
-    """Whether the GPT's backward reads a parameter, given all its names.
+    """Return whether the GPT's backward reads a parameter, given all its names.
 
-    The gradients of a lookup and of an added bias do not depend on the parameter; those of the head's product do,
-    so backward reads a tied embedding.
+    The gradients of a lookup and of an added bias do not depend on the parameter. Those of the head's product do, so
+    backward reads a tied embedding.
     """
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
 
 def modules_kept_unsharded(plan: tz.schedule.Plan) -> str:
-    """The modules whose parameters stay unsharded from forward to backward."""
+    """Return the modules whose parameters stay unsharded from forward to backward."""
     if len(plan.kept_unsharded) == len(plan.params):
         return "all of the model"
     owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.kept_unsharded)

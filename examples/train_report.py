@@ -106,7 +106,7 @@ def save_curve(report: Report, path: Path) -> None:
 
 
 def draw_curve(report: Report, axes: Axes) -> None:
-    """Training loss, as it was and smoothed, and validation loss, each with its last value."""
+    """Draw training loss, raw and smoothed, and validation loss, each with its last value."""
     steps = range(len(report.losses))  # steps done before each loss, as for validation
     smooth = _smoothed(report.losses)
     axes.plot(steps, report.losses, color=TRAIN, alpha=0.3, linewidth=0.8)
@@ -127,6 +127,6 @@ def draw_curve(report: Report, axes: Axes) -> None:
 
 
 def _smoothed(losses: list[float]) -> list[float]:
-    """Moving average over the steps before and after; over fewer at the steep start and at the end."""
+    """Return a moving average over the steps before and after; over fewer at the steep start and at the end."""
     sides = [min(step, SMOOTHING) for step in range(len(losses))]
     return [mean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]

@@ -2,15 +2,15 @@
 
 A tour, with ``import thunder_zero as tz``:
 
-tz.compile(module, stage=3)                     train a model sharded as it is; forward, backward, any optimizer
-thunder.jit(module, transforms=[ZeroTransform(stage=3)])   the same where Thunder's traces are read and rewritten
-tz.Policy(stage, prefetch=..., recompute=...)   all that can be asked for; DDP, ZERO1, ZERO2, ZERO3 are ready-made
+tz.compile(module, stage=3)                     shard a module and train it: forward, backward, any optimizer
+thunder.jit(module, transforms=[ZeroTransform(stage=3)])   shard it in Thunder's traces, which you may rewrite
+tz.Policy(stage, prefetch=..., recompute=...)   all options; DDP, ZERO1, ZERO2, ZERO3 are ready-made policies
 tz.clip_grad_norm_, tz.whole, tz.EMA            gradients, optimizers and averages over all ranks
 tz.save, tz.load, tz.full_state_dict            checkpoints for any number of ranks; the plain module's state dict
-tz.full_parameters, tz.save_pretrained          the real weights for a moment; a Hugging Face folder
-tz.trace(module, x, world_size=8)               the program of one rank, without ranks; tz.traces_of(model) ran
+tz.full_parameters, tz.save_pretrained          the full weights inside a block; a Hugging Face folder
+tz.trace(module, x, world_size=8)               the program of one rank, without ranks; tz.traces_of(model): what ran
 tz.print_trace(model), tz.explain(model, path)  what each line does; what happens to one parameter, and why
-tz.tools.plan_training, fit, memory, estimate   which stage fits, its bytes and its time, before anything runs
+tz.tools.plan_training, fit, memory, estimate   before anything runs: which stage fits, its bytes, its time
 help(tz.Policy), docs/reference.md              each field with its default; each name with an example
 """
 

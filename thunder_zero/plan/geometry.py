@@ -88,7 +88,7 @@ class Geometry:
         return self.numel_of(self.mesh.shard.place)
 
     def numel_of(self, place: int) -> int:
-        """Return how many real elements the rank at a place of the axis ``shard`` owns. Place 0 owns the most."""
+        """Return how many real elements the rank at a place of the axis ``shard`` owns; place 0 owns the most."""
         return (
             layout.owned_numel(self.in_compute, self.mesh.shard.size, place) if self.is_cut else prod(self.in_compute)
         )

@@ -167,7 +167,7 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
 
 
 def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Op]:
-    """Return the gathers that forward makes for both phases, by their parameters and by values computed from these
+    """Return the gathers of forward that serve both phases, by the full parameters and by values made from these
     alone."""
     if backward_start == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[backward_start:]):
         return {}

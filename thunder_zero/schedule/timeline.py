@@ -320,7 +320,8 @@ class Timeline:
         return plan.gather_encoding(param) if op.kind is Kind.GATHER else plan.reduce_encoding(param, op.over)
 
     def full_bytes(self, op: Op) -> int:
-        """Return the bytes of the full parameters, or of the full gradients, that an operation is about."""
+        """Return the bytes of the full parameters that an operation moves or frees, or of the full gradients that it
+        reduces."""
         of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
         return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
 

@@ -201,9 +201,9 @@ def proxies_in(tree: Any) -> list[Proxy]:
 
 
 def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield the operations, with the parameters of its launch for each wait.
+    """Yield the operations; each wait gets the parameters of its launch.
 
-    A wait for one of torch's other collectives than those of slices becomes a plain computation.
+    A wait for a collective of torch's that is not one of slices becomes a plain computation.
     """
     params: dict[str, tuple[str, ...]] = {}
     of_slices: set[str] = set()
