@@ -6,7 +6,6 @@ import ast
 import re
 from collections import Counter
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from runpy import run_path
 
@@ -19,7 +18,6 @@ PACKAGE = ROOT / "thunder_zero"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-RENAMED = re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", CHANGELOG, re.MULTILINE)
 LISTING = run_path(str(ROOT / "docs/listing.py"))
 
 
@@ -92,43 +90,15 @@ def exported_by(init: Path) -> set[str]:
     return {name for _, name in homes(init)}
 
 
-def test_of_renamed_things_only_the_new_name_exists() -> None:
-    assert [pair for pair in RENAMED if (exists(pair[0]), exists(pair[1])) != (False, True)] == []
-
-
 def test_a_class_has_its_name_alone() -> None:
-    names = Counter(name for path in PACKAGE.rglob("*.py") for name in names_in(ast.parse(path.read_text())))
-    classes = {node.name for node in definitions() if isinstance(node, ast.ClassDef)}
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    names = Counter(name for tree in trees for name in names_in(tree))
+    classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert [name for name in sorted(classes) if names[name] > 1] == []
 
 
 def names_in(tree: ast.Module) -> list[str]:
-    """The classes at the top of a module, and other names that it defines there, such as those of types."""
-    assigned = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
-    of_assigned = [target.id for target in assigned if isinstance(target, ast.Name)]
-    return of_assigned + [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-
-
-def exists(name: str) -> bool:
-    """Whether the package has a module ``thunder_zero.x``, a field ``Class.x`` or an argument ``function(x=)``."""
-    if name.startswith("thunder_zero."):
-        path = ROOT / name.replace(".", "/")
-        return path.is_dir() or path.with_suffix(".py").exists()
-    owner, inner = re.fullmatch(r"(\w+)[.(](\w+)=?\)?", name).groups()
-    named = [node for node in definitions() if node.name == owner]
-    assert named, owner
-    return any(inner in members(node) for node in named)
-
-
-@cache
-def definitions() -> list[ast.ClassDef | ast.FunctionDef]:
-    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
-    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-
-
-def members(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
-    """The fields and methods of a class, or the arguments of a function."""
-    if isinstance(node, ast.FunctionDef):
-        return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
-    methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return methods | {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
+    """Return the classes and the assigned names at the top of a module."""
+    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+    assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+    return assigned + [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
