@@ -158,7 +158,7 @@ def lines(rows: Iterable[Row]) -> Iterator[tuple[str, ...]]:
 
 def workspace_cells(one: Workspace) -> tuple[str, ...]:
     """One line of the table, under HIDING."""
-    shapes = re.sub(r"(?<=\d), (?=\d)", "×", one.inputs)
+    shapes = re.sub(r"(?<=\d), (?=\d)", "x", one.inputs)
     return (one.operator, shapes, f"{one.shown / MiB:.2f}", f"{one.hidden / MiB:.2f}")
 
 

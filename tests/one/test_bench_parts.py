@@ -162,7 +162,7 @@ def test_rows_of_memory_are_written_and_replaced(tmp_path: Path) -> None:
         r"\| (\w+) \| (\[\d.*?\]) ", memory_table.places(replace(data, workspaces=less))["workspaces"]
     ) == [
         ("mm", "[5]"),
-        ("gelu", "[2×3]"),
+        ("gelu", "[2x3]"),
     ]
 
 
