@@ -553,6 +553,7 @@ NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
     Need("thunder/trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
     Need("jitted.py", no_public_name_gives_a_jitted_module),
+    Need("lines.py", lambda: "call_ctx" not in signature(Symbol.bind).parameters),
     Need("casts.py", hooks_take_longer),
     Need("never_fuses.py", executors_are_asked_for_parts),
     Need("uncapturable.py", a_composable_checkpoint_is_not_captured),

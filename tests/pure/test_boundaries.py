@@ -75,6 +75,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
     Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
+    Room("compat/lines.py",   NOT,    NOT,     IMPORT,  NOTHING),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
     Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
     Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
@@ -369,6 +370,58 @@ def private_names(source: str) -> set[str]:
     allowed = ("torch.ops.", "torch.utils._pytree", f"{dispatch}TorchDispatchMode", f"{dispatch}is_traceable")
     private = re.compile(r"torch\.(\w+\.)*_(?!_)")
     return {name for name in named if private.match(name) and not name.startswith(allowed)}
+
+
+LIBRARIES = ("torch", "thunder", "transformers", "trl", "lightning", "accelerate")
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr", "attrgetter")
+
+
+def foreign_names(source: str, own: frozenset[str] = NOTHING) -> set[str]:
+    """The private attributes, arguments, and names of libraries that a source uses, and that the package has not."""
+    is_private = re.compile(r"_[a-zA-Z]").match
+    named: set[str | None] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch.ops."):
+            named.add(node.attr)
+        elif isinstance(node, ast.keyword):
+            named.add(node.arg)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+            named |= {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+            named |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    return {name for name in named if name is not None and is_private(name)} - own - {"_pytree", "_python_dispatch"}
+
+
+def own_names(source: str) -> set[str]:
+    """The names that a source gives to functions, classes, arguments, variables, and attributes of its objects."""
+    named: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            named.add(node.name)
+        elif isinstance(node, ast.arg):
+            named.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            named.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            named.add(node.attr)
+    return named
+
+
+def test_private_names_of_libraries_stand_in_one_room() -> None:
+    """A private name that the package itself has, too, is not found."""
+    for line, name in (
+        ("proxy._shape = shape", "_shape"),
+        ("thunder.core.proxies.TensorProxy(_shape=shape)", "_shape"),
+        ("getattr(model, '_overrides_parameters')", "_overrides_parameters"),
+        ("from thunder.core.interpreter import _run_frame", "_run_frame"),
+        ("from lightning.fabric._utils import x", "_utils"),
+    ):
+        assert foreign_names(line) == {name}
+    assert foreign_names("self._rows", frozenset(own_names("self._rows = 1"))) == set()
+    private = run_path(str(PACKAGE / "compat/private.py"))
+    others = [text for path, text in sources(PACKAGE, PACKAGE).items() if not path.startswith(ROOM_OF_WORKAROUNDS)]
+    own = frozenset(name for text in others for name in own_names(text)) - private["ATTRIBUTES"].keys()
+    assert {name for text in others for name in foreign_names(text, own)} == private["ATTRIBUTES"].keys()
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

@@ -1,17 +1,13 @@
 """needed while: Thunder has what a jitted module holds under private names alone.
 
-In: a module that ``thunder.jit`` made, or a trace of it. Out: the plain module, and where its programs find parameters.
+In: a module that ``thunder.jit`` made. Out: the plain module, and where its programs find parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
-from thunder.core.codeutils import SigInfo
 from thunder.core.module import ThunderModule
-from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 # The autograd nodes that lead to a program's backward.
@@ -37,9 +33,3 @@ def forget_parameters(model: ThunderModule) -> None:
 def forget_buffers(model: ThunderModule) -> None:
     """Let programs of a jitted module read the buffers of the plain module."""
     model._overrides_buffers.clear()
-
-
-def set_signature(trace: TraceCtx, name: str, args: Iterable[str]) -> None:
-    """Set the name and the arguments of the function that a trace is written as."""
-    trace._siginfo = SigInfo(name)
-    trace._siginfo.args = [(arg, None) for arg in args]

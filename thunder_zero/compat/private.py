@@ -1,15 +1,12 @@
 """needed while: torch has these under private names alone.
 
-Each with what it is for and what would replace it; it is imported when it is first asked for. No other file of the
-package imports a private name of torch, but for two modules that torch's documentation uses, ``torch.utils._pytree``
-and ``torch.utils._python_dispatch``, and for operators (``torch.ops``). Files do read private attributes of objects
-that torch made:
+Each name has its purpose, and what would replace it. It is imported when it is first asked for::
 
-- of tensors ``_base``, ``_is_view``, ``_version`` and hooks; of storages ``_cdata``, which says whether two are one
-- of modules ``_parameters``, ``_buffers``, ``_modules`` and hooks; of recurrent layers ``_flat_weights``
-- of DTensors ``_local_tensor``; of operators ``_schema``; of ``torch.autograd.profiler`` ``_is_profiler_enabled``
+    from thunder_zero.compat.private import aot_stage2_compile
 
->>> from thunder_zero.compat.private import aot_stage2_compile
+No other file of the package imports a private name of torch, but for two modules that torch's documentation uses,
+``torch.utils._pytree`` and ``torch.utils._python_dispatch``, and for operators (``torch.ops``). Outside of ``compat/``
+files read the private attributes in :data:`ATTRIBUTES`, of objects of torch or Lightning, and no others.
 """
 
 from __future__ import annotations
@@ -34,11 +31,33 @@ if TYPE_CHECKING:
 
 
 class Private(NamedTuple):
-    """A private name: its module and what it is there, what it is for, and what would replace it."""
+    """A private name of torch.
+
+    Attributes:
+        where: its module and, after a colon, its name there.
+        purpose: what it is for.
+        instead: what would replace it.
+    """
 
     where: str
     purpose: str
     instead: str
+
+
+ATTRIBUTES = {  # of objects that torch, or Lightning, made
+    **dict.fromkeys(("_parameters", "_buffers", "_modules"), "the members of one module, without those below it"),
+    **dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), "hooks of modules that a copy, or a trace, must keep"),
+    **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"), "hooks of gradients"),
+    **dict.fromkeys(("_flat_weights", "_flat_weights_names"), "the parameters that a recurrent layer holds twice"),
+    "_non_persistent_buffers_set": "buffers that no state dict has",
+    **dict.fromkeys(("_base", "_is_view", "_version"), "whether a tensor is a view, and how often it was written to"),
+    "_cdata": "whether two storages are one, also without values; read in each forward",
+    "_local_tensor": "the part of a DTensor without a history",
+    **dict.fromkeys(("_schema", "_op"), "what an operator takes, writes to and calls"),
+    "_optimizer_state_dict_pre_hooks": "whether an optimizer has hooks of its own",
+    "_is_profiler_enabled": "whether a profiler runs; read at each launch",
+    "_layer_sync": "Lightning's plugin for synchronised layers",
+}
 
 
 AOT = "torch._functorch._aot_autograd"

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from thunder_zero.compat.lines import bind
 from thunder_zero.compat.private import OpOverload
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.traces.lift import forward_lines
@@ -83,8 +84,8 @@ def _region(
     read |= {number.name: number for number in numbers}
     outputs = tuple(proxy for value, proxy in written.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
-    called = {name: _not_compiled}  # printing a line needs it
-    region = symbol.bind(*read.values(), output=outputs, subsymbols=tuple(lines), _call_ctx=called)
+    functions = {name: _not_compiled}  # printing a line needs it
+    region = bind(symbol, read.values(), {}, outputs, functions, lines)
     if backward:
         region.tags.add(BoundSymbolTag.BACKWARD)
     return region

@@ -26,16 +26,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from copy import copy
-from math import prod
 from typing import Any
 
+from thunder_zero.compat.lines import set_look
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Param
 from thunder_zero.traces.coded import paths_of
 from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of
 
 from thunder.core import prims
-from thunder.core.dtypes import to_dtype, to_weak_dtype
+from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
@@ -138,13 +138,9 @@ def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
-    """Set the shape of an input, and its dtype and device to the parameter's at rest; in place, since its trace shares
-    it."""
-    dtype = to_dtype(param.rest_dtype)
-    proxy._shape, proxy._dtype = shape, dtype
-    proxy._numel = prod(proxy._shape)  # Thunder stores it separately
-    proxy._device = executor.device_at_rest(param) or proxy.device
-    proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
+    """Set the shape of an input, and its dtype and device to the parameter's at rest."""
+    device = executor.device_at_rest(param) or proxy.device
+    set_look(proxy, shape, to_dtype(param.rest_dtype), device, is_number=not param.shape)
 
 
 def _refuse_parameters(line: BoundSymbol, facts: Facts) -> None:

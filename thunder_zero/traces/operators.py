@@ -21,6 +21,7 @@ import torch
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_map_only
 
+from thunder_zero.compat.lines import bind
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload
 from thunder_zero.schedule.timeline import Work
 
@@ -109,7 +110,7 @@ def line(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: An
     """Return a line that calls an operator, or a Python function, with these arguments."""
     called = {"torch": torch} if isinstance(target, OpOverload | HigherOrderOperator) else {_plain(target): target}
     draws = draws_random_numbers(target, args, kwargs)
-    return _symbol_of(target, draws).bind(*args, output=output, _call_ctx=called, **kwargs)
+    return bind(_symbol_of(target, draws), args, kwargs, output, called)
 
 
 def operator_of(line: BoundSymbol) -> Any:

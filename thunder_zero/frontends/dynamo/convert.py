@@ -28,7 +28,7 @@ from torch.types import py_sym_types
 
 from thunder_zero.compat.aot import Joint, hint, input_of, is_backward, is_contiguous, users_value
 from thunder_zero.compat.dynamo import users_line
-from thunder_zero.compat.jitted import set_signature
+from thunder_zero.compat.lines import set_signature
 from thunder_zero.compat.private import OpOverload
 from thunder_zero.frontends.dynamo.early_sums import with_early_sums
 from thunder_zero.frontends.dynamo.names import SAME, first_free, is_output, names_of

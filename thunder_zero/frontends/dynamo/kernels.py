@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
 from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out
+from thunder_zero.compat.lines import with_functions
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
 from thunder_zero.traces.coded import paths_of
 from thunder_zero.traces.fuse import graph_of
@@ -71,7 +72,7 @@ def with_kernels(
                 made[alike] = _compiled(graph, inputs, wanted, known.mode, line, module)
             run, outputs = made[alike]
             known.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
-            line = line.from_bsym(_call_ctx={line.sym.name: _called(run)})
+            line = with_functions(line, {line.sym.name: _called(run)})
         else:
             known.see(line)
         new.bound_symbols.append(line)

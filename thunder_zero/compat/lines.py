@@ -1,0 +1,63 @@
+"""needed while: Thunder lets only private names set what a line calls, and what an input is.
+
+In: lines, inputs and traces of Thunder. Out: the same, in which a line calls a function of ours, an input has another
+shape, or a trace another signature::
+
+    y = zero_all_gather(w)      its name is bound to a function of this model
+    def computation(w):         w has the shape of its rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from thunder.core.codeutils import SigInfo
+from thunder.core.dtypes import dtype as ThunderDtype
+from thunder.core.dtypes import to_weak_dtype
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+
+
+def bind(
+    symbol: Symbol,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    functions: Mapping[str, Any],
+    lines: Iterable[BoundSymbol] = (),
+) -> BoundSymbol:
+    """Return a line that calls a symbol.
+
+    Args:
+        symbol: what is called.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        output: the values that the line writes.
+        functions: what the text of the line may call, by name.
+        lines: the lines that a fused region is made of.
+    """
+    return symbol.bind(*args, output=output, subsymbols=tuple(lines), _call_ctx=dict(functions), **kwargs)
+
+
+def with_functions(line: BoundSymbol, functions: Mapping[str, Any]) -> BoundSymbol:
+    """Return a line whose text calls these functions, by name."""
+    return line.from_bsym(_call_ctx=dict(functions))
+
+
+def set_look(proxy: TensorProxy, shape: tuple[int, ...], dtype: ThunderDtype, device: Any, *, is_number: bool) -> None:
+    """Set the shape, dtype and device of an input in place, since all lines of a trace share it.
+
+    ``is_number``: the input has no dimensions, and Thunder treats it as a number where it decides a result's dtype.
+    """
+    proxy._shape, proxy._dtype, proxy._device = shape, dtype, device
+    proxy._numel = prod(shape)  # Thunder stores it separately
+    proxy._true_dtype = to_weak_dtype(dtype) if is_number else dtype
+
+
+def set_signature(trace: TraceCtx, name: str, args: Iterable[str]) -> None:
+    """Set the name and the arguments of the function that a trace is written as."""
+    trace._siginfo = SigInfo(name)
+    trace._siginfo.args = [(arg, None) for arg in args]
