@@ -43,8 +43,8 @@ def slopes(heads: int) -> Tensor:
 def biases(heads: int, tokens: int, like: Tensor) -> Tensor:
     """Return what is added to the scores, (heads, tokens, tokens): minus slope times distance, -inf for later
     tokens."""
-    at = torch.arange(tokens, device=like.device)
-    distance = at[:, None] - at[None, :]
+    positions = torch.arange(tokens, device=like.device)
+    distance = positions[:, None] - positions[None, :]
     bias = -slopes(heads).to(like.device)[:, None, None] * distance
     return bias.masked_fill(distance < 0, float("-inf")).to(like.dtype)
 

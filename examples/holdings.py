@@ -74,15 +74,15 @@ def print_rows(console: Console, heading: str, tensors: Iterable[Rows]) -> None:
 
 def draw_rows(axes: Axes, heading: str, tensors: Sequence[Rows]) -> None:
     """Draw tensors as bars, in one colour for each rank, grey if every rank holds all."""
-    for at, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         for rank, (start, stop) in enumerate(tensor.of_rank):
             left, width = start / tensor.count, (stop - start) / tensor.count
-            axes.barh(at, width, left=left, color=COLORS[rank % len(COLORS)], edgecolor="white", height=0.7)
+            axes.barh(index, width, left=left, color=COLORS[rank % len(COLORS)], edgecolor="white", height=0.7)
             if width:
-                axes.text(left + width / 2, at, str(rank), ha="center", va="center", color="white", fontsize=9)
+                axes.text(left + width / 2, index, str(rank), ha="center", va="center", color="white", fontsize=9)
         if not tensor.of_rank:
-            axes.barh(at, 1, color=FAINT, alpha=0.5, height=0.7)
-            axes.text(0.5, at, "every rank", ha="center", va="center", color=INK, fontsize=9)
+            axes.barh(index, 1, color=FAINT, alpha=0.5, height=0.7)
+            axes.text(0.5, index, "every rank", ha="center", va="center", color=INK, fontsize=9)
     axes.set_yticks(range(len(tensors)), [tensor.name for tensor in tensors], fontsize=9)
     axes.invert_yaxis()
     axes.set_xticks([])

@@ -27,16 +27,16 @@ BYTES = 1 << 20  # of gradients in a launch, at most
 def merged(timeline: Timeline) -> Timeline:
     """Start reductions of one dtype together, in the place of the last, and end them in the place of the last wait."""
     ops, values = list(timeline.ops), dict(timeline.values)
-    wait_of = {op.reads[0]: at for at, op in enumerate(ops) if op.kind is Kind.WAIT}
+    wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
     for members in _groups(timeline, wait_of):
-        waits = [wait_of[ops[at].writes[0]] for at in members]
+        waits = [wait_of[ops[index].writes[0]] for index in members]
         handle = ops[members[0]].writes[0]
-        nbytes = sum(values[ops[at].writes[0]].nbytes for at in members)
+        nbytes = sum(values[ops[index].writes[0]].nbytes for index in members)
         values[handle] = replace(values[handle], nbytes=nbytes)
-        launch = replace(_joined([ops[at] for at in members]), writes=(handle,))
-        wait = replace(_joined([ops[at] for at in waits]), reads=(handle,))
-        for at in (*members, *waits):
-            ops[at] = replace(ops[at], source=())  # marked as gone
+        launch = replace(_joined([ops[index] for index in members]), writes=(handle,))
+        wait = replace(_joined([ops[index] for index in waits]), reads=(handle,))
+        for index in (*members, *waits):
+            ops[index] = replace(ops[index], source=())  # marked as gone
         ops[members[-1]], ops[max(waits)] = launch, wait
     return timeline.with_ops([op for op in ops if op.source], values)
 
@@ -45,17 +45,17 @@ def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:
     """The positions of reductions to merge: one kind, dtype and format, no wait between them, ``BYTES`` at most."""
     groups: list[list[int]] = []
     kind, nbytes, ends = None, 0, 0
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.kind is not Kind.REDUCE:
             continue
         (first, *_), size = timeline.params_of(op), timeline.full_bytes(op)
         this = first.sharded, first.resident, timeline.values[op.reads[0]].dtype, timeline.travels_as(op, first)
         end = wait_of[op.writes[0]]
-        if this == kind and nbytes + size <= BYTES and at < ends:
-            groups[-1].append(at)
+        if this == kind and nbytes + size <= BYTES and index < ends:
+            groups[-1].append(index)
             nbytes, ends = nbytes + size, min(ends, end)
         else:
-            groups.append([at])
+            groups.append([index])
             kind, nbytes, ends = this, size, end
     return [group for group in groups if len(group) > 1]
 

@@ -57,8 +57,8 @@ def curves(
         y: the same of the y axis.
         log: logarithmic y axis.
     """
-    for (name, (at, values)), color in zip(lines.items(), COLORS, strict=False):
-        axes.plot(at, values, color=color, linewidth=1.8, label=name)
+    for (name, (positions, values)), color in zip(lines.items(), COLORS, strict=False):
+        axes.plot(positions, values, color=color, linewidth=1.8, label=name)
     if log:
         axes.set_yscale("log")
     axes.set_xlabel(x, color=INK)

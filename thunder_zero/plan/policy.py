@@ -153,10 +153,10 @@ class Policy:
         reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers. False: parameters that a forward
             under ``no_sync`` gathered stay gathered until the micro-batch that reduces has read them, since they do not
             change in an accumulation. That needs memory for the gathered model.
-        recompute: which values of forward backward computes again instead of saving them. ``"none"``: only those that
-            the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
-            and other reductions of rows, as far as that saves memory; gathers stay the same. ``"units"``: all values
-            but the borders between units.
+        recompute: the values of forward that backward computes again instead of reading saved ones. ``"none"``: only
+            those that the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts,
+            norms, softmax and other reductions of rows, as far as that saves memory; gathers stay the same.
+            ``"units"``: all values but the borders between units.
         recompute_units: paths of units that are recomputed as by ``"units"``, whatever ``recompute`` says (default
             none).
         keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, which saves a gather each, in addition

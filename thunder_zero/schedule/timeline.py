@@ -341,7 +341,7 @@ class ScheduleError(Exception):
 
 
 def fault(timeline: Timeline, index: int, rule: str) -> ScheduleError:
-    """Return the error for the operation at ``index``; ``rule`` says in a message which rule it breaks."""
+    """Return the error of the operation at ``index``; ``rule`` completes the message: what the operation does wrong."""
     op = timeline.ops[index]
     names = op.params or op.writes or op.reads
     what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))

@@ -160,8 +160,8 @@ def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     """
     launches = []
     for line in trace.bound_symbols:
-        if (single := executor.launches.get(line.sym.name)) is not None:
-            what = single.name.removeprefix("zero_")
+        if (symbol := executor.launches.get(line.sym.name)) is not None:
+            what = symbol.name.removeprefix("zero_")
             over = f" over {axis_of(line)}" * bool(executor.axis(SHARD))
             launches.append(f"{what} {', '.join(paths_of(line))}{over}")
     return launches

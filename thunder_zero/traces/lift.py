@@ -169,11 +169,11 @@ def _sent_by(line: BoundSymbol, plan: Plan) -> int:
     return plan.slice_sends(line.sym.name, prod(map(int, tensor.shape))) * int(tensor.dtype.bytes)
 
 
-def _require_right_symbol(single: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
+def _require_right_symbol(symbol: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
     """Refuse a line that reduces otherwise than the plan says, since the timeline only says REDUCE."""
-    for path in paths if single is not facts.executor.all_gather else ():
-        if single is not (right := facts.executor.reduction(facts.plan.by_name[path], over)):
-            raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
+    for path in paths if symbol is not facts.executor.all_gather else ():
+        if symbol is not (right := facts.executor.reduction(facts.plan.by_name[path], over)):
+            raise ScheduleError(f"a line reduces {path} with {symbol.name}; the plan needs {right.name}")
 
 
 def read_by(line: BoundSymbol) -> dict[str, Proxy]:
@@ -320,14 +320,14 @@ def _emit_compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> Bound
     return line.from_bsym_swap_proxies(swap) if swap else line
 
 
-def _emit_launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
+def _emit_launch(op: Op, symbol: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
     tensors = tuple(proxies[name] for name in op.reads)
     sent, axis = tensors, executor.axis(op.over)
     if (code := executor.encoder_of(op)) is not None:
         sent = executor.coded(tensors, op, arrived=False)
         yield _bind(executor, code, tensors, op.params, axis, sent)
-    handle = proxies[op.writes[0]] = executor.handle_of(single, tensors, op.params, op.over)
-    yield _bind(executor, single, sent, op.params, axis, handle)
+    handle = proxies[op.writes[0]] = executor.handle_of(symbol, tensors, op.params, op.over)
+    yield _bind(executor, symbol, sent, op.params, axis, handle)
 
 
 def _emit_wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:
@@ -350,7 +350,7 @@ def _emit_wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExec
 
 def _bind(
     executor: ZeroExecutor,
-    single: Symbol,
+    symbol: Symbol,
     tensors: Sequence[Proxy],
     paths: Sequence[str],
     axis: Sequence[str],
@@ -358,5 +358,5 @@ def _bind(
 ) -> BoundSymbol:
     """Return a line of ours; its output is one proxy for each tensor, or a handle."""
     if len(tensors) > 1:
-        return executor.coalesced[single].bind(tuple(tensors), tuple(paths), *axis, output=output)
-    return single.bind(tensors[0], paths[0], *axis, output=output[0] if isinstance(output, tuple) else output)
+        return executor.coalesced[symbol].bind(tuple(tensors), tuple(paths), *axis, output=output)
+    return symbol.bind(tensors[0], paths[0], *axis, output=output[0] if isinstance(output, tuple) else output)

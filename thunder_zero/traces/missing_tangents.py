@@ -239,7 +239,7 @@ def _other_of_sum(line: BoundSymbol, zeros: Collection[str]) -> str | None:
 
 
 def _drop_unread(ops: Sequence[Op]) -> list[Op]:
-    """Return the operations without those of backward that nothing reads any more."""
+    """Drop the operations of backward whose results nothing reads any more."""
     needed: set[str] = set()
     masks: dict[str, list[bool]] = {}  # handle of a gather -> which of its parameters are read
     reductions = {op.writes[0] for op in ops if op.kind is Kind.REDUCE}

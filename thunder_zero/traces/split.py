@@ -89,12 +89,12 @@ def _make_backward(
             prims.unpack_sequence(collection, len(collection.coll))
         backward.bound_symbols += lines
         prims.python_return(tuple(gradients))
-    backward.bound_symbols = _needed(backward.bound_symbols)
+    backward.bound_symbols = _needed_lines(backward.bound_symbols)
     return backward
 
 
-def _needed(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
-    """Return the lines that make what the last line reads, and lines with effects."""
+def _needed_lines(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+    """Return the lines that the last line needs, and lines with side effects."""
     makers: dict[str, int] = {}
     for index, line in enumerate(lines):
         for proxy in line.flat_proxy_outs:

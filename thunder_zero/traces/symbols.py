@@ -213,7 +213,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         self.decode_grad = register("zero_decode_grad", _no_meta)
         codes = (self.encode, self.decode, self.encode_grad, self.decode_grad)
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait, *codes)
-        self.coalesced = {single: register(f"{single.name}_coalesced", _no_meta) for single in singles}
+        self.coalesced = {symbol: register(f"{symbol.name}_coalesced", _no_meta) for symbol in singles}
         self.defer = register("zero_defer_reduction", _no_meta)
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
@@ -249,14 +249,14 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     def launches(self) -> dict[str, Symbol]:
         """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
-        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+        return {form.name: symbol for symbol in singles for form in (symbol, self.coalesced[symbol])}
 
     @cached_property
     def codes(self) -> dict[str, Symbol]:
         """The one-tensor symbol of each line that encodes or decodes, by the name of that symbol or of its coalesced
         form."""
         singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
-        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+        return {form.name: symbol for symbol in singles for form in (symbol, self.coalesced[symbol])}
 
     @cached_property
     def waits(self) -> frozenset[str]:
@@ -296,10 +296,10 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
     def handle_of(
-        self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], over: str
+        self, symbol: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], over: str
     ) -> FutureTensorProxy:
         """Return the handle of a launch; for several tensors it is flat, since their shapes differ."""
-        handles = [single.meta(tensor, path, over) for tensor, path in zip(tensors, paths, strict=True)]
+        handles = [symbol.meta(tensor, path, over) for tensor, path in zip(tensors, paths, strict=True)]
         if len(handles) == 1:
             return handles[0]
         numel = sum(prod(handle.shape) for handle in handles)
