@@ -3,7 +3,7 @@
     python examples/bench/transport.py                             loopback
     sudo .venv/bin/python examples/bench/transport.py --links loopback 1gbit --world-sizes 2 4
 
-Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every candidate
+Starts the ranks by itself, one thread each, and prints figures of docs/performance.md. In each round every candidate
 runs once; a time is that of the slowest rank. *Bare* is an exchange of the same number of bytes between existing
 buffers, without any sum: the speed of the link.
 """

@@ -42,14 +42,12 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "8b-8": Case("llama3-8b", 8, 8),
     "8b-64": Case("llama3-8b", 64, 64),
     "8b-1024": Case("llama3-8b", 1024, 1024),
     "8b-256": Case("llama3-8b", 256, 256, tp=(1,)),
     "8b-1024-small": Case("llama3-8b", 1024, 256, tp=(4, 8)),
     "8b-long": Case("llama3-8b", 64, 64, 65_536, tp=(1, 2)),
     "8b-longer": Case("llama3-8b", 64, 16, 65_536, tp=(4, 8)),
-    "70b-64": Case("llama3-70b", 64, 64),
     "70b-1024": Case("llama3-70b", 1024, 1024),
 }
 

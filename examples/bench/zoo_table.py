@@ -15,8 +15,8 @@ from examples.bench.page import json_of, with_section
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "zoo.json", DOCS / "zoo.md"
-HEADERS = ("family", "class", "difference", "graphs", "gathers", "CPU s")
-ALIGNED = ("---", "---", *["---:"] * 4)
+HEADERS = ("family", "class", "difference", "graphs", "CPU s")
+ALIGNED = ("---", "---", *["---:"] * 3)
 SECTION = ("zoo", "examples.bench.zoo")
 STAGES = (2, 3)
 MOST_ERROR = 2e-5
@@ -131,9 +131,9 @@ def shortened(words: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table, under HEADERS; the last three are of stage 3."""
+    """One line of the table, under HEADERS; the last two are of stage 3."""
     last = row.cells[STAGES[-1]]
-    of_last = (str(last.graphs), share(last), f"{last.seconds:.1f}") if isinstance(last, Found) else ("", "", "")
+    of_last = (str(last.graphs), f"{last.seconds:.1f}") if isinstance(last, Found) else ("", "")
     verdicts = dict.fromkeys(verdict(row.cells[stage]) for stage in STAGES)  # one, if all stages have the same
     return (row.family, f"`{row.model}`", "; ".join(verdicts), *of_last)
 
@@ -144,11 +144,6 @@ def verdict(cell: Found | Failed) -> str:
         return "no"
     error = f"{cell.error:.0e}" if cell.error else "0"
     return error if cell.is_right else f"**wrong: {error}**"
-
-
-def share(cell: Found) -> str:
-    """Return how many gathers were launched, and how many of them a schedule has, unless it has all."""
-    return str(cell.launched) if cell.scheduled >= cell.launched else f"{cell.scheduled} of {cell.launched}"
 
 
 def text_of(row: Row) -> str:

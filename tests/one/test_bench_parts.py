@@ -288,14 +288,12 @@ def test_the_bench_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_bench_of_transports() -> None:
-    """The command behind docs/performance.md prints its tables."""
+    """The command behind the figures of docs/performance.md prints them."""
     options = ("--rounds", 2, "--world-sizes", 2)
     printed = output_of(start(sys.executable, "-W", "ignore", "examples/bench/transport.py", *options))
     rows = re.findall(r"^\| 2 \| (\w+) (?:\| [\d.]+ \([\d.]+-[\d.]+\) ){3}\|$", printed, re.MULTILINE)
     assert rows == ["all_gather", "reduce_scatter", "all_reduce"] * 2, "of one tensor, and of a GPT block's 12"
     assert len(re.findall(r"^\| 2 \| 16 x \d+ KiB ", printed, re.MULTILINE)) == 6, "separate and packed"
-    documented = (ROOT / "docs/performance.md").read_text()
-    assert all(head in documented for head in re.findall(r"^\| W \|.*$", printed, re.MULTILINE))
 
 
 @pytest.mark.slow
