@@ -43,7 +43,7 @@ from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_fac
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.frozen import frozen_param, looks
+from thunder_zero.sharded.frozen import frozen_param, shape_and_dtype
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import decode_frozen
@@ -158,7 +158,7 @@ def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     left_out = []
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
-            shape, of = looks(value)
+            shape, of = shape_and_dtype(value)
             found[name] = shapes.setdefault(id(value), torch.empty(shape, dtype=of, device="meta"))
         elif isinstance(value, Tensor):
             found[name] = value
@@ -249,7 +249,7 @@ def _skeleton(module: nn.Module) -> Any:
     """A copy of a module whose parameters have no values: saving looks at them, and writes to configs."""
     parameters = {}
     for param in module.parameters():
-        shape, dtype = looks(param)
+        shape, dtype = shape_and_dtype(param)
         parameters[id(param)] = parameter_like(param, torch.empty(shape, dtype=dtype, device="meta"))
     return deepcopy(module, {**parameters, **{id(buffer): buffer for buffer in module.buffers()}})
 

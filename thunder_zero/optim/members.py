@@ -26,7 +26,7 @@ from thunder_zero.optim.owners import Member, Piece, assign, work_of_shape
 from thunder_zero.optim.probe import Found, probed
 from thunder_zero.optim.stepper import Given, GroupedParams, Groups, Make, blank, copied, made
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.sharded_model import owner_of, replaced
+from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced
 from thunder_zero.sharded.state import State
 
 
@@ -51,7 +51,7 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
     for shard in shards:
         owner = owner_of(shard)
         if owner is None:
-            before = replaced(shard)
+            before = owner_of_replaced(shard)
             what = f"the plain module's {before[1].path!r}" if before else f"of shape {tuple(shard.shape)}"
             raise ValueError(
                 f"tz.whole was given a parameter ({what}) that is not one of a sharded model's: take them from "

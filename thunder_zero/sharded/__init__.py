@@ -1,8 +1,9 @@
-"""One rank's share of a model: what it holds, and what training code and traces do with it.
+"""This rank's state of a model: what it holds, and what training code and traces do with it.
 
 In: a plan and a module's initial values. Out: shards that optimizers step, rows that programs read, gradients.
-``state.py`` is all of it. Doors: ``runtime.py`` for compiled traces, ``sharded_model.py`` for what is given a model
-(checkpoints, state dicts, clipping), ``initial_values/`` before there is a model. Nothing here knows Thunder::
+``state.py`` has the state. The doors are ``runtime.py`` for compiled traces, ``sharded_model.py`` for functions that
+take a model (checkpoints, state dicts, clipping), and ``initial_values/`` before there is a model. Nothing here knows
+Thunder::
 
     optimizer.step() --> shards  DTensor (5, 8)           zero_rows(shards)      rows (3, 8), in the same memory
           ^                 |                             zero_all_gather(rows)  --> transport --> full (5, 8)

@@ -19,11 +19,13 @@ PAGE = "(docs/hugging-face.md)"
 
 
 def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of the autocast in which Accelerate would call a model; None where it uses none, where the model
-    has a precision of its own, and where the caller has chosen an autocast.
+    """Return the dtype of the autocast in which Accelerate would call a model.
+
+    Return None if Accelerate uses no autocast, if the model has a precision of its own, or if the caller is already
+    inside an autocast.
 
     Raises:
-        RuntimeError: Accelerate is to shard the model, or has another kind of precision.
+        RuntimeError: Accelerate is set up to shard the model, or has a precision other than bf16 and fp16.
     """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
@@ -34,15 +36,15 @@ def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.devi
             f"Accelerate is set up to shard by {state.distributed_type.value}, and thunder_zero already shards {kind}; "
             f"leave that plugin out of Accelerator, its config or TrainingArguments {PAGE}"
         )
-    chosen: str = state.mixed_precision
-    if chosen == "no" or precision != MixedPrecision() or torch.is_autocast_enabled(device.type):
+    requested: str = state.mixed_precision
+    if requested == "no" or precision != MixedPrecision() or torch.is_autocast_enabled(device.type):
         return None
-    if chosen not in DTYPES:
+    if requested not in DTYPES:
         raise RuntimeError(
-            f"mixed_precision of Accelerate is {chosen!r}, and {kind} takes {' or '.join(map(repr, DTYPES))}; or shard "
-            f"with mixed_precision=tz.MixedPrecision(...) {PAGE}"
+            f"mixed_precision of Accelerate is {requested!r}, and {kind} takes {' or '.join(map(repr, DTYPES))}; or "
+            f"shard with mixed_precision=tz.MixedPrecision(...) {PAGE}"
         )
-    return DTYPES[chosen]
+    return DTYPES[requested]
 
 
 def in_float32(output: Any) -> Any:
@@ -51,7 +53,8 @@ def in_float32(output: Any) -> Any:
 
 
 def refuse_plain_trainer(kind: str) -> None:
-    """Raise if a Trainer of transformers asks whether the model still has to be wrapped: it would save rows."""
+    """Raise if a Trainer of transformers asks whether the model still must be wrapped: it would save one rank's
+    rows."""
     if _is_running("transformers.trainer._inner_training_loop"):
         raise RuntimeError(
             f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "
@@ -60,7 +63,7 @@ def refuse_plain_trainer(kind: str) -> None:
 
 
 def refuse_model_file(kind: str) -> None:
-    """Raise if Accelerate asks for a model's state dict, of which it writes one rank's rows."""
+    """Raise if Accelerate asks for a model's state dict, since it would write one rank's rows."""
     if _is_running("accelerate.accelerator.get_state_dict"):
         raise RuntimeError(
             f"Accelerate writes the state dict of {kind} on one rank, and each rank holds its own rows; call "
@@ -70,7 +73,7 @@ def refuse_model_file(kind: str) -> None:
 
 
 def refuse_optimizer_file(kind: str) -> None:
-    """Raise if Accelerate's ``save_state`` asks for an optimizer's state, of which it writes one rank's rows."""
+    """Raise if Accelerate's ``save_state`` asks for an optimizer's state, since it would write one rank's rows."""
     if _is_running("accelerate.checkpointing.save_accelerator_state"):
         raise RuntimeError(
             f"save_state of Accelerate writes the state of {kind} on one rank, and each rank may hold its own rows; "
@@ -79,7 +82,7 @@ def refuse_optimizer_file(kind: str) -> None:
 
 
 def _is_running(function: str) -> bool:
-    """Return whether a function, by its module and name, has called this one, directly or not."""
+    """Return whether a function, given by module and name, is among the callers of this one."""
     frame = inspect.currentframe() if "accelerate" in sys.modules else None
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:

@@ -1,9 +1,9 @@
 """The gradients that ``no_sync`` has deferred so far, and the guard that refuses wrong backwards.
 
-The forward decides. Each prologue has ``zero_check_call``, which raises in a program of the other kind
-(``runtime.py``), and Thunder takes or compiles the one that fits; ``tz.compile`` chooses by ``Mode.synced``. A program
-under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction (``defer_reductions`` in
-``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
+The forward decides which program runs. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises in a
+program of the other kind (``runtime.py``); Thunder then takes or compiles the one that fits. ``tz.compile`` chooses by
+``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction
+(``defer_reductions`` in ``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
 
     with model.no_sync():
         loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad
@@ -11,8 +11,8 @@ under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction (`
     loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
                                         zero_reduce_deferred(('b',))      reduces what this backward does not reach
 
-The guard: PyTorch tells what kind of backward runs only while it runs, so a hook on the graph of each forward's outputs
-looks.
+PyTorch tells what kind of backward runs only while it runs. So :func:`guard` puts a hook on the graph of each
+forward's outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thunder_zero.sharded.dtensors import Rows
 
 
 def unreduced(action: str, where: str) -> RuntimeError:
-    """The error for an action that needs reduced gradients."""
+    """Return the error for an action that needs reduced gradients."""
     return RuntimeError(
         f"cannot {action}: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
         f"micro-batch outside of no_sync, or drop them with model.zero_grad()"
@@ -39,8 +39,10 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class Accumulation:
-    """Full gradients that wait for their reduction, by the paths of their parameters. If ``synced``, those of a forward
-    that runs now are reduced; otherwise they wait."""
+    """Full gradients that wait for their reduction, by the paths of their parameters.
+
+    If ``synced``, the gradients of a forward that runs now are reduced; otherwise they wait.
+    """
 
     def __init__(self, *, synced: bool = True) -> None:
         self.synced = synced
@@ -49,12 +51,12 @@ class Accumulation:
 
     @property
     def paths(self) -> Collection[str]:
-        """The parameters with deferred gradients."""
+        """Return the paths of the parameters with deferred gradients."""
         return self._deferred.keys()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Defer the gradients of forwards inside of the block."""
+        """Defer the gradients of forwards inside the block."""
         before, self.synced = self.synced, False
         try:
             yield
@@ -73,12 +75,12 @@ class Accumulation:
         return self._deferred.pop(path, None)
 
     def grew_since_asked(self) -> bool:
-        """Whether a backward under ``no_sync`` ran since the last call of this."""
+        """Return whether a backward under ``no_sync`` has run since the last call."""
         grew, self._grew = self._grew, False
         return grew
 
     def drop(self) -> None:
-        """Forget all deferred gradients."""
+        """Drop all deferred gradients."""
         self._deferred.clear()
         self._grew = False
 
@@ -87,32 +89,39 @@ LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a
 ROWS = node_class(Rows)
 
 
-def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Make the backward of a forward that has just run raise where it would be wrong. ``ours`` are the types of the
-    nodes that connect the output's tensors to the compiled backward.
+def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
+    """Make the backward of a forward that has just run raise where it would be wrong.
 
     It raises a RuntimeError, before any of its collectives, on each rank that runs it:
 
     - with ``create_graph=True``: the compiled backward has no graph, so a gradient penalty would lose its part;
-    - with ``torch.autograd.grad`` or ``inputs=``, if ``no_sync`` defers its gradients or has deferred others: those of
-      the parameters left out would be added, or lost, though nobody asked for them.
+    - with ``torch.autograd.grad`` or ``inputs=``, if ``no_sync`` defers its gradients or has deferred others. The
+      gradients of the parameters left out would be added, or lost, though nobody asked for them.
+
+    Args:
+        output: what forward returned.
+        node_types: the types of the nodes that connect the output's tensors to the compiled backward.
+        model: its name in the error.
+        accumulation: the deferred gradients.
     """
     was_synced = accumulation.synced
     nodes = {node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}
     for node in nodes:
-        if not isinstance(node, ours):
+        if not isinstance(node, node_types):
             continue
         inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
 
-        def look(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
+        def check(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
             _refuse(inputs, model, accumulation, was_synced)
 
-        node.register_prehook(look)
+        node.register_prehook(check)
 
 
 def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
-    """Raise, before the backward of a forward runs, where it would be wrong, as :func:`guard` does. ``node`` is its
-    node; ``was_synced``: whether the forward reduces gradients."""
+    """Raise if the backward of a forward would be wrong, as :func:`guard` does, before it runs.
+
+    ``node`` is the node of the backward. ``was_synced`` says whether the forward reduces gradients.
+    """
     _refuse(_inputs_of(node), model, accumulation, was_synced)
 
 
@@ -147,12 +156,13 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _inputs_of(node: Node) -> tuple[Node, ...]:
-    """The nodes of what the compiled forward was given: one of all rows, and those of inputs that require grad."""
-    return tuple({found: None for found, _ in node.next_functions if found is not None})
+    """Return the nodes behind the inputs of the compiled forward: one node for all rows, and one for each input that
+    requires grad."""
+    return tuple({source: None for source, _ in node.next_functions if source is not None})
 
 
 def _leaves_of(inputs: Iterable[Node]) -> Iterator[Node]:
-    """The leaves among them: parameters, behind their rows, and inputs."""
-    for given in inputs:
-        behind = (leaf for leaf, _ in given.next_functions) if isinstance(given, ROWS) else (given,)
-        yield from (leaf for leaf in behind if leaf is not None and leaf.name() == LEAF)
+    """Yield the leaves behind these nodes: parameters, behind their rows, and inputs."""
+    for node in inputs:
+        candidates = (leaf for leaf, _ in node.next_functions) if isinstance(node, ROWS) else (node,)
+        yield from (leaf for leaf in candidates if leaf is not None and leaf.name() == LEAF)

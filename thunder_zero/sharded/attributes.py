@@ -8,14 +8,14 @@ from thunder_zero.compat.torch.tensors import IS_PARAM
 
 
 def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
-    """A parameter of these values, with the attributes of another one, which trains if that does."""
+    """Return a parameter of these values with the attributes of ``original``; it trains if ``original`` does."""
     return with_attributes_of(nn.Parameter(values, original.requires_grad), original)
 
 
 def with_attributes_of(param: nn.Parameter, original: Tensor) -> nn.Parameter:
-    """The parameter, with the attributes that another one has now, and no others."""
-    own = vars(param)
-    kept = {name: value for name, value in own.items() if name == IS_PARAM}
-    own.clear()
-    own.update({name: value for name, value in vars(original).items() if name != IS_PARAM}, **kept)
+    """Replace the attributes of a parameter by those of ``original``; return the parameter."""
+    attributes = vars(param)
+    kept = {name: value for name, value in attributes.items() if name == IS_PARAM}
+    attributes.clear()
+    attributes.update({name: value for name, value in vars(original).items() if name != IS_PARAM}, **kept)
     return param

@@ -1,11 +1,11 @@
-"""Frozen parameters that rest as bytes: what rests, and what full state dicts have of it.
+"""Frozen parameters that rest as bytes: what rests, and their values in full state dicts.
 
 ::
 
     q_proj.weight (64, 64), bfloat16    a rank of two has    DTensor (64, 36), uint8, local (32, 36)
                                         state dicts in full  (64, 64), bfloat16: decoded, and encoded when they load
 
-Encoding what was decoded gives the same bytes, so that a full state dict changes nothing on its way out and back.
+Encoding a decoded value gives the same bytes, so a full state dict changes nothing on its way out and back.
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from thunder_zero.sharded.wire import decode_frozen
 
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows of a full parameter as they rest: padded, and as bytes, if the plan says so."""
+    """Return this rank's rows of a full parameter as they rest: padded, and as bytes if the plan says so."""
     rows = local_rows(full, param, plan)
     return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
 
 def frozen_param(tensor: object) -> Param | None:
-    """The plan of a parameter that rests as bytes, given what rests; None for anything else."""
+    """Return the plan of a parameter that rests as bytes, given its tensor at rest; None for anything else."""
     owner = owner_of(tensor) if isinstance(tensor, Tensor) else None
     return owner[1] if owner is not None and owner[1].frozen_format is not None else None
 
 
-def looks(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Shape and dtype of a tensor of a model, in full: of a parameter that rests as bytes those of the plain module."""
+def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype that a tensor of a model has in full. For a parameter that rests as bytes they are the
+    plain module's."""
     param = frozen_param(tensor)
     return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
 
 
 def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a full state dict of a module, whose parameters rest, as a plain module has them."""
-    found = dict(values)
+    """Return the values of a full state dict as a plain module has them: bytes are decoded."""
+    decoded = dict(values)
     for name, _, param in _frozen_of(module):
-        if name in found:
-            found[name] = decode_frozen(found[name], param, param.dtype)
-    return found
+        if name in decoded:
+            decoded[name] = decode_frozen(decoded[name], param, param.dtype)
+    return decoded
 
 
 def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a state dict that a module loads, whose parameters rest: of full ones this rank's rows, encoded."""
-    found = dict(values)
+    """Return the values of a state dict that a module loads: full frozen parameters become this rank's rows,
+    encoded."""
+    encoded = dict(values)
     for name, shard, param in _frozen_of(module):
-        value, form = found.get(name), param.frozen_format
+        value, form = encoded.get(name), param.frozen_format
         if form and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
             start = shard.__create_chunk_list__()[0].offsets[0]
             rows = value[start : start + len(local(shard))].to(local(shard).device, param.dtype)
-            found[name] = dtensor_like(form.encode(rows), shard, shard.shape)
-    return found
+            encoded[name] = dtensor_like(form.encode(rows), shard, shard.shape)
+    return encoded
 
 
 def _frozen_of(module: nn.Module) -> Iterator[tuple[str, Any, Param]]:

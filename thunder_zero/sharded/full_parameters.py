@@ -1,4 +1,4 @@
-"""``tz.full_parameters``: the plain module with its real weights, for a moment.
+"""``tz.full_parameters``: the plain module with full parameters, inside a block.
 
 In: a sharded model. Out: the module that was sharded, with full parameters; with ``writeback``, shards that have its
 values::
@@ -30,10 +30,10 @@ from thunder_zero.sharded.state import State
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bool = False) -> Iterator[Any]:
-    """The plain module with full parameters inside the block: to generate, export, inspect or initialise.
+    """Give the plain module full parameters inside the block: to generate, export, inspect or initialise.
 
-    A collective: all ranks enter the block, and with ``writeback`` all leave it. Parameters are gathered one at a time;
-    inside the block each rank holds the whole model in the dtypes of its shards, and the shards. The sharded model
+    A collective: all ranks enter the block, and with ``writeback`` all leave it. Parameters are gathered one at a time.
+    Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The sharded model
     itself cannot be called meanwhile.
 
     >>> with tz.full_parameters(model) as module, torch.no_grad():
@@ -43,7 +43,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
         model: a model with ZeroTransform.
         writeback: at the end of the block the shards take the values that the parameters have on rank 0. If the block
             raises on any rank, nothing is written and every rank raises.
-        rank0_only: only rank 0 of the process group gets full parameters, and holds them; on other ranks the module
+        rank0_only: only rank 0 of the process group gets and holds full parameters; on other ranks the module
             refuses to compute.
 
     Yields:
@@ -60,13 +60,13 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     sharded.state.plan.require_unsliced("full_parameters", instead)
     state, module = sharded.state, sharded.plain
     full = _gathered(state, writeback, rank0_only)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
         with _unsharded(state, module, full):
             yield module
             if writeback and full:
-                found = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
+                values = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
     except Exception as error:
         if not writeback:
             raise
@@ -76,13 +76,13 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
             with all_or_none(state.group, "the block of full_parameters"):
                 if failure is not None:
                     raise failure
-            _write_back(state, found)
+            _write_back(state, values)
 
 
 def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
-    """Full parameters by path; every rank takes part, and keeps them or not."""
+    """Gather full parameters by path; every rank takes part, and keeps them or not."""
     group = state.group
-    found: dict[str, nn.Parameter] = {}
+    full: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):
         with all_or_none(group, "full_parameters"):
             state.require_sharded()
@@ -92,13 +92,13 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
         for param in state.plan.params:
             value = state.gather_now(param)
             if not rank0_only or group.rank() == 0:
-                found[param.path] = parameter_like(state.shards[param.path], value)
-    return found
+                full[param.path] = parameter_like(state.shards[param.path], value)
+    return full
 
 
 @contextmanager
 def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
+    """Temporarily replace the plain module's shards by full parameters, or by placeholders where there are none."""
     state.unsharded = True
     try:
         slots = ParameterSlots(module, state.plan, state.shards)
@@ -109,7 +109,11 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
 
 
 def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
-    """What a parameter is at the end of the block: written to, or replaced."""
+    """Return the value that a parameter has at the end of the block.
+
+    Raises:
+        ValueError: it was replaced by a tensor of another shape or dtype.
+    """
     value = module.get_parameter(param.path).detach()
     if value.shape != before.shape or value.dtype is not before.dtype:
         raise ValueError(
@@ -120,10 +124,10 @@ def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _write_back(state: State, found: dict[str, Tensor]) -> None:
+def _write_back(state: State, values: dict[str, Tensor]) -> None:
     """Copy rank 0's values into the shards, one parameter at a time."""
     for param in state.plan.params:
-        rows, value = state.rows[param.path], found.get(param.path)
+        rows, value = state.rows[param.path], values.get(param.path)
         if value is None:
             value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
         broadcast(value, 0, state.group, state.device)

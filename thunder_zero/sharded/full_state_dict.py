@@ -25,13 +25,13 @@ from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_ra
 from thunder_zero.sharded.dtensors import local, part_of
 from thunder_zero.sharded.frozen import decoded_values
 from thunder_zero.sharded.optimizers import StepsWhole, alike_states, parameters_of
-from thunder_zero.sharded.sharded_model import owner_of, owners_of, replaced, sharded_model, tagged
+from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, owners_of, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
 
 @tagged("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Get every parameter and buffer of the plain module on every rank, in full.
+    """Return every parameter and buffer of the plain module on every rank, in full.
 
     A collective: all ranks must call it.
 
@@ -48,38 +48,43 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     sharded = sharded_model(model)
     parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
-    found = decoded_values(sharded.plain, _in_full(parts, sharded.state))
-    own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
+    full = decoded_values(sharded.plain, _in_full(parts, sharded.state))
+    memory_of_model = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: value.clone() if _memory_of(value) in memory_of_model else value for name, value in full.items()}
 
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
-    """An optimizer's state dict with full tensors on the CPU, as the plain module's optimizer has it; a collective.
+    """Return an optimizer's state dict with full tensors on the CPU, as the plain module's optimizer has it; a
+    collective.
+
     Unless it is ``wanted``, this rank only takes part, and returns an empty dict. States of parameters that are no
-    shards stay as they are."""
-    own = optimizer.state_dict()
+    shards stay as they are.
+    """
+    state_dict = optimizer.state_dict()
     states: dict[int, Any] = {}
     params = parameters_of(optimizer)
     for number, owner in enumerate(owners_of(params)):  # all ranks gather in the same order
-        values = own["state"].get(number, {})
+        values = state_dict["state"].get(number, {})
         if owner is None:
             full = values
         elif isinstance(optimizer, StepsWhole):
-            of_ranks = gather_object_on_rank_0(_on_cpu(values), owner[0].group)
-            full = next((values for values in of_ranks if values), {})
+            values_of_ranks = gather_object_on_rank_0(_on_cpu(values), owner[0].group)
+            full = next((values for values in values_of_ranks if values), {})
         else:
             full = _in_full(values, owner[0])
         if wanted and full:
             states[number] = _on_cpu(full)
         del full  # before the next is gathered
-    return {**own, "state": states} if wanted else {}
+    return {**state_dict, "state": states} if wanted else {}
 
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Lay the full states of a plain module's optimizer state dict out as the parameters are; DTensors stay. A hook of
-    ``Optimizer.register_load_state_dict_pre_hook``."""
+    """Cut the full states of a plain module's optimizer to this rank's parts; DTensors stay.
+
+    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
+    """
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     if len(indices) != len(params):
@@ -98,31 +103,31 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
-    """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
-    alike = alike_states((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
+    """Replace the plain module's parameters in an optimizer by its shards, and their states by parts."""
+    alike = alike_states((values, param) for param, values in optimizer.state.items() if isinstance(param, Tensor))
     for group in optimizer.param_groups:
-        for at, before in enumerate(group["params"]):
-            if (owner := replaced(before)) is not None:
+        for index, before in enumerate(group["params"]):
+            if (owner := owner_of_replaced(before)) is not None:
                 state, param = owner
-                shard = group["params"][at] = state.shards[param.path]
+                shard = group["params"][index] = state.shards[param.path]
                 if before in optimizer.state:
                     optimizer.state[shard] = _parts(param.path, optimizer.state.pop(before), shard, alike)
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """The values of a state dict, DTensors gathered; a collective."""
+    """Return the values of a state dict with DTensors gathered; a collective."""
     return {
         name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
     }
 
 
 def _memory_of(value: Any) -> int | None:
-    """Where a tensor's memory begins; None of anything else."""
+    """Return the address of a tensor's memory; None for anything else."""
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
 def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container[str]) -> dict[str, Any]:
-    """A parameter's states, those of ``alike`` names laid out as the parameter is."""
+    """Return a parameter's states; those of the names ``alike`` are cut to this rank's part."""
     parts = dict(values)
     for name, value in values.items():
         if not isinstance(value, Tensor) or not isinstance(param, DTensor):
@@ -140,4 +145,5 @@ def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with all tensors on the CPU."""
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}

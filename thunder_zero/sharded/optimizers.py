@@ -1,9 +1,9 @@
 """What all optimizers share: parameters, exact loads, whole steps; hooks around every step.
 
-Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet, that hold averages, or whose states are another rank's. After it: raise the versions of
-the rows, by which autograd refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's
-buffers as stale: the step of a DTensor does neither. If torch fails in it, name ``tz.whole``.
+Before a step, hooks refuse one that would be lost or wrong: of parameters that a transform replaced, of shards whose
+gradients are not reduced yet or that hold averages, with states of another rank. After it they raise the versions of
+the rows, by which autograd refuses a backward whose forward read them before. They also mark other ranks' rows of
+ZeRO-1's buffers as stale. The step of a DTensor does neither. If torch fails in a step, a note names ``tz.whole``.
 """
 
 from __future__ import annotations
@@ -29,46 +29,53 @@ from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 
 class StepsWhole(Optimizer):
-    """An optimizer over shards that steps no rows: each parameter is stepped whole, by the rank that owns it, and its
-    states are whole, on that rank alone."""
+    """An optimizer over shards that steps no rows: the rank that owns a parameter steps the whole of it.
+
+    The states are whole, too, and on that rank alone.
+    """
 
     kind: str  # the name of the class of the optimizer that steps whole parameters
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
-        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+        """Return the rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
 
 
 def exact(loaded: Any, saved: Any) -> Any:
-    """What torch has loaded, in the dtypes that were saved: it casts tensors to the parameter's."""
+    """Return what torch has loaded in the dtypes that were saved: torch casts tensors to the parameter's dtype."""
     if isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict):
         return {key: exact(value, saved[key]) for key, value in loaded.items()}
     if isinstance(loaded, list | tuple):
-        return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
+        return type(loaded)(exact(value, other) for value, other in zip(loaded, saved, strict=True))
     return loaded
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """The class of an optimizer, or of that which steps whole parameters for it: their states are alike."""
+    """Return the class of an optimizer, or of the one that steps whole parameters for it: their states are alike."""
     return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that the optimizer steps, in its order."""
+    """Return the parameters that the optimizer steps, in its order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def alike_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """Return the names of states of their parameter's shape: a number may be a step, or the average of a number."""
+    """Return the names of states that have their parameter's shape.
+
+    Parameters that are numbers do not count: a number may be a step, or the average of a number.
+    """
     pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, but refuses the state of another kind of optimizer, which torch may accept and
-    then fail in a step."""
+    """Load a state dict into an optimizer; refuse the state of another kind of optimizer.
+
+    Torch may accept such a state, and then fail in a step.
+    """
     kind, before = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
@@ -78,33 +85,35 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             f"{kind} refuses the saved optimizer state ({type(error).__name__}: {error}); load it into an optimizer of "
             f"the kind that saved it"
         ) from error
-    for own, group in zip(before, optimizer.param_groups, strict=True):
-        if missing := sorted((defaults & own.keys()) - group.keys()):
+    for old_group, group in zip(before, optimizer.param_groups, strict=True):
+        if missing := sorted((defaults & old_group.keys()) - group.keys()):
             raise ValueError(
                 f"the saved optimizer state has no {missing[0]!r}, so it is not of {kind}; load it into an optimizer "
                 f"of the kind that saved it"
             )
-        for name, value in own.items():
+        for name, value in old_group.items():
             group.setdefault(name, value)  # a scheduler's or a user's own entries, which were not saved
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """``load_state`` that keeps the dtypes with which states were saved. torch casts states to the parameter's dtype: a
-    float32 momentum of a bfloat16 parameter would lose bits."""
+    """Load a state dict, and keep the dtypes with which states were saved.
+
+    Torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
+    """
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
         optimizer.state[params[number]] = exact(optimizer.state[params[number]], values)
 
 
-MIXED = "mixed torch.Tensor and DTensor"  # in an error of torch
+MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
 
 _hooked = False
-_checked: WeakSet[Optimizer] = WeakSet()  # those of shards that have stepped
+_checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepped
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """From now on note the steps of a model's shards, and refuse those of the parameters that its plain module still
+    """Note the steps of a model's shards from now on; refuse steps of the parameters that its plain module still
     has."""
     global _hooked
     sharded_model.register(state, module)
@@ -123,6 +132,7 @@ def _has_own_gradient(grads: Iterable[Tensor]) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step that would be lost or wrong; a hook before the step of every optimizer."""
     stepped = parameters_of(optimizer)
     _refuse_replaced(optimizer, stepped)
     _refuse_early(optimizer, stepped)
@@ -130,16 +140,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    for param in stepped if sharded_model.may_be_replaced(stepped) else ():
-        if (before := sharded_model.replaced(param)) is not None:
+    """Refuse to step parameters that a transform replaced."""
+    for param in stepped if sharded_model.has_replaced(stepped) else ():
+        if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
+                f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
                 f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
                 f"model that thunder.jit or thunder_zero.compile returned"
             )
 
 
 def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+    """Refuse a step before gradients are reduced, or of parameters that hold averages."""
     kind = type(optimizer).__name__
     for state in sharded_model.states():
         state.require_reduced(f"step {kind}", stepped)
@@ -148,8 +160,11 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Before an optimizer's first step of shards, and whenever it loads states: refuse those of another rank, and take
-    this rank's rows of full ones. Refuse to give its own to one rank's file."""
+    """Check an optimizer before its first step of shards, and whenever it loads states.
+
+    States of another rank are refused, full states are cut to this rank's rows. From then on, the optimizer's states
+    are not given to a file that one rank writes.
+    """
     if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
         _checked.add(optimizer)
         for state in sharded_model.states():
@@ -163,12 +178,14 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _take_own_states(optimizer: Optimizer) -> None:
-    """Refuse states of another rank, and replace full states, as a plain optimizer saves them, by this rank's rows."""
+    """Refuse states of another rank. Replace full states, as a plain optimizer saves them, by this rank's rows."""
     if isinstance(optimizer, StepsWhole):
         return
-    held = [(param, optimizer.state[param]) for param in parameters_of(optimizer) if param in optimizer.state]
-    alike = alike_states((states, param) for param, states in held)
-    for param, states in held:
+    params_and_states = [
+        (param, optimizer.state[param]) for param in parameters_of(optimizer) if param in optimizer.state
+    ]
+    alike = alike_states((states, param) for param, states in params_and_states)
+    for param, states in params_and_states:
         for name, value in states.items():
             require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
             if name in alike and value.shape == param.shape:
@@ -176,6 +193,7 @@ def _take_own_states(optimizer: Optimizer) -> None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise versions and mark stale rows; a hook after the step of every optimizer."""
     stepped = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
         paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
@@ -184,25 +202,27 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
-    """Add to an error of torch's DTensors, in a step of our shards, what to do."""
+    """Add a note with advice to an error that torch's DTensors raised in a step of our shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
     owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
     if any(map(any, owners)):
-        mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
-        error.add_note(f"thunder_zero: {_plain_gradient(optimizer) or _way_on(optimizer, str(error), mixed)}")
+        mixed = next(
+            (number for number, group_owners in enumerate(owners) if any(group_owners) and not all(group_owners)), None
+        )
+        error.add_note(f"thunder_zero: {_plain_gradient(optimizer) or _advice(optimizer, str(error), mixed)}")
 
 
 def _plain_gradient(optimizer: Optimizer) -> str | None:
-    """Return what to do where a shard's gradient is a plain tensor."""
+    """Return advice if a shard's gradient is a plain tensor; else None."""
     for shard in parameters_of(optimizer):
         if isinstance(shard, DTensor) and shard.grad is not None and not isinstance(shard.grad, DTensor):
             return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"
     return None
 
 
-def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:
-    """What to do; ``mixed`` is the number of a group with shards and other tensors."""
+def _advice(optimizer: Optimizer, error: str, mixed: int | None) -> str:
+    """Return advice for an error in a step; ``mixed`` is the number of a group with shards and other tensors."""
     kind = type(optimizer).__name__
     if mixed is not None and MIXED in error:
         return (
@@ -219,6 +239,6 @@ def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:
 
 
 def _is_of_dtensors(error: BaseException) -> bool:
-    """Whether torch's DTensors raised it, or an operator that was given them."""
+    """Return whether torch's DTensors raised the error, or an operator that was called with them."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

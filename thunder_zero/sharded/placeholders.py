@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from thunder_zero.compat.private import make_wrapper_subclass
 from thunder_zero.plan.params import Plan
 
-# What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
+# Names that work on a placeholder: those that read how it looks (LOOKS), those that make tensors like it (MAKES).
 _LOOKS = """
     shape dtype device layout requires_grad grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
     is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
@@ -40,7 +40,7 @@ LOOKS, MAKES = frozenset(_LOOKS.split()), frozenset(_MAKES.split())
 
 
 class ValuesNeeded(RuntimeError):
-    """Something computed with the placeholder of a parameter of this path, or wrote to it."""
+    """Raised when code computes with the placeholder of the parameter ``path``, or writes to it."""
 
     def __init__(self, sentence: str, path: str) -> None:
         super().__init__(sentence)
@@ -48,7 +48,7 @@ class ValuesNeeded(RuntimeError):
 
 
 class Placeholder(nn.Parameter):
-    """A parameter of full shape without values; what computes with it, or writes to it, raises."""
+    """A parameter of full shape without values; computing with it, or writing to it, raises."""
 
     path: str  # in the module
 
@@ -70,9 +70,9 @@ class Placeholder(nn.Parameter):
                 return func(*tree_map_only(Placeholder, _look_alike, args), **kwargs)
             if attribute == "__get__" and name == "data":
                 return args[0]
-            held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
-            what = f".{name}" if attribute else resolve_name(func) or name
-            raise ValuesNeeded(cannot_use(what, held.path), held.path)
+            param = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
+            operation = f".{name}" if attribute else resolve_name(func) or name
+            raise ValuesNeeded(cannot_use(operation, param.path), param.path)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.DisableTorchFunctionSubclass():
@@ -89,8 +89,11 @@ def cannot_use(what: str, path: str) -> str:
 
 
 class _WithoutMemory(nn.Parameter):
-    """What torch makes a tensor without memory of. A placeholder has another class: dynamo takes no tensor whose class
-    has ``__torch_dispatch__``. Operators that pass by ``__torch_function__`` find no kernel for either."""
+    """The class with which torch makes a tensor without memory; :func:`without_memory` then changes the class.
+
+    Dynamo takes no tensor whose class has ``__torch_dispatch__``, so a placeholder has another class. An operator that
+    gets past ``__torch_function__`` finds no kernel for either.
+    """
 
     @classmethod
     def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:  # never called
@@ -98,19 +101,22 @@ class _WithoutMemory(nn.Parameter):
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """The placeholder of a parameter: of the same shape and with its attributes, contiguous, without memory. Front ends
-    trace shapes and dtypes (those of compute) from the plain module; the values are in the shards."""
-    made = without_memory(Placeholder, param, dtype, device)
-    vars(made).update(vars(param), path=path)
-    return made
+    """Return the placeholder of a parameter: of its shape and with its attributes, contiguous, without memory.
+
+    Front ends trace shapes and the dtypes of compute from the plain module; the values are in the shards.
+    """
+    stand_in = without_memory(Placeholder, param, dtype, device)
+    vars(stand_in).update(vars(param), path=path)
+    return stand_in
 
 
 class Memoryless(Tensor):
-    """A contiguous tensor without memory, for what is captured and does not run; no operator has a kernel for it."""
+    """A contiguous tensor without memory, for code that is captured and does not run; no operator has a kernel for
+    it."""
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a parameter, without memory on the CPU that looks like another one."""
+    """Return a tensor, or a parameter, without memory on the CPU that looks like the given one."""
     kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
     return without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
 
@@ -121,22 +127,22 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 def without_memory(
     kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool | None = None
 ) -> AnyTensor:
-    """Return a contiguous tensor without memory that looks like another one, which may train where that does not."""
+    """Return a contiguous tensor without memory that looks like another one; ``requires_grad`` may differ."""
     requires_grad = like.requires_grad if requires_grad is None else requires_grad
     strides = torch.empty(like.shape, device="meta").stride()
     options: Any = {"dtype": dtype, "device": device, "requires_grad": requires_grad, "storage_size": 0}
-    made: Any = make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
-    made.__class__ = kind
-    return made  # type: ignore[no-any-return]
+    tensor: Any = make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
+    tensor.__class__ = kind
+    return tensor  # type: ignore[no-any-return]
 
 
-def _look_alike(of: Placeholder) -> Tensor:
-    """A plain tensor of the same shape, with the memory of one element."""
-    return torch.zeros((), dtype=of.dtype, device=of.device).expand(of.shape)
+def _look_alike(param: Placeholder) -> Tensor:
+    """Return a plain tensor of a placeholder's shape, with the memory of one element."""
+    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 class ParameterSlots:
-    """Where a plain module has its parameters: the shards at rest, others for a while."""
+    """The places where a plain module keeps its parameters: shards at rest, other tensors temporarily."""
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
         self._name, self._are_traced, self._shards = type(module).__name__, False, shards
@@ -148,7 +154,7 @@ class ParameterSlots:
 
     @contextmanager
     def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block the module has these, by path."""
+        """Temporarily replace the module's parameters, keyed by path."""
         try:
             self._hold(others)
             yield
@@ -171,7 +177,8 @@ class ParameterSlots:
 
     @contextmanager
     def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block the module has placeholders; in every call, since dynamo guards which objects it has."""
+        """Temporarily replace the parameters by placeholders; in every call, since dynamo guards which objects the
+        module has."""
         self._are_traced = True
         try:
             with self.holding(placeholders):
@@ -181,13 +188,13 @@ class ParameterSlots:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or a buffer in its place in the module tree."""
+    """Put a parameter or a buffer into the module tree."""
     parent, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(parent), attribute, tensor)
 
 
 def _name(func: Callable[..., Any]) -> tuple[str, str | None]:
-    """The name of a function, or of an attribute with the way in which it is used (``__get__``, ``__set__``)."""
+    """Return the name of a function, or of an attribute with the way in which it is used (``__get__``, ``__set__``)."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__, func.__name__  # type: ignore[attr-defined]
     return func.__name__, None

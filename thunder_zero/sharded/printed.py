@@ -19,8 +19,8 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.state import State
 
 
-def printed(kind: str, module: nn.Module, state: State) -> str:
-    """A sharded model of this kind as text: the plain module, and this rank's share of it."""
+def format_model(kind: str, module: nn.Module, state: State) -> str:
+    """Return a sharded model as text: the plain module, and this rank's part of it. ``kind`` is the model's class."""
     plan, copies = state.plan, state.plan.mesh.replicate.size
     full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
@@ -34,11 +34,12 @@ def printed(kind: str, module: nn.Module, state: State) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    """Return a number with its noun in the plural if needed."""
     return f"{number} {what}{'s' * (number > 1)}"
 
 
 class _Printed(nn.Module):
-    """Prints as another module does, with more in its own line."""
+    """A module that prints as another one, with more in its own line."""
 
     def __init__(self, module: nn.Module, rows: str) -> None:
         super().__init__()
@@ -53,22 +54,22 @@ class _Printed(nn.Module):
 
 
 class _PrintedList(_Printed, nn.ModuleList):
-    """Folds blocks that print alike, as torch's does."""
+    """A list that folds blocks which print alike, as torch's does."""
 
 
 def _tree(module: nn.Module, plan: Plan, prefix: str) -> nn.Module:
-    """Modules that torch prints in the place of a module and its children."""
-    own = ((name, param) for name, param in module._parameters.items() if param is not None)
-    shapes = ", ".join(f"{name}: {_shapes(f'{prefix}{name}', param, plan)}" for name, param in own)
+    """Return modules that torch prints in the place of a module and its children."""
+    params = ((name, param) for name, param in module._parameters.items() if param is not None)
+    shapes = ", ".join(f"{name}: {_shapes(f'{prefix}{name}', param, plan)}" for name, param in params)
     tree = _PrintedList(module, shapes) if isinstance(module, nn.ModuleList) else _Printed(module, shapes)
     for name, child in module._modules.items():
         tree.add_module(name, None if child is None else _tree(child, plan, f"{prefix}{name}."))
     return tree
 
 
-def _shapes(name: str, given: nn.Parameter, plan: Plan) -> str:
-    """A parameter's shape, and what programs read of it."""
+def _shapes(name: str, tensor: nn.Parameter, plan: Plan) -> str:
+    """Return a parameter's shape, and the shape of the rows that programs read."""
     if (param := plan.by_name.get(name)) is None:
-        return f"{list(given.shape)} ignored"
+        return f"{list(tensor.shape)} ignored"
     form = f" as {param.frozen_format}" if param.frozen_format else ""
     return f"{list(param.shape)} " + (f"rows {list(plan.shard_shape(param))}{form}" if param.sharded else "replicated")

@@ -6,9 +6,10 @@
                                       ^ stale after a step           a gather then fills the others'
     ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
 
-:func:`lay_out` makes the memory when the model is made. ``runtime.py`` sends the gathers of these parameters here: only
-what is stale or missing travels, and the handle gives full parameters as any other. If an optimizer may have stepped,
-ranks agree before the next forward on what is stale: a rank that took its buffer for fresh would not take part.
+:func:`lay_out` makes the memory when the model is made. ``runtime.py`` sends the gathers of these parameters here. Only
+what is stale or missing travels, and the handle gives full parameters as any other does. If an optimizer may have
+stepped, ranks agree before the next forward on what is stale: a rank that took its buffer for fresh would not take part
+in the gather.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from thunder_zero.sharded.writes import Versions, digests_of
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Tensors by parameter path."""
+    """The tensors that a rank holds at rest, by parameter path."""
 
     rows: dict[str, Tensor]  # what programs read: this rank's with padding, or the full parameter if it is replicated
     buffers: dict[str, Tensor]  # ZeRO-1's full parameters, padded
@@ -36,7 +37,8 @@ class RankMemory:
 
 
 def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
-    """Memory with the values of ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
+    """Allocate the memory at rest, with the values of ``at_rest``. That is emptied, so that no unpadded full tensor
+    outlives its copy."""
     rows: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for param in plan.params:
@@ -51,15 +53,16 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Ran
 
 
 def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
-    """The rows where they rest; in host memory they are pinned, if ``device`` is a GPU."""
+    """Move rows to where they rest. In host memory they are pinned if ``device`` is a GPU."""
     rows = rows.to(place)
     return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows
 
 
-OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]  # as ``State.on_any_rank``
+OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]  # ``State.on_any_rank``
 
 
-WhatTravels = tuple[list[Tensor], list[Param], list[Tensor] | None]  # the tensors, of these, into these buffers
+# Tensors to gather, their parameters, and the buffers to gather into.
+WhatTravels = tuple[list[Tensor], list[Param], list[Tensor] | None]
 
 
 class StayingParameters(Protocol):
@@ -68,27 +71,34 @@ class StayingParameters(Protocol):
     def due(self, params: Sequence[Param]) -> list[int]:
         """Return the positions of the parameters that must be gathered."""
 
-    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
         """Return what travels of a bucket."""
 
     def full(self, param: Param) -> Tensor:
-        """Return a full parameter that is not due, unpadded: a view."""
+        """Return a view of a full parameter that is not due, unpadded."""
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
-        """Note that what is due was launched, in the ``last`` micro-batch or in one before."""
+        """Note that the gather of what is due was launched. ``last``: in the last micro-batch."""
 
     def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
-        """Note that all of these are there."""
+        """Note that all of these parameters have arrived."""
 
 
-def _chosen(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> tuple[list[Tensor], list[Param]]:
-    return [sent[at] for at in due], [params[at] for at in due]
+def _at(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> tuple[list[Tensor], list[Param]]:
+    """Return the tensors and the parameters at the positions ``due``."""
+    return [sent[index] for index in due], [params[index] for index in due]
 
 
 class ResidentParameters(StayingParameters):
-    """The full parameters, padded, by path; their own rows are the shards, or copies of them, cast or offloaded.
-    ``digested`` are the shards of all buffers, in which writes without a version are looked for, too; or none of them,
-    where nothing else holds their values."""
+    """ZeRO-1's full parameters, padded, by path. Their own rows are the shards, or copies of them, cast or offloaded.
+
+    Args:
+        buffers: the full parameters.
+        shared: paths of the buffers whose own rows are the shards themselves.
+        versions: finds writes that raise a version.
+        digested: the shards of all buffers, in which writes without a version are looked for; empty if no other memory
+            holds their values.
+    """
 
     def __init__(
         self,
@@ -104,11 +114,11 @@ class ResidentParameters(StayingParameters):
         versions.note(buffers)
 
     def expect_step(self) -> None:
-        """Gradients were reduced: an optimizer may step before the next forward, on some ranks or on all."""
+        """Note that gradients were reduced: an optimizer may step before the next forward, on some ranks or on all."""
         self._may_step = True
 
     def mark_stale(self, paths: Iterable[str]) -> None:
-        """These parameters changed: their next gather refreshes the other ranks' rows."""
+        """Note that these parameters changed: their next gather refreshes the other ranks' rows."""
         if self._buffers:
             self._stale.update(self._buffers.keys() & set(paths))
 
@@ -116,15 +126,15 @@ class ResidentParameters(StayingParameters):
         return digests_of(tuple(self._digested.values())) if self._digested else None
 
     def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:
-        """Let all ranks refresh the parameters that changed on any.
+        """Let all ranks refresh the parameters that changed on any rank.
 
-        Ranks agree after each backward, since then an optimizer may have stepped on some of them and not on others (a
-        scaler that found an Inf), and after other changes here: loaded, initialised or updated in place. One small
-        collective; none while nothing can have changed. Such other changes must be made on all ranks, as with any
-        replicated parameter: a rank without them would not take part.
+        Ranks agree after each backward, since an optimizer may then have stepped on some of them only (a scaler that
+        found an Inf). They also agree after other changes on this rank: loaded, initialised or updated in place. It is
+        one small collective, and none while nothing can have changed. Such other changes must be made on all ranks, as
+        with any replicated parameter: a rank without them would not take part.
 
         Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count
-        where ranks agree anyway; elsewhere this raises, since a rank whose rows are as they were would not take part.
+        where ranks agree anyway. Elsewhere this raises, since a rank without such a write would not take part.
         """
         if not self._buffers:
             return
@@ -143,25 +153,27 @@ class ResidentParameters(StayingParameters):
             )
 
     def out_of_date(self, paths: Iterable[str]) -> list[bool]:
-        """Whether each full parameter may differ from the shards, as far as this rank can tell; parameters that are not
-        resident, or whose buffers are copies in another dtype or place, do."""
+        """Return for each path whether the full parameter may differ from the shards, as far as this rank can tell.
+
+        It may for parameters that are not resident, and for buffers that are copies in another dtype or place.
+        """
         before, now = self._digests, self._digests_now()
         written = [False] * len(self._digested) if before is None or now is None else (before != now).tolist()
-        unseen = {path for path, was in zip(self._digested, written, strict=True) if was}
+        unseen = {path for path, is_written in zip(self._digested, written, strict=True) if is_written}
         return [
             path not in self.shared or path in self._stale or path in unseen or self._versions.changed(path)
             for path in paths
         ]
 
     def full(self, param: Param) -> Tensor:
-        """The full parameter as it was refreshed last, unpadded: a view."""
+        """Return a view of the full parameter as it was refreshed last, unpadded."""
         return self._buffers[param.path][: param.shape[0]]
 
     def due(self, params: Sequence[Param]) -> list[int]:
-        return [at for at, param in enumerate(params) if param.path in self._stale]
+        return [index for index, param in enumerate(params) if param.path in self._stale]
 
-    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
-        return (*_chosen(due, sent, params), [self._buffers[params[at].path] for at in due])
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+        return (*_at(due, sent, params), [self._buffers[params[index].path] for index in due])
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
         # Not before: if the launch fails, the rows are still out of date.
@@ -180,8 +192,10 @@ class KeptUnsharded(StayingParameters):
         self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
 
     def require_unwritten(self) -> None:
-        """Raise if a shard changed behind PyTorch's back since it was gathered: another rank, whose rows may be as they
-        were, would not gather again."""
+        """Raise if a shard was written to without a version since it was gathered.
+
+        Another rank, without such a write, would not gather again.
+        """
         paths = [path for path in self._held if not self._versions.changed(path)]
         if not paths:
             return
@@ -197,10 +211,10 @@ class KeptUnsharded(StayingParameters):
 
     def due(self, params: Sequence[Param]) -> list[int]:
         self.drop(filter(self._versions.changed, tuple(self._held)))
-        return [at for at, param in enumerate(params) if param.path not in self._held]
+        return [index for index, param in enumerate(params) if param.path not in self._held]
 
-    def of(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
-        return (*_chosen(due, sent, params), None)
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
+        return (*_at(due, sent, params), None)
 
     def full(self, param: Param) -> Tensor:
         return self._held[param.path]
@@ -210,7 +224,7 @@ class KeptUnsharded(StayingParameters):
         if last:
             self.drop(paths)
             return
-        if gathered := [paths[at] for at in due]:
+        if gathered := [paths[index] for index in due]:
             digests = digests_of([self._shards[path] for path in gathered])
             self._digests.update(zip(gathered, digests.unbind(), strict=True))
         self._versions.note(paths)
@@ -220,10 +234,10 @@ class KeptUnsharded(StayingParameters):
             self._held.update(zip((param.path for param in params), full, strict=True))
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Let go of these parameters."""
+        """Drop these parameters."""
         for path in paths if self._held else ():
             self._held.pop(path, None)
 
     def clear(self) -> None:
-        """Let go of all parameters."""
+        """Drop all parameters."""
         self._held.clear()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.compat import thunder as room
+from thunder_zero.compat import thunder as thunder_room
 from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
@@ -44,119 +44,125 @@ class ModelRuntime:
         self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
-        self._params: dict[Sequence[str], tuple[Param, ...]] = {}  # of buckets, by their paths
+        self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # parameters of each bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # whether a line encodes the gradients of a bucket
 
     @cached_property
-    def guards(self) -> room.Guards:
-        """The guards of what Thunder's front end traced."""
-        return room.Guards(self._state.name)
+    def guards(self) -> thunder_room.Guards:
+        """Return the guards of the programs that Thunder's front end traced."""
+        return thunder_room.Guards(self._state.name)
 
     @property
     def device(self) -> torch.device:
-        """Where compute is."""
+        """Return the device that computes."""
         return self._state.device
 
     @property
     def synced(self) -> bool:
-        """Whether the gradients of a forward that runs now are reduced."""
+        """True if the gradients of a forward that runs now are reduced."""
         return self._accumulation.synced
 
-    def guard(self, lookups: tuple[room.Lookup, ...]) -> int:
-        """Keep the guard of the program that is compiled for the call that runs; return its number."""
+    def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
+        """Keep the guard of the program that is compiled for the current call; return its number."""
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Part of each prologue: Thunder takes another program, or compiles one, where this raises."""
+        """Raise unless the program fits this call; a part of each prologue. Thunder then takes another program, or
+        compiles one."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
         if not self.guards.holds(guard):
             raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
 
     def enter(self, phase: str, schedule: str) -> None:
-        """The first of our lines in each phase; peers whose launches there have another digest are refused."""
+        """Set the collective tag; our first line in each phase. Peers whose launches there have another digest are
+        refused."""
         self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return what the gather of these sends."""
-        params = self._of_bucket(paths)
+        """Return what the gather of these shards sends."""
+        params = self._params_of(paths)
         stays = self._stays(params)
         if stays is None:
             return self._wire.encode(shards, params)
         sent, due = list(shards), stays.due(params)
         if due:
-            for at, each in zip(due, self._wire.encode(*stays.of(due, shards, params)), strict=True):
-                sent[at] = each
+            for index, encoded in zip(due, self._wire.encode(*stays.select(due, shards, params)), strict=True):
+                sent[index] = encoded
         return sent
 
     def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
-        under ``policy.reshard_after_backward=False`` only those that the accumulation has not gathered before."""
+        """Start gathering.
+
+        ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 under
+        ``policy.reshard_after_backward=False`` sends only those that the accumulation has not gathered before.
+        """
         with launching(Kind.GATHER, paths):
-            handle = self._state.clock.watched(self._gather(sent, self._of_bucket(paths)), paths[0], gather=True)
+            handle = self._state.clock.watched(self._gather(sent, self._params_of(paths)), paths[0], gather=True)
         return self._state.labels.watched(handle, Kind.GATHER, paths)
 
     def _gather(self, sent: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Gather the parameters that are due. The handle returns all parameters of the bucket."""
         stays = self._stays(params)
         if stays is None:
             return self._wire.gather(sent, params)
         due, last = stays.due(params), self.synced
-        full = {at: stays.full(param) for at, param in enumerate(params) if at not in due}
-        handle = self._wire.gather(*stays.of(due, sent, params)) if due else None
+        full = {index: stays.full(param) for index, param in enumerate(params) if index not in due}
+        handle = self._wire.gather(*stays.select(due, sent, params)) if due else None
         stays.launched(params, due, last=last)
 
         def wait() -> tuple[Tensor, ...]:
             arrived = full | dict(zip(due, handle.wait() if handle else (), strict=True))
-            found = tuple(arrived[at] for at in range(len(params)))
+            results = tuple(arrived[index] for index in range(len(params)))
             if not self._plan.decodes(*params):
-                stays.arrived(params, found, last=last)
-            return found
+                stays.arrived(params, results, last=last)
+            return results
 
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the full parameters that a gather has brought as bytes; those that had stayed are among them."""
-        params = self._of_bucket(paths)
+        """Return full parameters, decoded where a gather has brought bytes. Parameters that had stayed are among
+        them."""
+        params = self._params_of(paths)
         stays = self._stays(params)
         if stays is None:
             return self._wire.decode(arrived, params)
-        due = [at for at, each in enumerate(arrived) if each.dtype is torch.uint8]
-        found = list(arrived)
+        due = [index for index, tensor in enumerate(arrived) if tensor.dtype is torch.uint8]
+        results = list(arrived)
         if due:
-            for at, full in zip(due, self._wire.decode(*stays.of(due, arrived, params)), strict=True):
-                found[at] = full
-        stays.arrived(params, found, last=self.synced)
-        return found
+            for index, full in zip(due, self._wire.decode(*stays.select(due, arrived, params)), strict=True):
+                results[index] = full
+        stays.arrived(params, results, last=self.synced)
+        return results
 
     def _stays(self, params: Sequence[Param]) -> StayingParameters | None:
-        """Return what keeps these parameters in full, if anything does."""
+        """Return the object that keeps these parameters in full; None if they are freed after their use."""
         if params[0].resident:
             return self._state.resident
         keeps = not self._plan.policy.reshard_after_backward and params[0].kept_unsharded
         return self._state.kept_unsharded if keeps else None
 
-    def _of_bucket(self, paths: Sequence[str]) -> tuple[Param, ...]:
-        """The parameters of a bucket, whose paths are a constant of a program."""
-        if paths not in self._params:
-            self._params[paths] = tuple(self._plan.by_name[path] for path in paths)
-        return self._params[paths]
+    def _params_of(self, paths: Sequence[str]) -> tuple[Param, ...]:
+        """Return the parameters of a bucket, whose paths are a constant of a program."""
+        if paths not in self._buckets:
+            self._buckets[paths] = tuple(self._plan.by_name[path] for path in paths)
+        return self._buckets[paths]
 
     def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[OnTheWire]:
         """Return what the reduction of gradients, or of means inside of a copy, sends."""
-        params = self._of_bucket(paths)
+        params = self._params_of(paths)
         return self._wire.encode_grad(self._sums(grads, params, over), params, over)
 
     def _sums(self, grads: Sequence[Tensor], params: Sequence[Param], over: str) -> Sequence[Tensor]:
-        """Return gradients with their deferred sums, in the dtype in which they are reduced; means as they are."""
+        """Return gradients plus their deferred sums, in the dtype in which they are reduced; means as they are."""
         if over in OF_MEANS:
             return grads
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
 
     def reduce(self, sent: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Start reducing gradients, with their deferred sums, or means inside of a copy, to their means over an
-        axis."""
-        params = self._of_bucket(paths)
+        """Start averaging over an axis: gradients plus their deferred sums, or means inside of a copy."""
+        params = self._params_of(paths)
         if over not in OF_MEANS:
             self._state.resident.expect_step()
             self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
@@ -172,17 +178,20 @@ class ModelRuntime:
 
     def decode_grad(self, arrived: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the means that a reduction has brought in another form."""
-        return self._wire.decode_grad(arrived, self._of_bucket(paths), over)
+        return self._wire.decode_grad(arrived, self._params_of(paths), over)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
+        """Return a gradient plus the parameter's deferred one, which is dropped."""
         deferred = self._accumulation.take(param.path)
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """The rows that a program reads, connected to the shards that train. Under ``no_sync`` those of a shard with
-        hooks on its gradient are not: backward returns no gradient, which autograd hands on to hooks. They run when the
-        gradient is reduced, as FSDP2's do."""
+        """Return the rows that a program reads, connected to the shards that train.
+
+        Under ``no_sync`` the rows of a shard with hooks on its gradient are not connected: backward returns no
+        gradient, and autograd would call the hooks with None. They run when the gradient is reduced, as FSDP2's do.
+        """
         if not self.synced:
             shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
         rows: tuple[Tensor, ...] = Rows.apply(self._state, paths, *shards)  # type: ignore[no-untyped-call]
@@ -198,8 +207,8 @@ class ModelRuntime:
         """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
 
         Nothing travels unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
-        parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at
-        a time.
+        parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at a
+        time.
         """
         if not self._accumulation.grew_since_asked():
             return
@@ -218,20 +227,21 @@ class ModelRuntime:
             accumulate(self._state.shards[path], self._state.gradient(mean, path))
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf; names the first."""
+        """Raise on all ranks if a gradient on any rank is NaN or Inf, naming the first one (policy
+        ``check_gradients``)."""
         with doing(f"policy check_gradients of {self._state.name}"):
-            found = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
-            bad = self._state.first_on_any_rank(found)
-        if bad is not None:
+            flags = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
+            first_bad = self._state.first_on_any_rank(flags)
+        if first_bad is not None:
             self._state.drop_deferred()
             raise RuntimeError(
-                f"the gradient of parameter {paths[bad]!r} is NaN or Inf, and policy check_gradients stops here: no "
-                f".grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale "
-                f"the loss or look at this batch"
+                f"the gradient of parameter {paths[first_bad]!r} is NaN or Inf, and policy check_gradients stops here: "
+                f"no .grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, "
+                f"scale the loss or look at this batch"
             )
 
     def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
-        """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
+        """Wait until these reduced gradients are in host memory (policy ``cpu_offload``)."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -239,9 +249,9 @@ class ModelRuntime:
         """Compare the collectives of all ranks before a program first runs.
 
         Only the first forward, the first backward and the first forward without backward are compared here, each with
-        reductions and under ``no_sync``: by digests, and by lines where those differ. A later compilation (another
-        batch size) may happen on one rank alone; :meth:`enter` compares its digest whenever it runs. A forward of DDP
-        may run on one rank alone, too: it has no collective.
+        reductions and under ``no_sync``. Digests are compared first, then lines if they differ. A later compilation
+        (another batch size) may happen on one rank alone; :meth:`enter` compares its digest whenever it runs. A forward
+        of DDP may run on one rank alone, too: it has no collective.
         """
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
@@ -257,8 +267,10 @@ def accumulate(shard: Tensor, grad: Tensor) -> None:
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
-    """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
-    tensor for a number, and leaves it to autograd to sum its gradient."""
+    """Return a full gradient in the dtype in which it is reduced, in the parameter's shape.
+
+    Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
+    """
     if grad.shape != param.shape:
         grad = grad.sum_to_size(param.shape)
     return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)

@@ -25,16 +25,17 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, to_device
 from thunder_zero.plan.params import Plan
 
-FIRST, EVERY = 8, 16  # forwards that are compared: the first ones, and then one of so many
+FIRST, EVERY = 8, 16  # forwards that are compared: the first 8, and then one of 16
 SAMPLED = 1 << 16  # elements of a tensor at most, evenly spaced
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 64 bits that a product spreads well
 KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # shown by their values
 
 
 class SameBatch:
-    """What ranks of one data-parallel index have compared.
+    """Compares the inputs of the ranks of one data-parallel index.
 
-    ``unlike`` is the sentence for random generators that differ; a forward that draws nothing may ignore it.
+    Attributes:
+        unlike: the error about random generators that differ, or None; a forward that draws nothing ignores it.
     """
 
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
@@ -44,7 +45,7 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward, if it is one of those that are compared; a small collective then.
+        """Compare the arguments of a forward, if it is one of those that are compared; then a small collective.
 
         Raises:
             RuntimeError: naming an argument that differs, on every rank.
@@ -52,21 +53,23 @@ class SameBatch:
         number, self._forwards = self._forwards, self._forwards + 1
         if self._plan.mesh.tensor.size == 1 or (number >= FIRST and number % EVERY):
             return
-        found = list(_leaves(args, kwargs))
-        total = to_device([_number(str([(name, what) for name, what, _ in found]))], torch.int64, self._device)
-        for position, (_, _, value) in enumerate(found):
+        leaves = list(_leaves(args, kwargs))
+        total = to_device([_number(str([(name, what) for name, what, _ in leaves]))], torch.int64, self._device)
+        for position, (_, _, value) in enumerate(leaves):
             if value is not None:
                 total = total + (2 * position + 1) * value.to(self._device)
-        mine = torch.cat((total, to_device([_number(_generator_state(self._device))], torch.int64, self._device)))
+        digests_here = torch.cat(
+            (total, to_device([_number(_generator_state(self._device))], torch.int64, self._device))
+        )
         with doing(f"the comparison of the batches of {self._name}"):
-            everywhere = torch.stack(all_gather_tensor(mine, self._group)).cpu()
-            batch, generators = (self._first_unlike(digests) for digests in everywhere.unbind(1))
+            digests_of_ranks = torch.stack(all_gather_tensor(digests_here, self._group)).cpu()
+            batch, generators = (self._first_unlike(digests) for digests in digests_of_ranks.unbind(1))
             if batch is not None:
-                raise RuntimeError(self._of_batch(found, batch))
-        self.unlike = None if generators is None else self._of_generators(generators)
+                raise RuntimeError(self._batch_sentence(leaves, batch))
+        self.unlike = None if generators is None else self._generators_sentence(generators)
 
     def require_same_generators(self) -> None:
-        """Refuse generators that differ, in a forward that draws random numbers.
+        """Raise if generators differ; for a forward that draws random numbers.
 
         Raises:
             RuntimeError: naming the ranks, on every rank.
@@ -75,54 +78,60 @@ class SameBatch:
             raise RuntimeError(self.unlike)
 
     def _first_unlike(self, digests: Tensor) -> tuple[int, int] | None:
-        """Return two numbers of neighbours that compute with slices of one model and have different digests."""
+        """Return two neighbouring ranks, by their numbers, that compute with slices of one model and have different
+        digests."""
         slices = self._plan.mesh.tensor.size
-        same = pairwise(enumerate(digests.tolist()))
-        return next(((i, j) for (i, one), (j, other) in same if j % slices and one != other), None)
-
-    def _of_batch(self, found: Sequence[tuple[str, str, Tensor | None]], unlike: tuple[int, int]) -> str:
-        """Return the sentence for arguments that differ; a small collective."""
-        mine = [(name, what, None if value is None else int(value)) for name, what, value in found]
-        everywhere = all_gather_object(mine, self._group)
-        one, other = (everywhere[number] for number in unlike)
-        (name, what, _), (_, there, _) = next(
-            (pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]),
-            (("the number of arguments", str(len(one)), None), ("", str(len(other)), None)),
+        neighbours = pairwise(enumerate(digests.tolist()))
+        return next(
+            ((i, j) for (i, digest), (j, next_digest) in neighbours if j % slices and digest != next_digest), None
         )
-        shown = "values" if what == there else f"{what} and {there}"
+
+    def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], unlike: tuple[int, int]) -> str:
+        """Return the sentence for arguments that differ; a small collective."""
+        leaves_here = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
+        leaves_of_ranks = all_gather_object(leaves_here, self._group)
+        leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in unlike)
+        (name, text, _), (_, other_text, _) = next(
+            (pair for pair in zip(leaves_of_first, leaves_of_second, strict=False) if pair[0] != pair[1]),
+            (("the number of arguments", str(len(leaves_of_first)), None), ("", str(len(leaves_of_second)), None)),
+        )
+        shown = "values" if text == other_text else f"{text} and {other_text}"
         first, second = self._ranks(unlike)
         return (
             f"{name} of {self._name} differs between rank {first} and rank {second} ({shown}), which compute with "
-            f"slices of one model; {self._give()}"
+            f"slices of one model; {self._remedy()}"
         )
 
-    def _of_generators(self, unlike: tuple[int, int]) -> str:
+    def _generators_sentence(self, unlike: tuple[int, int]) -> str:
+        """Return the sentence for random generators that differ."""
         first, second = self._ranks(unlike)
         return (
             f"forward of {self._name} draws random numbers, as dropout does, and the generators of rank {first} and "
             f"rank {second} differ, which compute with slices of one model; seed ranks of one data-parallel index "
-            f"alike, such as by torch.manual_seed(seed + {self._index()})"
+            f"alike, such as by torch.manual_seed(seed + {self._index_expression()})"
         )
 
     def _ranks(self, numbers: tuple[int, int]) -> tuple[int, int]:
+        """Return the global ranks of two ranks of the group."""
         first, second = (dist.get_global_rank(self._group, number) for number in numbers)
         return first, second
 
-    def _index(self) -> str:
+    def _index_expression(self) -> str:
         """Return the user's expression for a rank's data-parallel index."""
         names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
         slices = self._plan.mesh.tensor.size
         return f"mesh[{names[0]!r}].get_local_rank()" if len(names) == 2 else f"dist.get_rank() // {slices}"
 
-    def _give(self) -> str:
+    def _remedy(self) -> str:
+        """Return what the user should do about batches that differ."""
         return (
             f"give all ranks of one data-parallel index the same batch: a sampler takes "
-            f"num_replicas={self._plan.mesh.batches}, rank={self._index()}"
+            f"num_replicas={self._plan.mesh.batches}, rank={self._index_expression()}"
         )
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor | None]]:
-    """Yield the name of each argument, or part of one, what it looks like, and a digest of a tensor's values."""
+    """Yield for each leaf of the arguments its name, a description, and a digest of a tensor's values."""
     for number, value in [*enumerate(args), *kwargs.items()]:
         for path, leaf in tree_flatten_with_path(value)[0]:
             name = f"argument {number!r}{keystr(path)}"
@@ -136,8 +145,10 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def digest_of(value: Tensor) -> Tensor | None:
-    """Return a number for the elements of a tensor, in order, on its device; of a large one, for some of them. None if
-    it is not strided."""
+    """Return a number for the elements of a tensor, in order, on its device; None if it is not strided.
+
+    Of a large tensor only some elements count.
+    """
     if value.layout is not torch.strided or value.is_nested:
         return None
     elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
@@ -150,12 +161,12 @@ def digest_of(value: Tensor) -> Tensor | None:
 
 
 def _generator_state(device: torch.device) -> bytes:
-    """Return the state of the default generator of a device, which the host has."""
+    """Return the state of the default generator of a device; the host has it, so it does not wait."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return bytes(state.numpy().tobytes())
 
 
-def _number(what: str | bytes) -> int:
-    """Return 63 bits that stand for a text."""
-    given = what.encode() if isinstance(what, str) else what
-    return int.from_bytes(hashlib.sha256(given).digest()[:8], "big") >> 1
+def _number(value: str | bytes) -> int:
+    """Return 63 bits of a digest."""
+    data = value.encode() if isinstance(value, str) else value
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

@@ -1,6 +1,6 @@
 """Placeholders of parameters that are slices: DTensors for dynamo, slices for its graph.
 
-Code that dynamo captures is to compute with DTensors, as torch's tensor parallelism does. Programs compute with slices,
+Code that dynamo captures must compute with DTensors, as torch's tensor parallelism does. Programs compute with slices,
 as if each were a parameter::
 
     module.up.weight    DTensor (16, 8), Shard(0)      at rest, of rows; on the whole mesh
@@ -32,39 +32,42 @@ class _SliceWithoutValues(Tensor):
     @classmethod
     @torch.compiler.disable  # or dynamo would say of it that it ends a graph
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, _SliceWithoutValues))
-        raise ValuesNeeded(cannot_use(str(func), held.path), held.path)
+        part = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, _SliceWithoutValues))
+        raise ValuesNeeded(cannot_use(str(func), part.path), part.path)
 
 
 def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return the placeholder of a parameter; of a DTensor one on the same mesh, placed alike, without memory."""
+    """Return the placeholder of a parameter. For a DTensor it is one on its mesh, with its placements, without
+    memory."""
     if not isinstance(param, DTensor):
         return placeholder(path, param, dtype, device)
     rows = without_memory(_SliceWithoutValues, local(param), dtype, device)
     rows.path = path
     spec = DTensorSpec(param.device_mesh, param.placements, contiguous(tuple(param.shape), dtype))
-    made: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))  # by an attribute torch knows that it is a parameter
-    return cast(nn.Parameter, made)
+    stand_in: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
+    vars(stand_in).update(vars(param))  # by an attribute torch knows that it is a parameter
+    return cast(nn.Parameter, stand_in)
 
 
 def path_of(value: object) -> str | None:
     """Return the path of the parameter that a placeholder stands for; None for any other value."""
     if isinstance(value, Placeholder):
         return value.path
-    held = local(value) if isinstance(value, DTensor) else None
-    return held.path if isinstance(held, _SliceWithoutValues) else None
+    part = local(value) if isinstance(value, DTensor) else None
+    return part.path if isinstance(part, _SliceWithoutValues) else None
 
 
 @dataclass(frozen=True)
 class Slice:
     """What a graph takes in the place of a placeholder that is a DTensor.
 
+    Torch brings the gradient of ``whole``'s result to the placements of the parameter. A gradient that each rank has
+    computed from its part of a sequence is reduced that way.
+
     Attributes:
         taken: looks like the slice that this rank computes with.
-        whole: makes the DTensor of the slice and of ``args``, by which graphs that place it otherwise differ. Torch
-            brings the gradient that it gets to the placements of the parameter: it reduces one that each rank has
-            computed of its part of a sequence.
+        whole: makes the DTensor of the slice and of ``args``.
+        args: placements and shape; graphs with other ones differ.
     """
 
     taken: Placeholder
@@ -73,7 +76,8 @@ class Slice:
 
 
 def slice_of(value: object) -> Slice | None:
-    """Return what a graph takes in the place of an input; None if that is no DTensor that stands for a parameter."""
+    """Return what a graph takes in the place of an input; None if the input is not a DTensor that stands for a
+    parameter."""
     if not isinstance(value, DTensor) or (path := path_of(value)) is None:
         return None
     taken = without_memory(Placeholder, local(value), value.dtype, value.device, value.requires_grad)
@@ -86,7 +90,7 @@ def slice_of(value: object) -> Slice | None:
 
 
 def is_part(value: object) -> bool:
-    """Return whether a value is a DTensor of which each rank has another part."""
+    """Return whether a value is a DTensor whose parts differ between ranks."""
     return isinstance(value, DTensor) and any(not isinstance(placed, Replicate) for placed in value.placements)
 
 
@@ -105,7 +109,7 @@ def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
 
 
 def require_plain_tensors(module: nn.Module) -> None:
-    """Refuse a module with DTensors, of which no program is made without its mesh.
+    """Refuse a module with DTensors: a program for it needs its mesh.
 
     Raises:
         RuntimeError: naming the first one.

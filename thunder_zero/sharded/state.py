@@ -36,21 +36,21 @@ from thunder_zero.sharded.writes import Versions
 
 
 class LocalState:
-    """One rank's share of one model, as if it had no peers: the transport alone knows them.
+    """The state of one model on one rank, as if it had no peers: only the transport knows them.
 
     Args:
         at_rest: values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         digests: look for writes to the rows of resident parameters that raise no version.
 
     Attributes:
-        device: where compute is.
-        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
-        copies: copies of shards in host memory to the device, which may still run.
+        device: the device that computes.
+        name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
+        copies: copies of shards from host memory to the device, which may still run.
         rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
-        specs: how ranks share each parameter, by path; none in stage 0, and where there are no peers.
+        specs: how ranks share each parameter, by path; empty in stage 0, and where there are no peers.
         frozen: paths of the parameters that do not train.
         single_rows: paths of the sharded parameters of one row.
-        shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
+        shards: the optimizer's parameters by path, in the memory of ``rows``: DTensors, if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
         kept_unsharded: gathered parameters that the next micro-batch reads again.
@@ -81,7 +81,7 @@ class LocalState:
         self.frozen = frozenset(param.path for param in plan.params if not param.requires_grad)
         self.single_rows = frozenset(param.path for param in plan.params if param.sharded and param.shape[0] == 1)
         self.shards: dict[str, nn.Parameter] = {}
-        self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # how many rows, if there is padding
+        self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # number of rows (if padded), spec
         for param in plan.params:
             rows, spec = real_rows(memory.rows[param.path].detach(), param, plan), specs.get(param.path)
             self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
@@ -91,43 +91,42 @@ class LocalState:
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)
-        # The first forward, too, computes with what arrives.
+        # So that the first forward computes with values that went through the format.
         formatted = (param.path for param in plan.params if plan.decodes(param))
         self.resident.mark_stale(formatted)
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
-        """The gradient of a shard, from its rows with their padding."""
+        """Return the gradient of a shard, from the gradient of its rows with their padding."""
         count, spec = self._layouts[path]
         return as_dtensor(rows if count is None else rows[:count], spec)
 
-    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
-        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path): other ranks
-        are as this one, and nothing is flagged."""
-        return [path for path in paths if path in here]
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str], also: Tensor | None = None) -> list[str]:
+        """Return the paths that are in ``changed``; there is no other rank, and ``also`` is ignored."""
+        return [path for path in paths if path in changed]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """The first flag that any rank has set: none has."""
+        """Return None: no flag is set."""
         return None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Compare the collectives of a program between ranks: there is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def drop_deferred(self) -> None:
-        """Abandon the accumulation: its deferred gradients and the parameters that it keeps unsharded."""
+        """Abandon the accumulation: drop its deferred gradients and the parameters that it keeps unsharded."""
         self.accumulation.drop()
         self.kept_unsharded.clear()
 
 
 class State(LocalState):
-    """One rank's share of one model.
+    """This rank's state of one model, and the process groups that train it.
 
     Attributes:
         ranks: the process groups that train the model.
         group: all of these ranks.
-        placeholders: what the plain module has while forward runs, by path: full shape, no memory.
-        unsharded: the plain module has full parameters (``full_parameters``), and the model cannot be called.
-        same_batch: compares what ranks with slices of one model are given.
-        averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
+        placeholders: the parameters of the plain module while forward runs, by path: full shape, no memory.
+        unsharded: True inside ``full_parameters``, while the model cannot be called.
+        same_batch: compares the inputs of ranks that hold slices of one model.
+        averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class State(LocalState):
             )
 
     def require_own_values(self, action: str) -> None:
-        """Raise if parameters have the values of their averages: one cannot ``action``, such as "save", then."""
+        """Raise if parameters hold their averages. ``action``, such as "save", is what cannot be done then."""
         if self.averaged:
             raise RuntimeError(
                 f"cannot {action}: the parameters of {self.name} are averages inside of EMA.applied; leave that block "
@@ -173,17 +172,23 @@ class State(LocalState):
         del self.ranks, self.group, self.transport, self.same_batch
 
     def agree_on_stale(self) -> None:
-        """See :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
-        :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`."""
+        """Let ranks agree on what the next forward must gather.
+
+        See :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
+        :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`.
+        """
         self.kept_unsharded.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
-    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
-        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
-        collective, if there are several ranks."""
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str], also: Tensor | None = None) -> list[str]:
+        """Return the paths that are in ``changed`` on any rank, or flagged in ``also`` (a bool for each path) on any
+        rank.
+
+        One small collective if there are several ranks.
+        """
         if self.plan.ranks == 1 and also is None:
-            return [path for path in paths if path in here]
-        flags = to_device([path in here for path in paths], torch.int32, self.device)
+            return [path for path in paths if path in changed]
+        flags = to_device([path in changed for path in paths], torch.int32, self.device)
         if also is not None:
             flags += also.to(self.device)
         if self.plan.ranks > 1:
@@ -192,37 +197,42 @@ class State(LocalState):
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """The position of the first flag that any rank has set; one small collective."""
+        """Return the position of the first flag that any rank has set; None if none is. One small collective."""
         flags = flags.to(torch.int32)
         all_reduce_max(flags, self.group)
         return int(flags.argmax()) if flags.any() else None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Compare the collectives of a program between ranks."""
+        """Compare the collectives of a program between ranks; raise on all ranks if they differ."""
         calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
         inputs = "give every rank inputs that take the same path through the module"
         facts = [
-            Fact(f"line {at} of the collectives of {program}", repr(line), inputs) for at, line in enumerate(lines)
+            Fact(f"line {number} of the collectives of {program}", repr(line), inputs)
+            for number, line in enumerate(lines)
         ]
         with doing(f"the first {program} of {self.name}"):
             require_same([Fact("the program to run", program, calls), *facts], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
-        """Raise while ``no_sync`` holds gradients of these parameters (default: of any)."""
+        """Raise while ``no_sync`` holds gradients of these parameters; without ``shards``, of any parameter."""
         among = None if shards is None or not self.accumulation.paths else set(map(id, shards))
         for path in self.accumulation.paths:
             if among is None or id(self.shards[path]) in among:
                 raise unreduced(action, f"of parameter {path!r}")
 
     def mark_stale(self, paths: Iterable[str]) -> None:
-        """These parameters changed: the next forward refreshes the other ranks' rows, if they are resident."""
+        """Note that these parameters changed: the next forward refreshes the other ranks' rows, if they are
+        resident."""
         changed = tuple(paths)
         self.resident.mark_stale(changed)
         self.kept_unsharded.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """The full, unpadded parameter, from the shards as they are now, or from ``shard``, this rank's rows of another
-        tensor of its shape and of any dtype; a collective."""
+        """Gather a full, unpadded parameter; a collective.
+
+        Its values are those of the shards now, or of ``shard``: this rank's rows of another tensor of its shape and of
+        any dtype.
+        """
         form = param.frozen_format if shard is None else None
         shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
@@ -237,7 +247,7 @@ class State(LocalState):
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Parameters and gradients travel as they are inside of the block; all ranks enter it together."""
+        """Send parameters and gradients without formats inside the block; all ranks enter it together."""
         formatted = [param.path for param in self.plan.params if param.gather_format]
         self.mark_stale(formatted)
         try:
@@ -247,7 +257,8 @@ class State(LocalState):
             self.mark_stale(formatted)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
-        """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
+        """Return the seconds in which these sharded parameters are gathered while nothing else travels; a
+        collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))

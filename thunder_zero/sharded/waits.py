@@ -1,8 +1,8 @@
 """Watches the waits of collectives: times them, and labels them while torch's profiler runs.
 
-Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs.
-Moments are those of the device that computes: on CUDA they are events in its stream, so that the host runs ahead as
-without a clock.
+Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs. A
+:class:`Moment` is one of the device that computes. On CUDA it is an event in the device's stream, so that the host runs
+ahead as it does without a clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moment:
     event: torch.cuda.Event | None  # the same point in the device's stream, if it has one
 
     def until(self, later: Moment) -> float:
-        """Seconds from this moment to a later one."""
+        """Return the seconds from this moment to a later one."""
         if self.event is None or later.event is None:
             return later.host - self.host
         later.event.synchronize()
@@ -43,23 +43,23 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A wait that ran."""
+    """A wait that has ended."""
 
     path: str  # the first parameter of the bucket
-    gather: bool  # it ended a gather; otherwise a reduction
+    gather: bool  # True for a gather, False for a reduction
     called: Moment  # when compute reached it
     returned: Moment  # when compute went on
 
 
 class Clock:
-    """Notes the waits of one model while it runs."""
+    """Records the waits of one model while it runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waits: list[Waited] | None = None
 
     def now(self) -> Moment:
-        """The point that the device's work has reached."""
+        """Return the point that the device's work has reached."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -68,7 +68,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[list[Waited]]:
-        """Note the waits of collectives launched inside of the block, in the list that it yields."""
+        """Record the waits of collectives that are launched inside the block; yield the list of them."""
         waits = self._waits = []
         try:
             yield waits
@@ -76,7 +76,7 @@ class Clock:
             self._waits = None
 
     def watched(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
-        """The handle; one that notes its wait, while the clock runs."""
+        """Return the handle, or one that records its wait while the clock runs."""
         if (waits := self._waits) is None:
             return handle
 
@@ -93,26 +93,27 @@ NOTHING = nullcontext()
 
 
 def launching(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
-    """Inside the block, a launch has its label."""
+    """Label a launch inside the block, if a profiler runs."""
     return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
 
 class Labels:
-    """The labels of one model: of its waits, and of the unit that computes.
+    """The labels of one model's waits, and of the unit that computes.
 
-    A unit's label begins after the wait for its gather. It ends before the wait for another unit's, after forward, or
-    where backward has launched the reductions of all of its gradients; with backward at the latest. Torch's profiler
-    frees a label with the profile that it began in: one that ended in the next would write into freed memory.
+    A unit's label begins after the wait for its gather. It ends before the wait for another unit's gather, after
+    forward, or where backward has launched the reductions of all of its gradients; with backward at the latest. Torch's
+    profiler frees a label with the profile in which it began: a label that ended in the next profile would write into
+    freed memory.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._open: record_function | None = None
         self._unit = ""
-        self._left: set[str] = set()  # parameters of the open unit whose gradients are not made yet
+        self._pending: set[str] = set()  # parameters of the open unit whose gradients are not made yet
 
     def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """The handle; one whose wait is labelled, if a profiler runs."""
+        """Return the handle, or one whose wait is labelled if a profiler runs."""
         if not profiler._is_profiler_enabled:
             return handle
         unit = self._plan.by_name[paths[0]].unit
@@ -129,26 +130,26 @@ class Labels:
         return WaitsBy(wait)
 
     def begin(self, unit: str) -> None:
-        """The unit computes from here on."""
+        """Begin the label of a unit, unless it is open."""
         if self._open is not None and unit == self._unit:
             return
         self.end()
         self._unit = unit
-        self._left = {param.path for param in self._plan.params if param.unit == unit and param.requires_grad}
+        self._pending = {param.path for param in self._plan.params if param.unit == unit and param.requires_grad}
         self._open = record_function(unit_label(unit))
         self._open.__enter__()
         if running_backward() >= 0:  # it may have launched the unit's reductions before it waits for the gather
             at_end_of_backward(self.end)
 
     def gradients_are_made(self, paths: Iterable[str]) -> None:
-        """Backward launches the reductions of these, or defers them."""
+        """Note that backward launches the reductions of these parameters, or defers them."""
         if self._open is not None:
-            self._left.difference_update(paths)
-            if not self._left:
+            self._pending.difference_update(paths)
+            if not self._pending:
                 self.end()
 
     def end(self) -> None:
-        """Nothing of a unit computes from here on, as far as is known."""
+        """End the label of the current unit."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None

@@ -4,16 +4,16 @@
 
     encode         shards, at rest  ->  cast, copied to the device; or bytes          what is gathered
     gather         what is sent     ->  full parameters; or the bytes of all ranks
-    decode         bytes            ->  full parameters, of which the own rows are read, too
+    decode         bytes            ->  full parameters, of which the own rows are decoded, too
     encode_grad    gradients        ->  cast; or each other rank's part as bytes      what is reduced
     reduce         what is sent     ->  means; or bytes for the own part
     decode_grad    means, or bytes, which are added up in float32  ->  cast, copied to where the shards rest
 
-Each is a line of a trace, if the plan has it do anything. Shards are cast and copied before the gather, so that only
-shards are, and a copy lives only while its bytes travel; gradients after the reduction. On CUDA, shards in host memory
-are pinned, and casts run on the device, since a copy that also casts makes the host wait; the copies run in the stream
-of compute. ``HostCopies`` knows when they have ended. ``encodings/`` writes and reads the bytes; a frozen base rests as
-bytes, which are sent as they are.
+Each is a line of a trace, if the plan has it do anything. Casts and copies are of shards, never of full tensors: before
+a gather, whose copies live only while their bytes travel, and after a reduction. On CUDA, shards in host memory are
+pinned. Casts run on the device, since a copy that also casts makes the host wait. The copies run in the stream of
+compute, and ``HostCopies`` knows when they have ended. ``encodings/`` writes and reads the bytes; a frozen base rests
+as bytes, which are sent as they are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from thunder_zero.plan.rows import padded, real_rows, rows_in
 
 
 class HostCopies:
-    """The copies of one model's offloaded shards, which run in the stream of compute while the host goes on; those to a
-    GPU alone are asynchronous. If no shard rests in host memory, the host never waits."""
+    """The copies of one model's offloaded shards, in the stream of compute. The host goes on meanwhile.
+
+    Only copies to a GPU are asynchronous. If no shard rests in host memory, the host never waits.
+    """
 
     def __init__(self, device: torch.device, *, offloaded: bool) -> None:
         self._device = device
@@ -48,7 +50,7 @@ class HostCopies:
         self._last: torch.cuda.Event | None = None  # in the stream after the last copy
 
     def note(self) -> None:
-        """Copies were started."""
+        """Note that copies were started."""
         if self._are_asynchronous:
             self._last = torch.cuda.Event()
             self._last.record(torch.cuda.current_stream(self._device))
@@ -64,22 +66,23 @@ HOST = torch.device("cpu")
 
 
 def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
-    """The device of a parameter's shard, gradient and optimizer state; replicated parameters are never offloaded."""
+    """Return the device of a parameter's shard, gradient and optimizer state. Replicated parameters are never
+    offloaded."""
     return HOST if plan.rests_on_host(param) else device
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
-    """Whether a cast, a copy or bytes of the shard are gathered instead of the shard itself."""
+    """Return whether a cast, a copy or bytes of the shard are gathered instead of the shard itself."""
     return param.is_cast or rest_device(param, plan, device) != device or plan.decodes(param)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientParts:
-    """A gradient on its way over an axis of W ranks, in float32 once it was added up.
+    """A gradient on its way over an axis of W ranks: parts before they are added up in float32.
 
     Attributes:
         own: (n,), this rank's part, exact.
-        others: (W - 1, nbytes), uint8: the parts of each other rank, or for this one from each, in the order of ranks.
+        others: (W - 1, nbytes), uint8: the parts for the other ranks, or the parts from them, in rank order.
     """
 
     own: Tensor
@@ -90,19 +93,19 @@ OnTheWire = Tensor | GradientParts
 
 
 class Wire:
-    """What a model sends, and what becomes of what arrives."""
+    """Encodes what a model sends, launches the collectives, and decodes what arrives."""
 
     def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device) -> None:
         self.transport = transport
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
         self._writes_bytes = True
-        self._reduced: Counter[str] = Counter()  # how often, by path
+        self._reduced: Counter[str] = Counter()  # number of reductions, by path
         self._piece = piece_on(device)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Nothing travels in a format inside of the block; all ranks enter it together."""
+        """Send nothing in a format inside the block; all ranks enter it together."""
         before, self._writes_bytes = self._writes_bytes, False
         try:
             yield
@@ -111,20 +114,21 @@ class Wire:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Reductions inside of the block do not change how later ones are rounded."""
+        """Let reductions inside the block not change how later ones are rounded."""
         before = self._reduced.copy()
         try:
             yield
         finally:
             self._reduced = before
 
-    # Gathers. A bucket has one format, if it has any.
+    # Gathers. All parameters of a bucket have one format, or none has any.
 
     def _writes(self, param: Param) -> bool:
+        """Return whether a gather of this parameter sends bytes."""
         return self._writes_bytes and self._plan.gathers_bytes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
-        """Return what all ranks read of this rank's rows."""
+        """Return the values that all ranks decode from this rank's rows."""
         if not self._writes(param):
             return rows
         form = self._encoding(param)
@@ -132,7 +136,7 @@ class Wire:
         return form.decode(payload, torch.empty(rows.shape, device=rows.device), piece=self._piece)
 
     def _encoding(self, param: Param) -> Encoding:
-        """Return how rows are encoded for a gather; those of a frozen base rest as bytes."""
+        """Return how rows are encoded for a gather. Those of a frozen base rest as bytes already."""
         if param.gather_format is not None and self._writes(param):
             return param.gather_format
         return Encoding(param.rest_dtype if param.frozen_format else param.compute_dtype)
@@ -141,8 +145,10 @@ class Wire:
     def encode(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Return what is gathered of this rank's rows: bytes; or the rows, cast and copied, in their places in ``into``
-        if that is given, buffers of all rows with padding."""
+        """Return what is gathered of this rank's rows: bytes, or the rows, cast and copied.
+
+        Without a format the rows may go to their places in ``into``, buffers of all rows with padding.
+        """
         if into is None or self._writes(params[0]):
             sent = [
                 self._encoding(param).encode(self._on_device(shard, param), piece=self._piece)
@@ -157,7 +163,7 @@ class Wire:
         return tuple(sent)
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
-        """Gather full parameters, into ``into`` if that is given; or the bytes that all ranks have written."""
+        """Gather full parameters, into ``into`` if that is given; or the bytes of all ranks."""
         if self._writes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
@@ -174,35 +180,37 @@ class Wire:
         if not self._writes(params[0]):
             return tuple(arrived)
         world, fulls = self._plan.mesh.shard.size, []
-        for at, (payload, param) in enumerate(zip(arrived, params, strict=True)):
+        for index, (payload, param) in enumerate(zip(arrived, params, strict=True)):
             shape = self._plan.geometry(param).gathered
-            full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[at].detach()
+            full = payload.new_empty(shape, dtype=param.compute_dtype) if into is None else into[index].detach()
             for part, rows in zip(payload.chunk(world), full.chunk(world), strict=True):
                 self._encoding(param).decode(part, rows, piece=self._piece)
             fulls.append(full[: param.shape[0]])
         return tuple(fulls)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
-        """Return full parameters."""
+        """Gather and decode full parameters at once."""
         return self.decode(self.gather(self.encode(shards, params), params).wait(), params)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        """Return the shard on the device that computes."""
         return shard.detach().to(self._device, non_blocking=True)
 
     # Reductions, each over one axis of the mesh.
 
     def _trades(self, param: Param, over: str) -> bool:
+        """Return whether a reduction over this axis sends bytes."""
         return self._writes_bytes and self._plan.reduces_bytes(param, over)
 
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
-        """Return what is reduced: gradients, or means inside of a copy, as they are, or in parts."""
+        """Return what is reduced: gradients, or means inside of a copy, as they are or in parts."""
         if not self._trades(params[0], over):
             return tuple(grads)
-        return tuple(self._cut(grad, param, over) for grad, param in zip(grads, params, strict=True))
+        return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
 
-    def _cut(self, grad: Tensor, param: Param, over: str) -> GradientParts:
-        """Cut a gradient into a part for each rank of an axis, and write those of the others, each once."""
+    def _encode_parts(self, grad: Tensor, param: Param, over: str) -> GradientParts:
+        """Cut a gradient into a part for each rank of an axis; encode the parts of the other ranks, each once."""
         form, axis = reduce_format_of(param), self._plan.mesh.over(over)
         if over == SHARD:
             is_even = grad.shape == self._plan.geometry(param).gathered
@@ -218,8 +226,11 @@ class Wire:
         return GradientParts(parts[axis.place], others)
 
     def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
-        """Average gradients over the ranks of an axis. The handle has means, or what :meth:`decode_grad` makes them of:
-        inside of a copy the parts of all ranks for this one, between copies the bytes of all parts of the means."""
+        """Average gradients over the ranks of an axis.
+
+        The handle has means, or what :meth:`decode_grad` makes means of. Inside of a copy that is this rank's part from
+        all ranks; between copies it is the bytes of all parts of the means.
+        """
         if not self._trades(params[0], over):
             if over in OF_MEANS:
                 return self._reduce_rows(sent, params, over)
@@ -227,20 +238,20 @@ class Wire:
         return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
 
     def _reduce_rows(self, means: Sequence[Tensor], params: Sequence[Param], over: str) -> Waitable:
-        """Average means over the copies of the model, or sum the parts of them; padding stays where it is."""
+        """Average means over the copies of the model, or sum their parts over slices; padding stays where it is."""
         rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
         handle = self.transport.all_reduce(rows, over)
-        parts = self._plan.ranks_over(over) if over == TENSOR else 1
+        summands = self._plan.ranks_over(over) if over == TENSOR else 1
 
         @outside_autograd
         def wait() -> tuple[Tensor, ...]:
-            arrived = [mean.mul_(parts) if parts > 1 else mean for mean in handle.wait()]
+            arrived = [mean.mul_(summands) if summands > 1 else mean for mean in handle.wait()]
             return tuple(_with_padding(mean, rows) for mean, rows in zip(means, arrived, strict=True))
 
         return WaitsBy(wait)
 
     def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
-        """Send each part to the rank that it is for."""
+        """Send each part to the rank that adds it up."""
         trade = _Trade(sent, self._plan.mesh.over(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
@@ -251,21 +262,23 @@ class Wire:
         return WaitsBy(wait)
 
     def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
-        """Send each part to the rank that adds it up, and the sum, rounded once more, to nearest, to all."""
+        """Send each part to the rank that adds it up; send the mean, rounded once more (to nearest), to all ranks."""
         axis = self._plan.mesh.over(over)
         trade = _Trade(sent, axis)
 
         @outside_autograd
-        def spread(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
+        def send_means(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
             means = [(self._mean(part, param, axis), reduce_format_of(param)) for part, param in parts]
-            own = [form.encode(mean, piece=self._piece) for mean, form in means]
-            return transport.all_gather(own, [(axis.size * payload.numel(),) for payload in own])
+            payloads = [form.encode(mean, piece=self._piece) for mean, form in means]
+            return transport.all_gather(payloads, [(axis.size * payload.numel(),) for payload in payloads])
 
-        return self.transport.in_two(lambda transport: transport.trade(trade.outgoing, trade.incoming), spread, over)
+        return self.transport.in_two(
+            lambda transport: transport.trade(trade.outgoing, trade.incoming), send_means, over
+        )
 
     def _mean(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
-        """Add the parts of all ranks up, in their order, and divide."""
+        """Add up the parts of all ranks, in their order, and divide by their number."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
         for rank in range(axis.size):
             if rank == axis.place:
@@ -276,12 +289,14 @@ class Wire:
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
-        """Return means: after the last axis in the dtypes and on the devices of the shards. A copy to host memory may
-        still run then: ``ModelRuntime.wait_offloaded`` waits for all of them."""
+        """Return means. After the last axis they are in the dtypes and on the devices of the shards.
+
+        A copy to host memory may still run then: ``ModelRuntime.wait_offloaded`` waits for all of them.
+        """
         means = list(arrived)
         if self._trades(params[0], over):
-            make = self._scattered if over == SHARD else self._spread
-            means = [make(each, param) for each, param in zip(arrived, params, strict=True)]
+            decode_mean = self._scattered if over == SHARD else self._spread
+            means = [decode_mean(item, param) for item, param in zip(arrived, params, strict=True)]
         if over != self._plan.reduced_over(params[0])[-1]:
             return tuple(means)
         return tuple(
@@ -294,7 +309,7 @@ class Wire:
         return self._mean(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
 
     def _spread(self, payload: Tensor, param: Param) -> Tensor:
-        """Read the means of this rank's rows, which all copies have."""
+        """Decode the means of this rank's rows from the bytes of all copies."""
         shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
         for part, written in zip(mean, payload.chunk(copies), strict=True):
@@ -310,36 +325,37 @@ class Wire:
 
 
 class _Trade:
-    """What ranks trade: of each gradient the part of each other rank, in bytes."""
+    """The buffers of a trade: for each gradient, bytes to and from each other rank."""
 
     def __init__(self, sent: Sequence[GradientParts], axis: Axis) -> None:
-        arriving = [torch.empty_like(each.others) for each in sent]
+        arriving = [torch.empty_like(parts.others) for parts in sent]
         peers = list(enumerate(axis.peers))
-        self.outgoing = {rank: [each.others[at] for each in sent] for at, rank in peers}
-        self.incoming = {rank: [slots[at] for slots in arriving] for at, rank in peers}
-        self._parts = tuple(GradientParts(each.own, slots) for each, slots in zip(sent, arriving, strict=True))
+        self.outgoing = {rank: [parts.others[index] for parts in sent] for index, rank in peers}
+        self.incoming = {rank: [slots[index] for slots in arriving] for index, rank in peers}
+        self._parts = tuple(GradientParts(parts.own, slots) for parts, slots in zip(sent, arriving, strict=True))
 
     def arrived(self) -> tuple[GradientParts, ...]:
-        """Return what has arrived, once it has; what was sent is let go of."""
+        """Return what has arrived; call it after the wait. What was sent is freed."""
         self.outgoing.clear()
         return self._parts
 
 
 def reduce_format_of(param: Param) -> Int8:
-    """Return the format in which a gradient is reduced that has one."""
+    """Return the format in which a gradient is reduced; it must have one."""
     assert param.reduce_format is not None, f"the gradient of {param.path} travels as it is"
     return param.reduce_format
 
 
 def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int | None = None) -> Tensor:
-    """Return the rows of a frozen parameter that rest as bytes, in ``dtype``; see :meth:`Nf4.decode` for ``piece``."""
+    """Return the rows of a frozen parameter that rest as bytes, in ``dtype``. ``piece`` is the number of elements that
+    are decoded at a time."""
     assert param.frozen_format is not None, f"parameter {param.path} does not rest as bytes"
     out = payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype)
     return param.frozen_format.decode(payload, out, piece=piece)
 
 
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
-    """Return a mean in float32 as so many flat parts, with zeros at the end; in its own memory, if that is possible."""
+    """Return a mean in float32 as ``count`` flat parts, with zeros at the end; a view if possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)

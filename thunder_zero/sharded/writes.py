@@ -1,8 +1,9 @@
 """Finds shards that were written to: by their versions, and by digests where a write raises none.
 
 Writes through ``.data``, numpy or a kernel raise no version. A digest is the sum of a shard's words, each times a
-random weight of its place, modulo 2 ** 64: integers, so the order of additions does not matter, and one pass at the
-speed of memory. A change goes unseen with a probability below 2 ** -30, unless somebody chooses it by the weights.
+random weight of its place, modulo 2 ** 64. These are integers, so the order of additions does not matter, and one pass
+runs at the speed of memory. A change goes unseen with a probability below 2 ** -30, unless its author knows the
+weights.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from thunder_zero.sharded.dtensors import local
 
 
 class Versions:
-    """Which shards changed since they were noted. An operator in place raises a DTensor's own version, and code that
-    takes its local tensor that one's. Fused optimizers raise neither; ``optimizers.py`` reports their steps."""
+    """The versions of shards when they were last noted.
+
+    An operator in place raises a DTensor's own version. Code that takes its local tensor raises that tensor's. Fused
+    optimizers raise neither; ``optimizers.py`` reports their steps.
+    """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
         self._shards = shards
         self._noted: dict[str, tuple[int, int]] = {}
 
     def note(self, paths: Iterable[str]) -> None:
-        """Take these shards as they are now."""
+        """Note the current versions of these shards."""
         self._noted.update((path, self._version(path)) for path in paths)
 
     def changed(self, path: str) -> bool:
-        """Whether a shard was written to since it was noted."""
+        """Return whether a shard was written to since it was noted."""
         return self._version(path) != self._noted[path]
 
     def _version(self, path: str) -> tuple[int, int]:
@@ -39,21 +43,21 @@ class Versions:
 
 WORD_BYTES = 8
 BLOCK = 1024  # words that one sum takes in; the sums are summed again
-LEVELS = 5  # of sums: nobody has 1024 ** 5 words
-MULTIPLY_INTEGERS = ("cpu",)  # devices on which matmul does
+LEVELS = 5  # of sums, enough for 1024 ** 5 words
+MULTIPLY_INTEGERS = ("cpu",)  # devices on which matmul takes integers
 CACHED = 64  # blocks whose temporary copy stays in the caches of such a device
 SLICE = 4096  # blocks that are copied at once elsewhere
 
 
 @torch.no_grad()
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the tensors' device: equal bytes have equal digests, and other bytes
-    almost surely others."""
+    """Return one int64 for each tensor, on the tensors' device. Tensors of different bytes almost never share a
+    digest."""
     return torch.cat([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
 
 
 def _words(flat: Tensor) -> Tensor:
-    """The bytes of a vector as int64; a copy, with zeros behind it, where they are not aligned words."""
+    """Return the bytes of a vector as int64; a copy, with zeros behind it, where they are not aligned words."""
     if flat.nbytes % WORD_BYTES == 0 and flat.storage_offset() * flat.itemsize % WORD_BYTES == 0:
         return flat.view(torch.int64)
     words = torch.zeros(-(-flat.nbytes // WORD_BYTES), dtype=torch.int64, device=flat.device)
@@ -62,7 +66,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor) -> Tensor:
-    """The weighted sum of words, (1,): of blocks, then of their sums, each time with other weights."""
+    """Return the weighted sum of words, (1,): of blocks, then of their sums, each time with other weights."""
     weights = _weights(words.device)
     level = 0
     while len(words) > BLOCK:
@@ -74,23 +78,26 @@ def _sum(words: Tensor) -> Tensor:
 
 
 def _products(blocks: Tensor, weights: Tensor) -> Tensor:
-    """The product of each row of words with the first weights."""
+    """Return the product of each row of words with the first weights."""
     weights = weights[: blocks.shape[1]]
     at_once = CACHED if blocks.device.type in MULTIPLY_INTEGERS else SLICE
     if len(blocks) <= at_once:
         return _products_at_once(blocks, weights)
-    return torch.cat([_products_at_once(some, weights) for some in blocks.split(at_once)])
+    return torch.cat([_products_at_once(chunk, weights) for chunk in blocks.split(at_once)])
 
 
 def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Adds a word's upper half to its lower one first: most weights would lose a change of the highest bits, as a sign
-    is one."""
+    """Return the products of a few rows.
+
+    A word's upper half is added to its lower half first: most weights would lose a change of the highest bits, such as
+    a sign.
+    """
     mixed = (blocks >> 32).add_(blocks)
     return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Random words, the same in every process: (LEVELS, BLOCK)."""
+    """Return random words, equal in every process: (LEVELS, BLOCK)."""
     generator = torch.Generator().manual_seed(9)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (LEVELS, BLOCK), generator=generator).to(device)

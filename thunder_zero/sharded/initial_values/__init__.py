@@ -1,9 +1,9 @@
 """Gives a plain module's parameters and buffers their initial values, before they are sharded.
 
 A module on the meta device has shapes and no values. Its values are drawn, as construction draws them (``drawn.py``),
-read from a state dict or sent by one rank; a module on a real device has its own. However large the model
-is, a rank holds its shards and one module's own parameters in full. The door is :func:`initial_values`; it leaves the
-module as it is.
+read from a state dict, or sent by one rank. A module on a real device has its own values. However large the model is, a
+rank holds its shards and one module's parameters in full. The door is :func:`initial_values`, which does not change the
+module.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ from thunder_zero.sharded.initial_values.drawn import Drawn
 __all__ = ["InitialValues", "Sources", "UnplannedValue", "initial_values"]
 
 
-FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
+# Returns a tensor's values in full, on any device. It is called once for each tensor, in the module's order.
+FullOf = Callable[[Tensor], Tensor]
 
 
 def initial_values(
     module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
 ) -> InitialValues:
-    """The values of a plain module, once all ranks agree that it is the same one; a collective. A rank that fails
-    between two agreements takes part in the collectives up to the next one, where every rank raises."""
+    """Return the values of a plain module, once all ranks agree that they have equal modules; a collective.
+
+    A rank that fails between two agreements takes part in the collectives up to the next agreement, where every rank
+    raises.
+    """
     group = ranks.world
     if group.size() > 1:
-        facts = [*_given(plan, sources), *_named(ranks)]
+        facts = [*_source_facts(plan, sources), *_mesh_facts(ranks)]
         agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # it has no buffers that are not persistent
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
-    missing = {t for t in model.names if t.is_meta and not model.arrives(t) and t not in read}
+    missing = {tensor for tensor in model.names if tensor.is_meta and not model.arrives(tensor) and tensor not in read}
     sharder = Sharder(model, are_read=are_read)
     drawn = Drawn(model, missing, sharder, all_draw=not are_read)
     with agree.all_or_none(group):
@@ -64,21 +68,22 @@ def initial_values(
         failures.raise_first()
         drawn.require_written()
 
-    def own(tensor: Tensor) -> Tensor:
-        """The values that this rank has, in full."""
+    def value_here(tensor: Tensor) -> Tensor:
+        """Return the values that this rank has, in full."""
         if tensor in read:
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
 
-    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, sharder)
+    values = _collected(model, lambda tensor: _full(tensor, model, value_here), drawn, sharder)
     with agree.all_or_none(group):
         failures.raise_first()
     sharder.compare()
     return values
 
 
-def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """The arguments decide which collectives ranks launch, unless one rank sends the values to all."""
+def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
+    """Return whether each source is there: sources decide which collectives ranks launch, unless one rank sends all
+    values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
@@ -89,14 +94,14 @@ def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
     ]
 
 
-def _named(ranks: Ranks) -> list[agree.Fact]:
-    """The names of a mesh's dimensions decide which parameters are slices."""
+def _mesh_facts(ranks: Ranks) -> list[agree.Fact]:
+    """Return the names of a mesh's dimensions, which decide which parameters are slices."""
     names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
     return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
 
 
 def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:
-    """Refuse the state dict of another module: it has one name at least of each tensor to read, and only saved ones.
+    """Refuse the state dict of another module: one that lacks a tensor to read, or has a name that is not in ``saved``.
 
     Raises:
         ValueError: naming the first tensor that is missing or unexpected.
@@ -113,15 +118,15 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 
 
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
-    """Read a tensor to the CPU; without values after a failure, since the other ranks may wait to receive it."""
-    room = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
-    with failures.remembered():
+    """Read a tensor to the CPU. After a failure it has no values, since the other ranks may wait to receive it."""
+    buffer = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
+    with failures.captured():
         first, *others = (name for name in names if name in weights)
-        room.copy_(fitted(weights[first], tensor, f"weights has {first!r}"))
+        buffer.copy_(fitted(weights[first], tensor, f"weights has {first!r}"))
         for name in others:
             fitted(weights[name], tensor, f"weights has {name!r}")
             _require_equal(weights[name].to(CPU), weights[first].to(CPU), name, first)
-    return room
+    return buffer
 
 
 def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
@@ -129,8 +134,10 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
     narrow = max(
         value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
     )
-    one, other = (of.to(narrow).double() if narrow.is_floating_point else of.to(narrow) for of in (value, expected))
-    unlike = ((one != other) & ~(one.isnan() & other.isnan())).nonzero()
+    first_value, second_value = (
+        x.to(narrow).double() if narrow.is_floating_point else x.to(narrow) for x in (value, expected)
+    )
+    unlike = ((first_value != second_value) & ~(first_value.isnan() & second_value.isnan())).nonzero()
     if len(unlike):
         place = tuple(unlike[0])
         raise ValueError(
@@ -141,16 +148,17 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """Return a tensor that has values; of a planned parameter, this rank's slice, without its gradient."""
+    """Return a tensor that has values; for a planned parameter, this rank's slice without its gradient."""
     return tensor if model.param_of(tensor) is None else local(tensor).detach()
 
 
-def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
-    """Values in full: this rank's own, or those that rank ``policy.broadcast_from`` sends to all; a collective then."""
+def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
+    """Return values in full: this rank's, or those that rank ``policy.broadcast_from`` sends to all ranks (then a
+    collective)."""
     if model.sender is None or not model.travels(tensor):
-        return own(tensor)
+        return value_here(tensor)
     if not model.arrives(tensor):
-        full = own(tensor)
+        full = value_here(tensor)
     elif tensor.is_meta:
         full = torch.empty_like(tensor, device=model.device, requires_grad=False)
     else:
@@ -160,7 +168,7 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
 
 
 def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
-    """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
+    """Return all values. Only one full tensor at a time is alive. A collective if one rank sends values."""
     at_rest: dict[str, Tensor] = {}
     unplanned = []
     for tensor, names in model.names.items():

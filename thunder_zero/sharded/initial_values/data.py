@@ -27,7 +27,7 @@ from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
-CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
+CPU = torch.device("cpu")  # values are drawn here, whatever the device, so that a seed gives equal values everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Sources:
 class UnplannedValue:
     """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores."""
 
-    names: Sequence[str]  # all of them
-    tensor: Tensor  # the module's
-    value: Tensor  # the initial one
+    names: Sequence[str]  # all names of the tensor
+    tensor: Tensor  # the module's tensor
+    value: Tensor  # the initial value
 
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """Initial values."""
+    """The initial values of a module."""
 
     at_rest: dict[str, Tensor]  # by path, each planned parameter as it is at rest: in full, or this rank's rows
     unplanned: list[
@@ -68,30 +68,31 @@ class PlainModel:
     names: Mapping[Tensor, Sequence[str]]  # all names of each parameter and buffer, in the module's order
 
     def name_of(self, tensor: Tensor) -> str:
-        """The tensor's first name; a planned parameter's path."""
+        """Return the tensor's first name, which is a planned parameter's path."""
         return self.names[tensor][0]
 
     def param_of(self, tensor: Tensor) -> Param | None:
-        """The plan of a parameter; None of a buffer, and of a parameter that the policy ignores."""
+        """Return the plan of a parameter; None for a buffer, and for a parameter that the policy ignores."""
         return self.plan.by_name.get(self.name_of(tensor))
 
     @property
     def sender(self) -> int | None:
-        """The rank that gives its values to all (``policy.broadcast_from``)."""
+        """Return the rank that sends its values to all ranks (``policy.broadcast_from``), if there is one."""
         return self.plan.policy.broadcast_from
 
     def travels(self, tensor: Tensor) -> bool:
-        """Whether one rank sends the tensor's values to all: not those that the policy ignores."""
+        """Return whether one rank sends the tensor's values to all ranks. Parameters that the policy ignores do not
+        travel."""
         is_ignored = isinstance(tensor, nn.Parameter) and self.param_of(tensor) is None
         return self.sender is not None and not is_ignored
 
     def arrives(self, tensor: Tensor) -> bool:
-        """Whether another rank sends the tensor's values to this one."""
+        """Return whether another rank sends the tensor's values to this one."""
         return self.travels(tensor) and self.sender != self.ranks.world.rank()
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of each parameter and buffer."""
+    """Return all names of each parameter and buffer."""
     names: dict[Tensor, list[str]] = {}
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     for name, tensor in chain[tuple[str, Tensor]](parameters, buffers):
@@ -100,10 +101,11 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def fitted(value: object, like: Tensor, what: str) -> Tensor:
-    """The value in the dtype of the module's tensor; ``what`` begins the sentence that refuses it."""
+    """Return the value in the dtype of the module's tensor; refuse a wrong shape. ``what`` begins the sentence of the
+    error."""
     if not isinstance(value, Tensor) or value.is_meta:
-        found = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{what} as a {found}; give a tensor of shape {tuple(like.shape)}")
+        kind = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} as a {kind}; give a tensor of shape {tuple(like.shape)}")
     if value.shape != like.shape:
         raise ValueError(
             f"{what} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the module "
@@ -113,7 +115,7 @@ def fitted(value: object, like: Tensor, what: str) -> Tensor:
 
 
 def whole_like(tensor: Tensor) -> Tensor:
-    """Return what a DTensor looks like with the slices of all ranks, on the meta device; any other tensor itself."""
+    """Return a meta tensor that looks like a DTensor with the slices of all ranks; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -121,14 +123,14 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 class Failures:
-    """Remembers the first failure until all ranks are where they can hear of it."""
+    """The first failure, kept until all ranks can hear of it."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Remember what the block raises instead of raising it."""
+    def captured(self) -> Iterator[None]:
+        """Keep an exception of the block instead of raising it."""
         try:
             yield
         except Exception as failure:
@@ -141,20 +143,20 @@ class Failures:
 
 
 class Sharder:
-    """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
+    """Cuts full parameters to what rests on this rank; keeps a digest of each where every rank makes its own values."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
         self._digests: dict[str, str] = {}
-        self._of_slices: set[str] = set()  # paths whose digests are those of this rank's slice
+        self._sliced: set[str] = set()  # paths whose digests are of this rank's slice
 
     def shard(self, full: Tensor, path: str) -> Tensor:
-        """The parameter as it is at rest: in full, or this rank's rows; of its slice, which ``full`` may be."""
+        """Return a parameter as it rests: in full, or this rank's rows. ``full`` may be this rank's slice already."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         is_slice = tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
             self._digests[path] = agree.digest(full)
-            self._of_slices |= {path} if is_slice else set()
+            self._sliced |= {path} if is_slice else set()
         full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
@@ -162,17 +164,18 @@ class Sharder:
         return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
-        """Raise on every rank if ranks cut different values; a collective, unless one rank sent them."""
+        """Raise on every rank if ranks cut different values. A collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
-            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # by whether they are of slices
+            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # True: facts of slices
             for path, digest in self._digests.items():
-                facts[path in self._of_slices].append(self._fact(path, digest))
+                facts[path in self._sliced].append(self._fact(path, digest))
             agree.require_same(facts[False], ranks.world)
             if plan.mesh.is_sliced:
                 agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
+        """Return the digest of a parameter's value, with a remedy where ranks differ."""
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

@@ -1,8 +1,8 @@
 """Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
-In its turn a module has its own tensors in full, ``reset_parameters`` or ``init`` writes them, and they are cut to this
+In its turn a module has full tensors of its own, ``reset_parameters`` or ``init`` writes them, and they are cut to this
 rank's rows before the next module's turn. Every rank draws everything and keeps its rows, so that the number of ranks
-does not matter.
+does not change the values.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
-Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
+Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key of it, and the tensor there
 
 
 class Drawn:
-    """Tensors on the meta device that nothing else gives values, held as they are at rest; in full, if in no plan or to
-    be broadcast. If ``all_draw``, every module with tensors on the meta device has its turn, so that the random
-    generator moves as in construction; otherwise only those that own some of ``tensors``."""
+    """Drawn values of tensors on the meta device.
+
+    Each is held as it rests. It is held in full if no plan has the tensor, or if it will be broadcast.
+
+    Args:
+        model: the module that needs values.
+        tensors: those to draw.
+        sharder: cuts full values.
+        all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
+            construction; otherwise only the modules that own some of ``tensors``.
+    """
 
     def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
         self._model = model
@@ -41,74 +49,84 @@ class Drawn:
         self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the tensor is drawn here."""
+        """Return whether the tensor is drawn here."""
         return tensor in self._tensors
 
     def full(self, tensor: Tensor) -> Tensor:
-        """The value of a tensor that is held in full, and then no longer; one without elements may have none."""
-        value = self._taken(tensor)
+        """Remove and return the value of a tensor that is held in full. A tensor without elements may have no value."""
+        value = self._take(tensor)
         like = whole_like(tensor)
         return torch.empty_like(like, device=self._model.device, requires_grad=False) if value is None else value
 
     def at_rest(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor that is held as it is at rest, and then no longer; None if it is not."""
-        return self._taken(tensor) if self._is_cut(tensor) else None
+        """Remove and return the value of a tensor that is held as it rests; None if it is held in full."""
+        return self._take(tensor) if self._is_cut(tensor) else None
 
-    def _taken(self, tensor: Tensor) -> Tensor | None:
+    def _take(self, tensor: Tensor) -> Tensor | None:
+        """Remove and return a value; None if there is none."""
         return self._values.pop(self._model.name_of(tensor), None)
 
     def _is_cut(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's value is held as it rests."""
         return self._model.sender is None and self._model.param_of(tensor) is not None
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
+        """Keep a full value, cut to what rests here if possible."""
         name = self._model.name_of(tensor)
         self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
 
     def reset(self) -> None:
-        """Call ``reset_parameters`` of each module that has a turn, in the order of construction. The first owner of
-        a tied parameter writes it; what others draw is thrown away, so that the generator moves as in construction."""
+        """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
+
+        The first owner of a tied parameter writes it. What other owners draw is dropped: it moves the generator as in
+        construction.
+        """
         for owner in children_first(self._model.module):
             reset = getattr(type(owner), "reset_parameters", None)
             if callable(reset) and self._has_turn(owner):
                 self._reset(owner, reset)
 
     def _reset(self, owner: nn.Module, reset: Callable[[nn.Module], object]) -> None:
-        given = given_to(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
-        for tensor, value in written_by(reset, "reset_parameters", owner, given, self._meta_names).items():
+        """Call ``reset_parameters`` of a module, and keep what it wrote."""
+        stand_ins = stand_ins_for(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
+        for tensor, value in find_written(reset, "reset_parameters", owner, stand_ins, self._meta_names).items():
             if self.has(tensor) and tensor not in self._written:
                 self._written.add(tensor)
                 self._put(tensor, self._fitted(value, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values. Each owner
-        of a tied parameter writes to the values that the owners before it left. These are gathered, so nothing is
-        raised here, and whether something is gathered must not depend on what ``init`` did."""
+        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
+
+        Each owner of a tied parameter writes to the values that the owners before it left. These are gathered. So
+        nothing is raised here, and whether a value is gathered must not depend on what ``init`` did.
+        """
 
         def visit(owner: nn.Module) -> None:
-            if self._has_turn(owner) or next(own_tensors(owner), None) is None:
+            if self._has_turn(owner) or next(direct_tensors(owner), None) is None:
                 self._initialize(owner, init, failures)
 
         if self._tensors:
             self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        given = given_to(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
+        """Call ``init`` for a module, and keep what it wrote."""
+        stand_ins = stand_ins_for(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         written: dict[Tensor, Any] = {}
-        with failures.remembered():
+        with failures.captured():
             failures.raise_first()  # init is not called again after it failed
-            written = written_by(init, "init", owner, given, self._meta_names)
-        for tensor in filter(self.has, given):
-            full = given[tensor].detach()
+            written = find_written(init, "init", owner, stand_ins, self._meta_names)
+        for tensor in filter(self.has, stand_ins):
+            full = stand_ins[tensor].detach()
             if tensor in written:
                 self._written.add(tensor)
-                with failures.remembered():
+                with failures.captured():
                     full = self._fitted(written[tensor], tensor, "init", owner)
             self._put(tensor, full)
 
     def _in_full(self, tensor: Tensor) -> Tensor | None:
-        """The value in full, on the CPU, to be put again; None if there is none. A collective, if it has to be
+        """Remove and return the value in full, on the CPU, to be put back; None if there is none. A collective if it is
         gathered."""
-        value, param = self._taken(tensor), self._model.param_of(tensor)
+        value, param = self._take(tensor), self._model.param_of(tensor)
         if value is None:
             return None
         if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
@@ -120,17 +138,18 @@ class Drawn:
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
-        """Whether the module owns tensors on the meta device, as far as these matter."""
-        own = [tensor for _, _, tensor in own_tensors(owner) if tensor.is_meta]
-        return bool(self._tensors and own) if self._all_draw else any(map(self.has, own))
+        """Return whether the module owns tensors on the meta device that are drawn, or that move the generator."""
+        meta_tensors = [tensor for _, _, tensor in direct_tensors(owner) if tensor.is_meta]
+        return bool(self._tensors and meta_tensors) if self._all_draw else any(map(self.has, meta_tensors))
 
     def _fitted(self, value: object, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
+        """Return a written value in the tensor's dtype; refuse a wrong shape."""
         return fitted(value, tensor, f"{who} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
 
     def require_written(self) -> None:
-        """Refuse a tensor that was given no value."""
+        """Refuse a tensor that got no value."""
         for owner_path, owner in self._model.module.named_modules():
-            for _, key, tensor in own_tensors(owner):
+            for _, key, tensor in direct_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                     path = f"{owner_path}.{key}" if owner_path else key
@@ -142,78 +161,93 @@ class Drawn:
 
 
 def _copied(tensor: Tensor) -> Tensor | None:
-    """A copy on the CPU of a tensor that keeps its own values; None of one that is in slices."""
+    """Return a copy on the CPU of a tensor that keeps its own values; None for a sliced one."""
     return None if isinstance(tensor, DTensor) else tensor.detach().to(CPU, copy=True)
 
 
-def given_to(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
-    """What a module gets in the place of its own tensors to write to: their values in full by ``before``, or NaN where
-    there are none yet."""
-    own = dict.fromkeys(tensor for _, _, tensor in own_tensors(owner))
-    return {tensor: _like(tensor, before(tensor)) for tensor in own}
+def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
+    """Return the tensors that a module gets in the place of its own to write to.
+
+    They have their values in full, from ``before``, or NaN where there are none yet.
+    """
+    tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
+    return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
 
 
-def written_by(
+def find_written(
     function: Callable[[nn.Module], object],
     who: str,
     owner: nn.Module,
-    given: Mapping[Tensor, Tensor],
-    elsewhere: Mapping[int, str],
+    stand_ins: Mapping[Tensor, Tensor],
+    meta_names: Mapping[int, str],
 ) -> dict[Tensor, Any]:
-    """What a module holds in the place of each tensor that the function, called ``who`` in a sentence, wrote to, or
-    replaced; meanwhile it has what it was given. Tensors of other modules have no memory, so a write to them raises:
-    ``elsewhere`` has the names of all tensors on the meta device by the addresses of their storages."""
-    slots = list(own_tensors(owner))
-    versions = {tensor: room._version for tensor, room in given.items()}
-    with _replaced(slots, given):
+    """Call a function on a module; return the tensors that it wrote to or replaced, with what the module then held.
+
+    Meanwhile the module has stand-ins for its tensors. Tensors of other modules have no memory, so a write to one
+    raises.
+
+    Args:
+        function: ``reset_parameters`` or ``init``.
+        who: its name in an error.
+        owner: the module.
+        stand_ins: by the tensors that they replace.
+        meta_names: names of all tensors on the meta device, by the addresses of their storages.
+
+    Raises:
+        ValueError: the function wrote to another module's tensor.
+    """
+    slots = list(direct_tensors(owner))
+    versions = {tensor: stand_in._version for tensor, stand_in in stand_ins.items()}
+    with _replaced(slots, stand_ins):
         with LostWrites() as lost:
             function(owner)
         after = {tensor: holder[key] for holder, key, tensor in slots}
-    for name in filter(None, map(elsewhere.get, lost.addresses)):
+    for name in filter(None, map(meta_names.get, lost.addresses)):
         raise ValueError(
             f"{who} wrote {name!r} when it was called for {type(owner).__name__}, which does not own it; only one "
             f"module's own parameters have values at a time: write each when {who} is called for its owner, or give "
             f"weights"
         )
-    return {of: value for of, value in after.items() if _is_written(value, given[of], versions[of])}
+    return {tensor: value for tensor, value in after.items() if _is_written(value, stand_ins[tensor], versions[tensor])}
 
 
-def _is_written(value: Any, given: Tensor, version: int) -> bool:
-    """Whether a call wrote to what it was given, or replaced it; writes through ``.data`` raise no version."""
-    if value is not given or value._version != version:
+def _is_written(value: Any, stand_in: Tensor, version: int) -> bool:
+    """Return whether a call replaced a stand-in or wrote to it; writes through ``.data`` raise no version."""
+    if value is not stand_in or value._version != version:
         return True
-    return given.is_floating_point() and not is_all_nan(given)
+    return stand_in.is_floating_point() and not is_all_nan(stand_in)
 
 
 def is_all_nan(tensor: Tensor) -> bool:
-    """Whether every element is NaN."""
+    """Return whether every element is NaN."""
     if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() == 0:
         return False
     first = tensor.detach()[(0,) * tensor.ndim]
     return bool(first.isnan()) and bool(tensor.detach().isnan().all())
 
 
-def own_tensors(owner: nn.Module) -> Iterator[Slot]:
-    """The parameters and buffers of the module itself, without its children's."""
+def direct_tensors(owner: nn.Module) -> Iterator[Slot]:
+    """Yield the slots of the module's own parameters and buffers, without its children's."""
     for holder in (owner._parameters, owner._buffers):
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
 
 
 def children_first(module: nn.Module) -> Iterable[nn.Module]:
-    """Each submodule once, in the order in which constructors end, if they make their parts in order."""
-    found: dict[nn.Module, None] = {}
-    module.apply(found.setdefault)
-    return found
+    """Return each submodule once, in the order in which constructors end, if they make their parts in order."""
+    modules: dict[nn.Module, None] = {}
+    module.apply(modules.setdefault)
+    return modules
 
 
 def address(tensor: Tensor) -> int:
-    """The address of the tensor's storage, which views share; on the meta device it has one, too, without memory."""
+    """Return the address of the tensor's storage, which views share. A storage on the meta device has one without
+    memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
 def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside of the block the module holds other tensors in these slots."""
+    """Temporarily put other tensors into these slots."""
     try:
         for holder, key, tensor in slots:
             holder[key] = by[tensor]
@@ -224,20 +258,26 @@ def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[No
 
 
 def _like(meta: Tensor, full: Tensor | None) -> Tensor:
-    """A parameter or buffer like the module's, with its strides and these values; NaN, if there are none. Of a DTensor
-    one with the slices of all ranks."""
+    """Return a parameter or buffer like the module's, with its strides and these values; NaN if there are none.
+
+    For a DTensor it has the slices of all ranks.
+    """
     meta = whole_like(meta)
     if full is None or full.stride() != meta.stride():
-        nothing = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
-        room = torch.full_like(meta, nothing, device=CPU, requires_grad=False)
-        full = room if full is None else room.copy_(full)
+        filler = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
+        buffer = torch.full_like(meta, filler, device=CPU, requires_grad=False)
+        full = buffer if full is None else buffer.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
     return parameter_like(meta, full)  # initialisers ask for attributes
 
 
 class LostWrites(TorchDispatchMode):
-    """Sees writes to meta tensors, which are lost: ``addresses`` are those of the storages written to, in order."""
+    """Sees writes to meta tensors, which are lost.
+
+    Attributes:
+        addresses: the addresses of the storages that were written to, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -248,10 +288,10 @@ class LostWrites(TorchDispatchMode):
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         # Not strict: args has the positional arguments only, the schema all.
-        given = {**kwargs, **{argument.name: value for argument, value in zip(arguments, args, strict=False)}}
+        args_by_name = {**kwargs, **{argument.name: value for argument, value in zip(arguments, args, strict=False)}}
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = given.get(argument.name)
+                value = args_by_name.get(argument.name)
                 tensors = value if isinstance(value, list | tuple) else (value,)
                 self.addresses.update((address(t), None) for t in tensors if isinstance(t, Tensor) and t.is_meta)
         return func(*args, **kwargs)

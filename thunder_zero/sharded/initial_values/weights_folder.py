@@ -1,4 +1,4 @@
-"""Reads safetensors files as a mapping from names to tensors, each when it is asked for."""
+"""Reads safetensors files as a mapping from names to tensors, each when it is looked up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):
-    """The tensors of one safetensors file, of those that an index names, or of a folder as Hugging Face's
-    ``save_pretrained`` writes it: the files that its index names, or else all. ``files`` is by tensor."""
+    """The tensors of a safetensors file, of an index, or of a folder that Hugging Face's ``save_pretrained`` wrote.
+
+    In a folder they are those of the files that its index names, or else of all files. ``files`` has the file of each
+    tensor.
+    """
 
     def __init__(self, path: Path) -> None:
         self.files: dict[str, Path] = {}
@@ -41,6 +44,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
 
 def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
+    """Yield each file with the names of the tensors to read from it."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a folder of safetensors files")
     if path.is_file() and not path.name.endswith(INDEX):
@@ -48,7 +52,7 @@ def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
         return
     indexes = [path] if path.is_file() else sorted(path.glob(f"*{INDEX}"))
     if len(indexes) > 1:
-        raise ValueError(f"{path} has several indexes: {', '.join(one.name for one in indexes)}; give one of them")
+        raise ValueError(f"{path} has several indexes: {', '.join(index.name for index in indexes)}; give one of them")
     if indexes:
         yield from _named_by(indexes[0])
         return
@@ -62,22 +66,24 @@ def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
 
 
 def _named_by(index: Path) -> Iterator[tuple[Path, Iterable[str]]]:
+    """Yield each file that an index names, with the names of its tensors."""
     try:
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = list(where.items())
+        file_of_tensor: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = list(file_of_tensor.items())
     except (ValueError, LookupError, AttributeError, TypeError):
         raise ValueError(f"{index} is no index of safetensors files; save the model again") from None
-    for file in dict.fromkeys(where.values()):
-        there = set(_names_in(index.parent / file))
-        named = [name for name, other in names if other == file]
-        if missing := [name for name in named if name not in there]:
+    for file in dict.fromkeys(file_of_tensor.values()):
+        present = set(_names_in(index.parent / file))
+        expected = [name for name, other_file in names if other_file == file]
+        if missing := [name for name in expected if name not in present]:
             raise ValueError(
                 f"{index.name} says that {file} has {missing[0]!r}, which it does not; save the model again"
             )
-        yield index.parent / file, named
+        yield index.parent / file, expected
 
 
 def _names_in(file: Path) -> list[str]:
+    """Return the names of the tensors in a file."""
     try:
         with safe_open(file, "pt") as tensors:
             return list(tensors.keys())
