@@ -25,7 +25,7 @@ ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, reshard_after_forward
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
-    """A parameter as ``make_plan`` plans it, with other values for ``fields``."""
+    """Return a parameter as ``make_plan`` plans it, with other values for ``fields``."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
     once = not sharded or stage.kept_unsharded
@@ -39,7 +39,7 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
 
 
 def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """One line for each operation: its kind and parameters, or the values that it writes and reads."""
+    """Return one line for each operation: its kind and parameters, or the values that it writes and reads."""
 
     def line(op: Op) -> str:
         computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
@@ -55,25 +55,27 @@ def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
 
 
 def split(text: str) -> list[str]:
-    """The lines of a text that also has several in one, behind ";", and comments."""
+    """Return the lines of a text, without comments; ";" separates lines, too."""
     pieces = (piece for line in text.splitlines() for piece in line.partition("#")[0].split(";"))
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
 def in_flight_bytes(timeline: Timeline, kind: Kind) -> tuple[int, ...]:
-    """Full bytes in flight after each operation, of launches of this kind."""
+    """Return the full bytes in flight after each operation, of launches of this kind."""
     changes = (timeline.full_bytes(op) * ((op.kind is kind) - timeline.ends(op, kind)) for op in timeline.ops)
     return tuple(accumulate(changes))
 
 
 @dataclass(frozen=True)
 class Use:
-    """A computation of forward, ``y <- x, w``, and its two in backward, ``gx <- gy, w`` and ``gw <- gy, x``.
+    """A computation of forward, ``y <- x, w``, and its two computations in backward, ``gx <- gy, w`` and ``gw <- gy,
+    x``.
 
-    ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
-    "constant" reads a constant too, a path reads that parameter too, "random" depends on more than parameters.
-    ``needed``: backward reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts
-    a random operation after the computation; ``returned`` makes the last value of the steps an output of forward.
+    ``steps`` lie between the parameter and the computation. "view" views the last value, "pair" makes two values at
+    once, "constant" also reads a constant, a path also reads that parameter, and "random" depends on more than
+    parameters. ``needed``: backward reads the last value, through a view made in backward if ``view_in_backward``.
+    ``random`` puts a random operation after the computation; ``returned`` makes the last value of the steps an output
+    of forward.
     """
 
     path: str
@@ -108,7 +110,7 @@ class Builder:
         self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
 
     def use(self, path: str) -> str:
-        """The value of the full parameter; gathers it at its first use."""
+        """Return the full parameter; gather it at its first use."""
         param = self.plan.by_name[path]
         if path not in self.full and not param.sharded:
             self.full[path] = f"t_{path}"
@@ -158,7 +160,7 @@ class Builder:
 
 
 def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timeline:
-    """The timeline of a model that uses its parameters in this order."""
+    """Return the timeline of a model that uses its parameters in this order."""
     builder = Builder(plan)
     x, last = "x", []
     outputs: dict[str, None] = {}
@@ -212,7 +214,7 @@ def _backward(
 def model(
     policy: Policy, *uses: Use | str, training: bool = True, replicas: int = 1, **fields: dict[str, object]
 ) -> Timeline:
-    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` has the special ones, by ``unit_name``."""
+    """Return a timeline of 4-byte parameters named ``unit.name``; ``fields`` are special ones, by ``unit_name``."""
     all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
     paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
     params = []
@@ -223,11 +225,11 @@ def model(
 
 
 def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
-    """A timeline from lines such as ``y <-* x w`` (forward, then after ``--`` backward).
+    """Return a timeline from lines such as ``y <-* x w`` (forward, then after ``--`` backward).
 
-    The mark says the work: none for cheap pointwise work, ``*`` a matmul, ``?`` unknown, ``~`` random, ``/`` a view,
-    ``|`` a view or a copy, ``!`` overwrites the second value that it reads. ``gather w`` gathers a parameter
-    ``unit.w`` (and waits). Values have 8 bytes unless ``nbytes`` says otherwise.
+    The mark names the work: none for cheap pointwise work, ``*`` a matmul, ``?`` unknown, ``~`` random, ``/`` a view,
+    ``|`` a view or a copy, ``!`` overwrites the second value that it reads. ``gather w`` gathers a parameter ``unit.w``
+    (and waits). Values have 8 bytes unless ``nbytes`` says otherwise.
     """
     paths = dict.fromkeys(re.findall(r"gather ([\w.]+)", text))
     params = tuple(
@@ -237,13 +239,13 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
     values = {name: Value(size, "float32") for name, size in {"x": 8, **nbytes}.items()}
     backward = False
     for line in split(text):
-        at = (len(ops),)
+        index = (len(ops),)
         if line == "--":
             backward = True
-            ops.append(Op(Kind.COMPUTE, (), ("g",), backward=True, source=at))
+            ops.append(Op(Kind.COMPUTE, (), ("g",), backward=True, source=index))
         elif line.startswith("gather "):
             path = line.split()[1]
-            ops.append(Op(Kind.GATHER, (f"t_{path}",), (f"fut_{path}",), (path,), source=at))
+            ops.append(Op(Kind.GATHER, (f"t_{path}",), (f"fut_{path}",), (path,), source=index))
             ops.append(Op(Kind.WAIT, (f"fut_{path}",), (path,), (path,), source=(len(ops),)))
             values[f"t_{path}"] = Value(20, "float32")
             values |= dict.fromkeys((f"fut_{path}", path), Value(36, "float32"))
@@ -252,7 +254,7 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
             work, read, wrote = WORK.get(mark, Work.POINTWISE), tuple(reads.split()), tuple(writes.split())
             can = mark not in ("~", "!")
             updates = (read[1],) if mark == "!" else ()
-            ops.append(Op(Kind.COMPUTE, read, wrote, (), backward, can, False, at, work, mark in ("", "/"), updates))
+            ops.append(Op(Kind.COMPUTE, read, wrote, (), backward, can, False, index, work, mark in ("", "/"), updates))
             base = values[read[0]].base or read[0] if mark == "/" else ""
             values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in wrote}
     inputs = {"x": None, **{f"t_{path}": path for path in paths}}
@@ -263,7 +265,7 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Lifted timelines of random models: several units, ties, cones, frozen and unused parameters, all stages."""
+    """Draw lifted timelines of random models: several units, ties, cones, frozen and unused parameters, all stages."""
     policy = Policy(
         stage=draw(st.integers(0, 3)),
         bucket_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
@@ -300,9 +302,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 @st.composite
 def timed(draw: st.DrawFn) -> Timeline:
-    """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact.
+    """Draw a lifted timeline whose policy has times of most buckets; small integers, so that sums are exact.
 
-    Units with parameters that are kept unsharded have no time in forward: prefetch would use it for their first read in
+    Units with parameters that are kept unsharded have no time in forward. Prefetch would use it for their first read in
     backward, where a test's clock counts no time.
     """
     timeline = draw(timelines())
@@ -316,38 +318,41 @@ def timed(draw: st.DrawFn) -> Timeline:
 
 
 def with_cheap(timeline: Timeline, which: int) -> Timeline:
-    """The timeline in which some repeatable computations are cheap, by the bits of a number, and values that data has
-    gone into have various sizes."""
+    """Return the timeline in which some repeatable computations are cheap, by the bits of a number.
+
+    Values that depend on data have various sizes.
+    """
     values = dict(timeline.values)
     ops = []
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         is_work = op.kind is Kind.COMPUTE and op.repeatable
-        ops.append(replace(op, cheap=True, work=Work.POINTWISE) if is_work and which >> at % CHEAP_BITS & 1 else op)
+        ops.append(replace(op, cheap=True, work=Work.POINTWISE) if is_work and which >> index % CHEAP_BITS & 1 else op)
         for name in op.writes if is_work else ():
-            values[name] = Value(4 * (1 + at * (which | 1) % 5), "float32")
+            values[name] = Value(4 * (1 + index * (which | 1) % 5), "float32")
     return timeline.with_ops(ops, values)
 
 
 def with_rank(timeline: Timeline, rank: int) -> Timeline:
-    """The same timeline seen from another rank, counted around."""
+    """Return the timeline as another rank sees it; ranks are counted around."""
     ranks, copies = timeline.plan.mesh.shard.size, timeline.plan.mesh.replicate.size
     return replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(ranks, rank % ranks, copies)))
 
 
 def with_policy(timeline: Timeline, **fields: object) -> Timeline:
-    """The same timeline under another policy."""
+    """Return the timeline under another policy."""
     policy = replace(timeline.plan.policy, **fields)  # type: ignore[arg-type]
     return replace(timeline, plan=replace(timeline.plan, policy=policy))
 
 
 def same_results(after: Timeline, before: Timeline) -> bool:
-    """Whether the return of both reads equal expressions; each read must find its value (:func:`interpret`)."""
+    """Return whether both returns read equal expressions; each read must find its value (:func:`interpret`)."""
     terms: dict[object, int] = {}
     return interpret(after, terms) == interpret(before, terms)
 
 
 def interpret(timeline: Timeline, terms: dict[object, int]) -> tuple[int, ...]:
-    """The values that the return reads, each as the number of its expression in ``terms`` (equal if they are equal).
+    """Return the values that the return reads, each as the number of its expression in ``terms``; equal ones have equal
+    numbers.
 
     Raises:
         AssertionError: a value is read before it is written, or after its memory was freed.

@@ -1,4 +1,4 @@
-"""The traces that run are proved too: if a line that Thunder emitted is dropped or changed, compilation fails."""
+"""The traces that run are proved: if a line that Thunder emitted is dropped or changed, compilation fails."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def require_refused(
     phase: int = -1,
     training: bool = True,
 ) -> None:
-    """Compile once, and let each fault in turn be proved, planted in the last of the traces, or the first.
+    """Compile once, and require that the proof refuses each fault, planted in one of the traces.
 
     Args:
-        faults: with words of the errors.
-        phase: which of the traces has the faults.
-        training: there is a backward.
+        faults: functions that plant a fault, each with words of its error.
+        phase: the trace that has the faults: the first or the last.
+        training: True if there is a backward.
     """
     prove, counts = pipeline.prove, []
 
@@ -71,7 +71,7 @@ def require_refused(
 
 
 def phases(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
-    """Positions of the lines that start and end to gather, or to reduce, this parameter by itself."""
+    """Return the indices of the lines that start and end to gather, or to reduce, this parameter by itself."""
     start = next(at for at, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:])
     handle = lines[start].output.name
     ends = (at for at, line in enumerate(lines) if line.sym.name == "zero_wait" and line.args[0].name == handle)
@@ -87,7 +87,7 @@ def without(lines: Lines, *positions: int) -> Lines:
 
 
 def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
-    """The lines with other gradients returned in place of those of these names."""
+    """Return the lines with other gradients returned in place of those with these names."""
     *before, last = lines
     gradients = tuple(swap.get(grad.name, grad) if grad is not None else None for grad in last.args[0])
     return [*before, last.from_bsym(args=(gradients,))]
@@ -135,14 +135,14 @@ def test_a_reduction_that_is_missing_or_wrong() -> None:
 
 
 def tied() -> nn.Module:
-    """One weight in the first and in the last of three layers."""
+    """Return a model with one weight in the first and in the last of three layers."""
     layers = [nn.Linear(7, 7) for _ in range(3)]
     layers[2].weight = layers[0].weight
     return nn.Sequential(*layers)
 
 
 def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> None:
-    """torch would add them up."""
+    """Torch would add them up."""
     inputs = [proxy.name for proxy in tz.trace(fresh(tied), X, world_size=2, frontend="thunder").forward.args]
     one, two = (inputs.index(f"t_{number}_weight") for number in (0, 2))
 
@@ -176,7 +176,7 @@ def shard_in_its_place(lines: Lines) -> Lines:
 
 
 def coded(lines: Lines) -> dict[str, int]:
-    """Positions of the lines that encode, send, wait for and decode a parameter, by their symbols."""
+    """Return the indices of the lines that encode, send, wait for and decode a parameter, by their symbols."""
     ours = ((at, line) for at, line in enumerate(lines) if line.sym.name.startswith("zero_"))
     of_path = {line.sym.name: at for at, line in ours if WEIGHT in line.args[1:]}
     return of_path | {"zero_wait": phases(lines[of_path["zero_all_gather"] :])[1] + of_path["zero_all_gather"]}

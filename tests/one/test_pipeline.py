@@ -1,4 +1,4 @@
-"""The pipeline of traces/pipeline.py as such: values in, values out, and nothing is left from one call for another."""
+"""The pipeline of traces/pipeline.py: values in, values out; no call leaves anything for another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRIES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def joint_traces(entry: str) -> dict[str, JointTrace]:
-    """The joint traces of one model: of a step, of one under no_sync, and of forward alone."""
+    """Return the joint traces of one model: of a step, of one under no_sync, and of forward alone."""
     model = ENTRIES[entry](GptShape())
     found = {}
     for name, around in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
@@ -49,7 +49,7 @@ def shown(trace: TraceCtx | None) -> list[str]:
 
 
 def in_words(program: Program) -> dict[str, Any]:
-    """All that two equal programs have in common."""
+    """Return all that two equal programs have in common."""
     scheduled = program.scheduled
     return {
         "forward": shown(program.forward),

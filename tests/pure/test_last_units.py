@@ -42,7 +42,7 @@ def test_as_many_of_the_last_units_are_kept_unsharded_as_the_peak_has_room_for(
 
 
 def test_a_unit_is_kept_unsharded_with_all_its_parameters() -> None:
-    """The bias too, although backward does not read it: the unit's gather carries it anyway, and forward frees it."""
+    """The bias is kept, too, although backward does not read it: the unit's gather carries it, and forward frees it."""
     after = run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD))
     assert after.plan.kept_unsharded == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}

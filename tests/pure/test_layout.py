@@ -95,13 +95,13 @@ def test_the_geometry_of_a_parameter(
     numel: int,
     batches: int,
 ) -> None:
-    found = Geometry(shape, mesh, is_cut)
-    assert (found.in_compute, found.at_rest, found.gathered) == (shape, at_rest, gathered)
-    assert (found.rows, found.stored_rows, found.padding, found.numel) == (rows, stored, padding, numel)
-    assert prod(mesh.over(axis).size for axis in found.reduced_over) == mesh.batches == batches, (
+    geometry = Geometry(shape, mesh, is_cut)
+    assert (geometry.in_compute, geometry.at_rest, geometry.gathered) == (shape, at_rest, gathered)
+    assert (geometry.rows, geometry.stored_rows, geometry.padding, geometry.numel) == (rows, stored, padding, numel)
+    assert prod(mesh.over(axis).size for axis in geometry.reduced_over) == mesh.batches == batches, (
         "each batch counts once"
     )
-    assert found.is_spread == (is_cut and mesh.shard.size > 1)
+    assert geometry.is_spread == (is_cut and mesh.shard.size > 1)
 
 
 def test_an_axis_that_no_mesh_has_is_named() -> None:
@@ -140,9 +140,14 @@ def test_data_axes_cut_the_rows_of_a_slice(
     rows: slice,
     padding: int,
 ) -> None:
-    found = Geometry((12, 8), SLICED, is_cut, sliced)
-    assert (found.shape, found.in_compute, found.at_rest, found.gathered) == ((12, 8), in_compute, at_rest, gathered)
-    assert (found.rows, found.padding) == (rows, padding)
+    geometry = Geometry((12, 8), SLICED, is_cut, sliced)
+    assert (geometry.shape, geometry.in_compute, geometry.at_rest, geometry.gathered) == (
+        (12, 8),
+        in_compute,
+        at_rest,
+        gathered,
+    )
+    assert (geometry.rows, geometry.padding) == (rows, padding)
     assert str(SLICED) == "rank 1 of 2 of slice 3 of 4"
 
 
@@ -151,16 +156,17 @@ def test_ranks_of_a_mesh_store_each_element_as_often_as_there_are_copies(
     shape: tuple[int, ...], world_size: int, replicas: int
 ) -> None:
     meshes = [Mesh.of(world_size, rank, replicas, copy=copy) for copy in range(replicas) for rank in range(world_size)]
-    found = [cut_rows(shape, mesh) for mesh in meshes]
+    geometries = [cut_rows(shape, mesh) for mesh in meshes]
     assert [mesh.place() for mesh in meshes] == list(range(world_size * replicas))
-    assert sum(each.numel for each in found) == prod(shape) * (replicas if found[0].is_cut else replicas * world_size)
-    assert [each.numel for each in found] == [found[0].numel_of(mesh.shard.place) for mesh in meshes]
+    copies = replicas if geometries[0].is_cut else replicas * world_size
+    assert sum(geometry.numel for geometry in geometries) == prod(shape) * copies
+    assert [geometry.numel for geometry in geometries] == [geometries[0].numel_of(mesh.shard.place) for mesh in meshes]
 
 
 def test_an_axis_that_is_not_a_data_axis_neither_cuts_rows_nor_divides_gradients() -> None:
     mesh = Mesh((Axis("tensor", 5, 4), *COPIES.axes))
-    found, alone = Geometry((5, 3), mesh, is_cut=True), Geometry((5, 3), COPIES, is_cut=True)
-    assert (found.at_rest, found.rows, mesh.batches) == (alone.at_rest, alone.rows, COPIES.batches)
+    with_tensor, alone = Geometry((5, 3), mesh, is_cut=True), Geometry((5, 3), COPIES, is_cut=True)
+    assert (with_tensor.at_rest, with_tensor.rows, mesh.batches) == (alone.at_rest, alone.rows, COPIES.batches)
     assert (mesh.size(), mesh.place()) == (30, 4 * 6 + 5)
 
 

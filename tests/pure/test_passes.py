@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 ROOMY = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=MiB)
 
 
-def with_line(timeline: Timeline, at: int, writes: str, reads: str) -> Timeline:
-    """The timeline with one more computation at a position."""
-    op = Op(Kind.COMPUTE, (reads,), (writes,), backward=timeline.ops[at].backward, repeatable=True, source=(99,))
-    return timeline.with_ops([*timeline.ops[:at], op, *timeline.ops[at:]])
+def with_line(timeline: Timeline, index: int, writes: str, reads: str) -> Timeline:
+    """Return the timeline with one more computation at an index."""
+    op = Op(Kind.COMPUTE, (reads,), (writes,), backward=timeline.ops[index].backward, repeatable=True, source=(99,))
+    return timeline.with_ops([*timeline.ops[:index], op, *timeline.ops[index:]])
 
 
 # regather
@@ -91,16 +91,16 @@ def test_what_is_computed_again_of_a_gathered_parameter(uses: list[Use | str], a
 
 
 def test_regather_gathers_again_for_each_unit_in_forward_and_once_in_backward() -> None:
-    """So no tied parameter is alive beside others."""
+    """A tied parameter is not alive beside other units' parameters."""
     uses = ("root.tied", "a.w", Use("root.tied", ("view",)), "root.tied", "b.w", "root.tied")
     for training in (False, True):
         once = run(model(ALONE, *uses, training=training))
-        each = run(model(replace(ALONE, gather_per_unit=True), *uses, training=training))
+        per_unit = run(model(replace(ALONE, gather_per_unit=True), *uses, training=training))
         assert gathered(once, backward=False) == {"root.tied": 1, "a.w": 1, "b.w": 1}
-        assert gathered(each, backward=False) == {"root.tied": 3, "a.w": 1, "b.w": 1}
-        assert gathered(each, backward=True) == gathered(once, backward=True)
+        assert gathered(per_unit, backward=False) == {"root.tied": 3, "a.w": 1, "b.w": 1}
+        assert gathered(per_unit, backward=True) == gathered(once, backward=True)
         if not training:
-            assert (max(gathered_bytes(once)), max(gathered_bytes(each))) == (8, 4)
+            assert (max(gathered_bytes(once)), max(gathered_bytes(per_unit))) == (8, 4)
 
 
 # bucket
@@ -152,9 +152,9 @@ def test_gathers_wait_for_shards_that_are_computed(step: Callable[[Timeline], Ti
 
 def test_who_reads_a_reduced_gradient_is_not_delayed() -> None:
     timeline = model(replace(ALONE, stage=2, bucket_bytes=MiB), "a.p", "a.q")
-    at = next(at for at, op in enumerate(timeline.ops) if "mean_a.q" in op.writes)
+    index = next(index for index, op in enumerate(timeline.ops) if "mean_a.q" in op.writes)
     assert "reduce a.q a.p" in lines(sink_waits(bucket(timeline)))
-    after = sink_waits(bucket(with_line(timeline, at + 1, "norm", "mean_a.q")))
+    after = sink_waits(bucket(with_line(timeline, index + 1, "norm", "mean_a.q")))
     order = ["reduce a.q", "wait a.q", "norm <- mean_a.q", "reduce a.p"]
     assert [line for line in lines(after, backward=True) if line in order] == order
 
@@ -163,7 +163,8 @@ def test_who_reads_a_reduced_gradient_is_not_delayed() -> None:
 
 
 def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
-    """The oldest ends before the next gradient is made: b's count 8 bytes from the first on, in addition to c's 4."""
+    """The oldest ends before the next gradient is made. b's gradients count 8 bytes from the first one on, beside c's
+    4."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
     assert lines(sink_waits(bucket(model(policy, "b.w", "b.v", "c.w"))), backward=True) == split("""
         g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
@@ -174,7 +175,8 @@ def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
 
 
 def test_reductions_make_room_for_gathers_ahead() -> None:
-    """c's ends before a is gathered, not after; b's stays in flight, since only one unit has computed since."""
+    """The reduction of c ends before a is gathered, not after. That of b stays in flight: one unit has computed
+    since."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8, prefetch=1)
     timeline = prefetch(bucket(regather(model(policy, "a.w", "b.w", "c.w", "d.w"))))
     collectives = (Kind.GATHER, Kind.WAIT, Kind.REDUCE)
@@ -225,14 +227,14 @@ def test_each_phase_frees_what_it_reads_last(
 
 
 def gpt(layers: int, policy: Policy) -> Timeline:
-    """An embedding tied to the head through a transpose, and blocks of a norm, a weight and its bias."""
+    """Return a GPT: an embedding tied to the head through a transpose, and blocks of a norm, a weight and its bias."""
     blocks = [f"h{layer}.{name}" for layer in range(layers) for name in ("norm", "w", "bias")]
     uses = (Use(path, ("view",), needed=not path.endswith("bias")) for path in blocks)
     return model(policy, Use("root.tied", needed=False), *uses, Use("root.tied", ("view",)))
 
 
 def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
-    """ZeRO-2 holds all of it, ZeRO-3 what is in its window; it has room for three blocks, then gathers them once."""
+    """ZeRO-2 holds the whole model, ZeRO-3 its window, which has room for three blocks and gathers these once."""
 
     def figures(layers: int, stage: int, **fields: object) -> tuple[int, int, int]:
         after = run(gpt(layers, Policy(stage=stage, **fields)))  # type: ignore[arg-type]
@@ -271,8 +273,10 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
     computed = [op.source for op in after.ops if op.kind is Kind.COMPUTE and not op.repeated]
     assert computed == [op.source for op in timeline.ops if op.kind is Kind.COMPUTE]
     launched = [op for op in after.ops if op.kind in (Kind.COMPUTE, Kind.REDUCE) and not after.continues(op)]
-    for one, op in pairwise(launched):
-        assert op.kind is not Kind.REDUCE or one.kind is Kind.REDUCE or op.reads[-1] in one.writes, "a late reduction"
+    for previous, op in pairwise(launched):
+        assert op.kind is not Kind.REDUCE or previous.kind is Kind.REDUCE or op.reads[-1] in previous.writes, (
+            "a late reduction"
+        )
 
 
 @pytest.mark.parametrize(("stage", "times"), [(3, None), *slow((2, None), (3, Times({}, {}, 1e9)))], ids=str)

@@ -32,7 +32,8 @@ ALL_AHEAD = "+a -a +b +c +d a -b b -c c -d d"  # a alone: what is not needed yet
 
 
 def order(timeline: Timeline) -> str:
-    """``+a`` starts to gather parameter a, ``-a`` waits for it, and ``a`` computes with it."""
+    """Return the order of a schedule: ``+a`` starts to gather parameter a, ``-a`` waits for it, and ``a`` computes with
+    it."""
     marks = {Kind.GATHER: "+", Kind.WAIT: "-", Kind.COMPUTE: ""}
     return " ".join(f"{marks[op.kind]}{(op.params or op.reads[1:])[0][0]}" for op in timeline.ops[:-1])
 
@@ -89,7 +90,8 @@ def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() ->
 
 
 def test_the_busiest_rank_of_all_decides() -> None:
-    """In gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally busy."""
+    """It decides in gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally
+    busy."""
     for world_size in (1, 2, 3, 5):
         timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
         timeline = replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(world_size)))
@@ -105,7 +107,7 @@ def test_the_busiest_rank_of_all_decides() -> None:
 
 
 def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
-    """When the wait for each gather is over, on a wire that carries one gather after the other, in launch order.
+    """Return when the wait for each gather is over, on a wire that carries one gather after the other, in launch order.
 
     The computations between two waits take the seconds in ``times``, and ``more``.
     """
@@ -134,14 +136,14 @@ def bucketed(timeline: Timeline) -> Timeline:
 
 @given(timed(), st.integers(0, 1))
 def test_compute_waits_no_longer_than_if_all_started_as_early_as_they_may(timeline: Timeline, more: int) -> None:
-    """Also if compute takes longer than the times say. And nothing starts earlier than without times."""
+    """This holds even if compute takes longer than the times say. And nothing starts earlier than without times."""
     times = timeline.plan.policy.times
     assert times is not None
     after, eager = bucketed(timeline), bucketed(with_policy(timeline, times=None, prefetch=10**6))
     late, early = moments(after, times, more), moments(eager, times, more)
     assert len(late) == len(early)
-    assert all(one <= other for one, other in zip(late, early, strict=True))
-    most = [max(in_flight_bytes(each, Kind.GATHER), default=0) for each in (after, eager)]
+    assert all(later <= earlier for later, earlier in zip(late, early, strict=True))
+    most = [max(in_flight_bytes(schedule, Kind.GATHER), default=0) for schedule in (after, eager)]
     assert most[0] <= most[1]
 
 
@@ -158,7 +160,7 @@ def test_gathers_start_as_early_as_the_bound_allows(nbytes: list[int], bound: in
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
 def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int]]) -> None:
-    """Against the definition, by trying all waits for each gather."""
+    """The definition is applied by trying all waits for each gather."""
     computed, on_wire = [float(c) for c, _ in pairs], [float(w) for _, w in pairs]
     waits = [sum(computed[:number]) for number in range(len(pairs))]
     for number, ended in enumerate(ended_in_time(computed, on_wire)):
@@ -203,14 +205,14 @@ def test_times_that_cannot_be(call: Callable[[], Any], words: str) -> None:
 def test_times_are_values_that_nobody_changes() -> None:
     """Ranks compare how their policies look, which is short whatever was measured."""
     seconds = {"a": 1, "b": 2.0}
-    one, other = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
-    assert (one, repr(one), hash(one)) == (other, repr(other), hash(other))
-    assert {Policy(times=one), Policy(times=other)} == {Policy(times=one)}
+    times, other = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
+    assert (times, repr(times), hash(times)) == (other, repr(other), hash(other))
+    assert {Policy(times=times), Policy(times=other)} == {Policy(times=times)}
     seconds["b"] = 2.5
-    assert one == other != Times(seconds, {}, 3)
+    assert times == other != Times(seconds, {}, 3)
     swapped = Times({"a": 2.0, "b": 1.0}, {}, 3)
-    assert repr(one) != repr(swapped)
-    assert "2 gathers, 3 s" in repr(one)
+    assert repr(times) != repr(swapped)
+    assert "2 gathers, 3 s" in repr(times)
     assert "2 gathers, 3 s" in repr(swapped)
     assert len(repr(Times({f"blocks.{number}.w": 0.1 for number in range(1000)}, seconds, 3))) < 200
-    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    assert pickle.loads(pickle.dumps(times)) == copy.deepcopy(times) == times

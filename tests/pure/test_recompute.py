@@ -24,14 +24,14 @@ CHEAP, UNITS = (Policy(recompute=mode, reshard_after_forward=True, prefetch=0) f
 
 
 def saved(timeline: Timeline) -> set[str]:
-    """What backward reads of forward, without parameters and inputs."""
+    """Return what backward reads of forward, without parameters and inputs."""
     written = {name for op in timeline.ops if not op.backward for name in op.writes}
     reads = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
     return {name for name in reads & written if name not in timeline.plan.by_name}
 
 
 def again(timeline: Timeline) -> list[str]:
-    """What each computation that is done again writes, as forward calls it."""
+    """Return what each recomputed computation writes, by the names of forward."""
     return [" ".join(op.writes).replace("_again", "") for op in timeline.ops if op.repeated and op.kind is Kind.COMPUTE]
 
 
@@ -162,15 +162,15 @@ Fault = Callable[[Timeline], Timeline]
 
 
 def with_copy(name: str, before: str) -> Fault:
-    """Computes a value again right before backward writes another one, and reads it there."""
+    """Compute a value again right before backward writes another one, and read it there."""
 
     def plant(timeline: Timeline) -> Timeline:
         (made,) = (op for op in timeline.ops if name in op.writes)
         copy = replace(made, writes=(f"{name}_copy",), backward=True, repeated=True)
-        (at,) = (at for at, op in enumerate(timeline.ops) if before in op.writes)
-        reads = tuple(f"{name}_copy" if read == name else read for read in timeline.ops[at].reads)
-        reader = replace(timeline.ops[at], reads=reads)
-        return timeline.with_ops([*timeline.ops[:at], copy, reader, *timeline.ops[at + 1 :]])
+        (index,) = (index for index, op in enumerate(timeline.ops) if before in op.writes)
+        reads = tuple(f"{name}_copy" if read == name else read for read in timeline.ops[index].reads)
+        reader = replace(timeline.ops[index], reads=reads)
+        return timeline.with_ops([*timeline.ops[:index], copy, reader, *timeline.ops[index + 1 :]])
 
     return plant
 
@@ -212,7 +212,7 @@ def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
 
 
 def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that copies what draws does not pass the proof."""
+    """A pass that copies an operation with random numbers does not pass the proof."""
     from thunder_zero.schedule import passes
 
     monkeypatch.setattr(passes, "PASSES", (*passes.PASSES[:-1], with_copy("m", "gb"), passes.PASSES[-1]))
@@ -231,18 +231,18 @@ def test_a_gather_for_copies_alone_is_refused() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[int], list[set[int] | None], set[int]]:
-    """Bytes of values, what each may be made from (None: it cannot be made), and who is wanted."""
+    """Draw bytes of values, what each may be made from (None: it cannot be made), and which are wanted."""
     count = draw(st.integers(1, 8))
-    bits = st.integers(0, (1 << count) - 1).map(lambda some: {at for at in range(count) if some >> at & 1})
+    bits = st.integers(0, (1 << count) - 1).map(lambda some: {index for index in range(count) if some >> index & 1})
     made_from: list[set[int] | None] = [
-        None if draw(st.integers(0, 3)) == 0 else {parent for parent in draw(bits) if parent < at}
-        for at in range(count)
+        None if draw(st.integers(0, 3)) == 0 else {parent for parent in draw(bits) if parent < index}
+        for index in range(count)
     ]
     return draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)), made_from, draw(bits)
 
 
 def fewest_bytes(nbytes: list[int], made_from: list[set[int] | None], wanted: set[int]) -> int:
-    """The fewest bytes, by trying all choices of what to keep."""
+    """Return the fewest bytes, by trying all choices of what to keep."""
     numbers = range(len(nbytes))
     sums = []
     for kept in (set(some) for count in range(len(nbytes) + 1) for some in combinations(numbers, count)):

@@ -34,14 +34,14 @@ USES = (
 
 
 def lifted(stage: int) -> Timeline:
-    """Of three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
+    """Return a lifted timeline of three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
     policy = Policy(stage, bucket_bytes=8, in_flight_bytes=12, reshard_after_forward=True)
     half: dict[str, object] = {"dtype": torch.bfloat16}
     return model(policy, *USES, a_half=half, a_scalar={"shape": ()}, c_frozen={"requires_grad": False})
 
 
 def deferring(timeline: Timeline) -> Timeline:
-    """As lifted under ``no_sync``: the reduction of each gradient is deferred."""
+    """Return the lifted timeline under ``no_sync``: the reduction of each gradient is deferred."""
     mean = {op.reads[0]: op.writes[0] for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
     ops = (
         replace(op, kind=Kind.DEFER, writes=(mean[op.writes[0]],)) if op.kind is Kind.REDUCE else op
@@ -67,8 +67,11 @@ def scheduled(name: str) -> Timeline:
 
 
 def find(t: Timeline, place: str | int) -> int:
-    """A position: "gather a.w" is the first one ("gather a.w again" the last), "reads y0" the first reader, "writes y0"
-    the writer; "backward" is where backward begins, "return" the end."""
+    """Return the index of an operation, given words for it.
+
+    "gather a.w" is the first such gather ("gather a.w again" the last), "reads y0" the first reader, "writes y0" the
+    writer; "backward" is where backward begins, "return" the end.
+    """
     if isinstance(place, int):
         return place
     if place == "return":
@@ -80,47 +83,48 @@ def find(t: Timeline, place: str | int) -> int:
             return name in (op.reads if what == "reads" else op.writes)
         return op.backward if what == "backward" else op.kind == what and name in op.params
 
-    found = [at for at, op in enumerate(t.ops) if is_meant(op)]
-    return found[-1 if again else 0]
+    result = [index for index, op in enumerate(t.ops) if is_meant(op)]
+    return result[-1 if again else 0]
 
 
 def without(t: Timeline, *places: str | int) -> Timeline:
     positions = [find(t, place) for place in places]
-    return t.with_ops(op for at, op in enumerate(t.ops) if at not in positions)
+    return t.with_ops(op for index, op in enumerate(t.ops) if index not in positions)
 
 
 def with_ops(t: Timeline, place: str | int, *ops: Op) -> Timeline:
-    """The timeline with operations in front of a place."""
-    at = find(t, place)
+    """Return the timeline with operations in front of a place."""
+    index = find(t, place)
     values = {name: Value(4, "float32") for op in ops for name in op.writes if name not in t.values}
-    return t.with_ops([*t.ops[:at], *ops, *t.ops[at:]], values)
+    return t.with_ops([*t.ops[:index], *ops, *t.ops[index:]], values)
 
 
 def moved(t: Timeline, place: str | int, to: str | int, behind: int = 0) -> Timeline:
-    """The timeline with an operation moved in front of another, or so many places behind that."""
-    at, to = find(t, place), find(t, to) + behind
-    return without(with_ops(t, to, t.ops[at]), at + 1 if to <= at else at)
+    """Return the timeline with an operation moved in front of another, or so many places behind that."""
+    index, to = find(t, place), find(t, to) + behind
+    return without(with_ops(t, to, t.ops[index]), index + 1 if to <= index else index)
 
 
 def copied(t: Timeline, place: str | int, to: str | int = "", **fields: object) -> Timeline:
-    """The timeline with a changed copy of an operation in front of another; right behind itself by default."""
-    at = find(t, place)
-    return with_ops(t, to or at + 1, replace(t.ops[at], **fields))  # type: ignore[arg-type]
+    """Return the timeline with a changed copy of an operation in front of another; by default right behind the
+    original."""
+    index = find(t, place)
+    return with_ops(t, to or index + 1, replace(t.ops[index], **fields))  # type: ignore[arg-type]
 
 
 def changed(t: Timeline, place: str | int, **fields: object) -> Timeline:
-    at = find(t, place)
-    return t.with_ops([*t.ops[:at], replace(t.ops[at], **fields), *t.ops[at + 1 :]])  # type: ignore[arg-type]
+    index = find(t, place)
+    return t.with_ops([*t.ops[:index], replace(t.ops[index], **fields), *t.ops[index + 1 :]])  # type: ignore[arg-type]
 
 
 def reading(t: Timeline, place: str | int, names: Mapping[str, str]) -> Timeline:
-    """The timeline in which an operation reads other values ("": none) instead of some."""
+    """Return the timeline in which an operation reads other values instead of some; "" stands for no value."""
     reads = (names.get(name, name) for name in t.ops[find(t, place)].reads)
     return changed(t, place, reads=tuple(dict.fromkeys(filter(None, reads))))
 
 
 def emitted(timeline: Timeline) -> Timeline:
-    """A schedule as it is read back from the lines that run: copies have no mark, and forward has a return."""
+    """Return a schedule as it is read back from the lines that run: copies have no mark, and forward has a return."""
     unmarked = timeline.with_ops(replace(op, repeated=False) for op in timeline.ops)
     return with_ops(unmarked, "backward", Op(Kind.COMPUTE, ("y8",)))
 
@@ -129,7 +133,7 @@ def emitted(timeline: Timeline) -> Timeline:
 
 
 def returning(t: Timeline, **gradients: str) -> Timeline:
-    """The timeline that returns other values, or none (""), as gradients of parameters of unit b."""
+    """Return the timeline that returns other values, or none (""), as gradients of parameters of unit b."""
     new = {f"b.{name}": value for name, value in gradients.items()}
     pairs = tuple((path, new.get(path, value)) for path, value in t.gradients)
     swap = {old: new[path] for path, old in t.gradients if path in new}
@@ -279,7 +283,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "plant", "words", "in_lines"), CASES)
 def test_a_planted_fault_is_caught(name: str, plant: Fault, words: str, in_lines: bool) -> None:
-    """In a schedule beside what was lifted; and in the lines that run, where the proof knows who is trained."""
+    """Faults are planted in a schedule beside what was lifted, and in the lines that run, where the proof knows who is
+    trained."""
     good = scheduled(name)
     bad = plant(good)
     assert bad != good
@@ -329,19 +334,19 @@ def test_a_timeline_shows_a_few_lines_however_long_it_is() -> None:
 
 def test_an_error_names_the_operations_and_the_parameter() -> None:
     good = scheduled("ZeRO-3")
-    at = find(good, "free a.v")
-    sentence = rf"^op {at - 1} \(free a.v\) frees a.v, but op {at} still reads it or a view of it$"
+    index = find(good, "free a.v")
+    sentence = rf"^op {index - 1} \(free a.v\) frees a.v, but op {index} still reads it or a view of it$"
     with pytest.raises(ScheduleError, match=sentence):
-        check(moved(good, at, at - 1))
+        check(moved(good, index, index - 1))
 
 
 # Random changes
 
 
 def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
-    """A random change to a random operation: how, which, and the timeline with it."""
-    at, to = data.draw(st.integers(0, len(good.ops) - 1)), data.draw(st.integers(0, len(good.ops)))
-    op = good.ops[at]
+    """Draw a random change to a random operation: how, which, and the timeline with it."""
+    index, to = data.draw(st.integers(0, len(good.ops) - 1)), data.draw(st.integers(0, len(good.ops)))
+    op = good.ops[index]
     names = sorted({name for op in good.ops for name in (*op.reads, *op.writes)})
     paths = [param.path for param in good.plan.params]
 
@@ -350,14 +355,14 @@ def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
         return (*values[:number], data.draw(st.sampled_from(pool)), *values[number + 1 :])
 
     changes = {
-        "drop": lambda: without(good, at),
+        "drop": lambda: without(good, index),
         "repeat": lambda: with_ops(good, to, op),
-        "move": lambda: moved(good, at, to),
-        "read": lambda: changed(good, at, reads=one_of(op.reads, names)),
-        "write": lambda: changed(good, at, writes=one_of(op.writes, names)),
-        "params": lambda: changed(good, at, params=one_of(op.params, paths)),
-        "phase": lambda: changed(good, at, backward=not op.backward),
-        "repeated": lambda: changed(good, at, repeated=not op.repeated),
+        "move": lambda: moved(good, index, to),
+        "read": lambda: changed(good, index, reads=one_of(op.reads, names)),
+        "write": lambda: changed(good, index, writes=one_of(op.writes, names)),
+        "params": lambda: changed(good, index, params=one_of(op.params, paths)),
+        "phase": lambda: changed(good, index, backward=not op.backward),
+        "repeated": lambda: changed(good, index, repeated=not op.repeated),
     }
     how = data.draw(st.sampled_from(list(changes)), label="how")
     return how, op, changes[how]()
@@ -367,7 +372,8 @@ def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
 def test_what_passes_computes_what_it_should(timeline: Timeline, data: st.DataObject) -> None:
     """A random change to a good timeline either is caught or does no harm.
 
-    Without what was lifted, too, in a collective, a wait or a free; except which value is the full gradient.
+    In a collective, a wait or a free that holds without what was lifted, too, except for which value is the full
+    gradient.
     """
     good = run(timeline)
     unmarked = good.with_ops(replace(op, repeated=False) for op in good.ops)
