@@ -208,7 +208,7 @@ def test_one_joint_graph_serves_all_programs() -> None:
         model(X).sum().backward()
     assert exports.call_count == 1
     assert len(model._graphs.captured) == 2  # for training or not
-    assert model._programs_made() == 3  # inference mode runs what no_grad does
+    assert model._count_programs() == 3  # inference mode runs what no_grad does
     assert len(tz.traces_of(model).backward.bound_symbols)
 
 

@@ -53,7 +53,7 @@ def lengths(side: Side, steps: Sequence[Sequence[int]]) -> Steps:
 
 def launches(model: Any) -> list[list[tuple[str, ...]]]:
     """The collectives of each program that was compiled, in order."""
-    programs = [next(iter(of.made.values())) for of in model._graphs.captured.values()]
+    programs = [next(iter(of.programs.values())) for of in model._graphs.captured.values()]
     entries = [entry.traces() for of in programs for entry in of.entries.values()]
     return [[op.params for op in traces.timeline.launches.values()] for traces in entries]
 
@@ -178,7 +178,7 @@ def is_dynamic(rank: int, world_size: int) -> None:
         assert len(model._graphs.captured) == count, (dynamic, count)
         with torch.no_grad():
             torch.testing.assert_close(model(x, "a"), plain(x, "a"))
-        assert model._programs_made() == count + 1, "a program for forward alone, of the same graph"
+        assert model._count_programs() == count + 1, "a program for forward alone, of the same graph"
 
 
 def test_what_is_said_to_be_dynamic(ranks_pool: RanksPool) -> None:
@@ -205,7 +205,7 @@ def drops(rank: int, world_size: int) -> None:
         warnings.simplefilter("always")
         for name in ("a", "bb", "ccc", "a"):
             step(name)
-        kept = {len(of.made): ref(next(iter(of.made.values()))) for of in model._graphs.captured.values()}
+        kept = {len(of.programs): ref(next(iter(of.programs.values()))) for of in model._graphs.captured.values()}
         oldest = ref(next(iter(model._graphs.captured.values())))  # of "bb"
         assert not [each for each in seen if "dropped" in str(each.message)], kept
         for name in ("dddd", "eeeee", "a", "ccc", "bb"):

@@ -1,13 +1,13 @@
 """The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value.
 
-In: a policy or a stage, and keyword arguments. Out: :class:`CheckedArguments`. Names of Policy's fields change the
-policy, the others say where the model is and what it begins with::
+In: a policy or a stage, and keyword arguments. Out: :class:`CheckedArguments`. Arguments that are fields of Policy
+change the policy. The other arguments say where the model is, and give its initial values::
 
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-This runs before there is a module: whether the group has such a device, or the weights such names, is known when the
-module is sharded.
+No module is needed yet. Whether the process group supports the device, and whether the weights have the module's names,
+is checked when the module is sharded.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ class Arguments(TypedDict, total=False):
 
     Attributes:
         process_group: ranks that share the model; the default group if None.
-        mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
-            sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
-            :func:`thunder_zero.compile` also takes one more dimension behind ``"dp"``, or ``"dp_replicate"`` and
-            ``"dp_shard"``, on which torch's ``parallelize_module`` has made parameters DTensors.
-        dp_mesh_dims: other names for ``"dp"`` and so on (``torch.distributed.fsdp.DataParallelMeshDims``), as for
-            FSDP2.
-        device: the device of the shards (default: the parameters' device; for a module on the meta device the CPU, or
-            the current device if the group carries no CPU tensors).
-        init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
-            that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
-        weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
-            the values of the module's parameters and buffers, read one at a time. Or the path of a folder of
-            safetensors files, as ``save_pretrained`` writes it, or of one such file.
-        progress: rank 0 says on standard error what it compiled, for which shapes, and how long that took, where it
-            took more than a second (default: True).
+        mesh: a mesh instead of a group. One dimension shards the model over all ranks. Two dimensions (replicate,
+            shard) shard it over the second, with one copy for each rank of the first (hybrid sharding).
+            :func:`thunder_zero.compile` also takes a further dimension behind ``"dp"``, or behind ``"dp_replicate"``
+            and ``"dp_shard"``, along which torch's ``parallelize_module`` has sliced parameters.
+        dp_mesh_dims: other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, as FSDP2 takes them
+            (``torch.distributed.fsdp.DataParallelMeshDims``).
+        device: the device of the shards. Default: the parameters' device; for a module on the meta device the CPU, or
+            the current device if the group carries no CPU tensors.
+        init: a function that gives parameters and buffers on the meta device their values, after the
+            ``reset_parameters`` of each module that owns some. It is called as by ``module.apply(init)``, with the
+            module's own parameters in full.
+        weights: full tensors by their names in the module's state dict, such as ``torch.load(..., mmap=True)``. They
+            become the values of parameters and buffers, and are read one at a time. A path is also accepted: a
+            safetensors file, or a folder of such files as ``save_pretrained`` writes it.
+        progress: rank 0 reports on standard error each compilation that took more than a second, with its shapes and
+            its duration (default: True).
     """
 
     process_group: dist.ProcessGroup | None
@@ -91,7 +92,7 @@ class Arguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CheckedArguments:
-    """The arguments, checked; of ``process_group`` and ``mesh`` one at most is given."""
+    """The checked arguments; at most one of ``process_group`` and ``mesh`` is not None."""
 
     policy: Policy
     process_group: dist.ProcessGroup | None
@@ -103,16 +104,22 @@ class CheckedArguments:
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
-    others: dict[str, Any] = dict(arguments)
-    where = {name: others.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
-    device = device_named(others.pop("device", None))
-    sources = sources_of(others.pop("init", None), others.pop("weights", None))
-    progress = others.pop("progress", True)
-    return CheckedArguments(policy_of(policy, others), **where, device=device, sources=sources, progress=progress)
+    """Check a policy or a stage, and keyword arguments.
+
+    Raises:
+        TypeError: an argument of a wrong type, or one that does not exist.
+        ValueError: a value out of range, a device that torch does not know, a stage that is not the policy's.
+    """
+    changes: dict[str, Any] = dict(arguments)
+    groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
+    device = device_named(changes.pop("device", None))
+    sources = sources_of(changes.pop("init", None), changes.pop("weights", None))
+    progress = changes.pop("progress", True)
+    return CheckedArguments(policy_of(policy, changes), **groups, device=device, sources=sources, progress=progress)
 
 
 def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:
-    """A policy, or that of a stage, with some fields changed."""
+    """Return a policy, or the policy of a stage, with some fields changed."""
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():
         if name in INSTEAD and name not in known:
@@ -135,6 +142,7 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
 
 
 def sources_of(init: object, weights: object) -> Sources:
+    """Return the sources of initial values; a path becomes a mapping that reads safetensors files."""
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):
@@ -148,6 +156,7 @@ def sources_of(init: object, weights: object) -> Sources:
 
 
 def device_named(device: torch.device | str | None) -> torch.device | None:
+    """Return the device that an argument names, or None."""
     try:
         return None if device is None else torch.device(device)
     except RuntimeError:

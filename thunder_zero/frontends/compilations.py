@@ -1,12 +1,10 @@
-"""Says what a model is compiled for, and warns where shapes of inputs change all the time.
+"""Reports what a model is compiled for, and warns if the shapes of inputs keep changing.
 
-In: the arguments of each forward, and how many programs there are before and after it. Out: lines on rank 0's standard
-error, a terminal or a log; on every rank one warning, after ``WARN_AFTER`` different shapes::
+In: the arguments of each forward, and the number of programs before and after it. Out: lines on rank 0's standard
+error, and on every rank one warning after ``WARN_AFTER`` different shapes::
 
     compiling Net for (8, 16) ...                                    on a terminal alone, after a second
-    compiled forward and backward of Net for (8, 16): 2.3 s          in its place, if it took a second
-
-:func:`too_many` says that programs are dropped, and names what changes in the same words.
+    compiled forward and backward of Net for (8, 16): 2.3 s          afterwards, if it took a second
 """
 
 from __future__ import annotations
@@ -28,39 +26,44 @@ import torch
 from torch import Tensor
 
 WARN_AFTER = 4  # different shapes
-SECONDS = 1.0  # a compilation that takes less is not mentioned
+SECONDS = 1.0  # a compilation that takes less is not reported
 
 Shapes = Mapping[str, torch.Size]
 
 
 @dataclass
 class Compilations:
-    """The compilations of one model, said on standard error if it ``says`` them.
+    """The compilations of one model.
 
     Attributes:
-        forward: the module's, whose signature names inputs.
-        shapes: of the inputs of each forward that compiled something.
-        seen: the looks of inputs, for which nobody need look any more.
+        name: the name of the module's class.
+        forward: the module's forward, whose signature names inputs.
+        reports: whether compilations are reported on standard error.
+        shapes: the shapes of inputs of each forward that compiled a program.
+        warned: whether the user was warned of changing shapes.
+        seen: the grad modes and shapes of inputs of forwards so far.
     """
 
     name: str
     forward: Callable[..., Any]
-    says: bool
+    reports: bool
     shapes: list[Shapes] = field(default_factory=list)
     warned: bool = False
     seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
-    def watched(self, made: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
-        """A forward, which compiles something if its inputs look new: the number of programs then says whether it did.
-        A thread says that it does, once forward takes long."""
-        programs, start = made(), time.monotonic()
-        if self.says and sys.stderr.isatty() and self._is_new(args, kwargs):
-            with self._announced(args, kwargs):  # not each forward: it takes a tenth of a millisecond
+    def watched(self, count_programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
+        """Watch a forward, which compiled something if there are more programs at the end of the block.
+
+        On a terminal a thread reports the compilation once it takes long.
+        """
+        programs, start = count_programs(), time.monotonic()
+        if self.reports and sys.stderr.isatty() and self._is_new(args, kwargs):
+            with self._announced(args, kwargs):  # not around each forward: a thread costs a tenth of a millisecond
                 yield
         else:
             yield
-        if made() > programs:
+        if count_programs() > programs:
             self._end(shapes_of_arguments(self.forward, args, kwargs), time.monotonic() - start)
 
     @contextmanager
@@ -87,30 +90,32 @@ class Compilations:
             print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
-        if self.says and seconds >= SECONDS:
-            both = "forward and backward" if torch.is_grad_enabled() else "forward"
-            what = f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s"
-            print(what, file=sys.stderr, flush=True)
+        if self.reports and seconds >= SECONDS:
+            phases = "forward and backward" if torch.is_grad_enabled() else "forward"
+            report = f"compiled {phases} of {self.name} for {_listed(shapes)}: {seconds:.1f} s"
+            print(report, file=sys.stderr, flush=True)
         self.shapes.append(shapes)
         self._warn()
 
     def _warn(self) -> None:
-        """Warn once of shapes of inputs that change from compilation to compilation."""
+        """Warn once if the shapes of inputs change from compilation to compilation."""
         different = {str(shapes): shapes for shapes in self.shapes}
-        if len(different) == WARN_AFTER and not self.warned and (sentence := changed([*different.values()])):
+        if len(different) == WARN_AFTER and not self.warned and (sentence := changing_input([*different.values()])):
             self.warned = True
             warnings.warn(f"{self.name} was compiled for {WARN_AFTER} shapes: {sentence}", stacklevel=2)
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
-    """The shapes of those arguments that are tensors, by their names in the signature."""
+    """Return the shapes of the arguments that are tensors, by name in the signature."""
     try:
         bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # a decorator that takes other arguments than it says
-        bound = {f"argument {at}": value for at, value in enumerate(args)} | kwargs
+    except TypeError:  # a decorator takes other arguments than its signature has
+        bound = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
     flat: dict[str, Any] = {}
     for name, value in bound.items():
-        parts = {f"{name}_{at}": part for at, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+        parts = {name: value}
+        if isinstance(value, tuple):
+            parts = {f"{name}_{index}": part for index, part in enumerate(value)}
         flat |= value if isinstance(value, dict) else parts
     return {name: value.shape for name, value in flat.items() if isinstance(value, Tensor)}
 
@@ -119,27 +124,30 @@ def _listed(shapes: Shapes) -> str:
     return ", ".join(str(shape) for shape in dict.fromkeys(map(tuple, shapes.values()))) or "its inputs"
 
 
-def changed(shapes: Sequence[Shapes]) -> str | None:
-    """Which input changes from program to program of one function, and what to do; None if shapes do not. These are by
-    the names of arguments, or by the expressions that dynamo has for them."""
+def changing_input(shapes: Sequence[Shapes]) -> str | None:
+    """Return which input changes from program to program, and what to do, or None if no shape changes.
+
+    ``shapes`` has the shapes of each program, by names of arguments, or by dynamo's expressions for them.
+    """
     for name in shapes[-1] if shapes else ():
-        found = list(dict.fromkeys(tuple(each[name]) for each in shapes if name in each))
-        if len(found) > 1:
-            shown = ", ".join(map(str, found[-3:]))
+        different = list(dict.fromkeys(tuple(program[name]) for program in shapes if name in program))
+        if len(different) > 1:
+            shown = ", ".join(map(str, different[-3:]))
             return (
-                f"input {name} had {len(found)} shapes, the last of them {shown}, and each costs a compilation; pad it "
-                f"to a few lengths, or sort batches by length"
+                f"input {name} had {len(different)} shapes, the last of them {shown}, and each costs a compilation; "
+                f"pad it to a few lengths, or sort batches by length"
             )
     return None
 
 
 def too_many(module: str, most: int, shapes: Sequence[Shapes], why: str | None) -> str:
-    """Return that programs are dropped, why there are so many, and what to do."""
-    what = changed(shapes) or "keep what changes from call to call constant"
-    asked = f"; the last was compiled because {why}" if why else ""
+    """Return a warning that programs are dropped, with the reason and what to do."""
+    action = changing_input(shapes) or "keep what changes from call to call constant"
+    reason = f"; the last was compiled because {why}" if why else ""
     return (
         f"{module} has {most} programs of one function, so the one that ran longest ago is dropped whenever another is "
-        f"compiled, and compiled again when it is needed{asked}; {what}; thunder_zero.tools.programs(model) lists them"
+        f"compiled, and compiled again when it is needed{reason}; {action}; thunder_zero.tools.programs(model) lists "
+        f"them"
     )
 
 
@@ -149,8 +157,7 @@ class Spent:
 
     Attributes:
         seconds: wall-clock time.
-        nbytes: by how much the resident memory of the process grew; 0 where memory that was free sufficed, and where
-            the system has no ``/proc``.
+        nbytes: the growth of the process's resident memory; 0 if free memory sufficed, or if there is no ``/proc``.
     """
 
     seconds: float = 0.0
@@ -162,7 +169,7 @@ class Spent:
 
 @contextmanager
 def metered() -> Iterator[Callable[[], Spent]]:
-    """Yield a function that says, behind the block, what the block took."""
+    """Yield a function that returns what the block took, once it has ended."""
     start, resident = time.monotonic(), resident_bytes()
     taken: list[Spent] = []
     yield lambda: taken[0]
@@ -170,7 +177,7 @@ def metered() -> Iterator[Callable[[], Spent]]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of the process; 0 where the system has no ``/proc``."""
+    """Return the resident memory of the process in bytes, or 0 if there is no ``/proc``."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -179,7 +186,10 @@ def resident_bytes() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected inside the block: a quarter of a compilation, which makes many objects that stay."""
+    """Collect no garbage inside the block.
+
+    A compilation makes many objects that stay, and collections would take a quarter of its time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

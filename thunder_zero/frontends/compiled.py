@@ -27,7 +27,7 @@ from thunder.core.trace import TraceCtx
 class Traces:
     """The program for one kind of input: both traces, their timeline and the plan.
 
-    As text it is a few lines; :func:`thunder_zero.print_trace` prints all::
+    Its text is a few lines; :func:`thunder_zero.print_trace` prints all lines::
 
         Traces: ZeRO-3, rank 0 of 2, 12 parameters in 3 units, gradients are reduced
           forward: 61 lines, 3 gathers, 0 reductions, 12.3 KB sent
@@ -36,17 +36,17 @@ class Traces:
     Attributes:
         forward: the forward trace, as it runs.
         backward: the backward trace; None if nothing needs a gradient.
-        timeline: both phases, forward first; ``Op.source`` counts the lines of each phase's trace.
+        timeline: both phases, forward first; ``Op.source`` is the index of a line in its phase's trace.
         plan: the plan of each parameter.
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
-        sizes: the shapes of inputs that are tensors, where a size that may differ from call to call is the name of the
-            input that is this number; empty under ``thunder.jit``.
-        others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
-        epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
-        restored: makes what the model returns of what the forward trace does, as an epilogue does.
-        without: makes the traces that run when nobody differentiated outputs, by the names of their gradients; None
-            where backward gets zeros for those.
-        lifted: the timeline before it was scheduled.
+        sizes: the shapes of inputs that are tensors. A size that may change from call to call is the name of the input
+            that is this number. Empty under ``thunder.jit``.
+        others: the paths of inputs that are buffers, or parameters that the policy ignores.
+        epilogue: Thunder's trace from the forward trace's outputs to what the model returns.
+        restored: a function from the forward trace's outputs to what the model returns; None under ``thunder.jit``.
+        without: returns the traces that run if some outputs are not differentiated, by the names of their gradients;
+            None if backward gets zeros for these gradients.
+        lifted: the timeline before scheduling.
         fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
     """
 
@@ -71,11 +71,12 @@ class Traces:
             f"{len(plan.units)} units, gradients are {gradients}"
         )
         phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
-        return "\n".join([head, *(_summed_up(name, trace, of) for name, trace, of in phases if trace is not None)])
+        summaries = (_summary(name, trace, timeline) for name, trace, timeline in phases if trace is not None)
+        return "\n".join([head, *summaries])
 
     @classmethod
     def of(cls, program: Program, **shown: Any) -> Traces:
-        """The traces of a program, with other fields as given."""
+        """Return the traces of a program; ``shown`` sets other fields."""
         scheduled, facts = program.scheduled, program.scheduled.facts
         known = {
             "synced": facts.synced,
@@ -88,12 +89,12 @@ class Traces:
 
     @property
     def has_regions(self) -> bool:
-        """Whether a fuser has made regions of lines."""
+        """True if a fuser has merged lines into regions."""
         lines = (line for phase in (self.forward, self.backward) if phase for line in phase.bound_symbols)
         return any(line.sym.is_fusion for line in lines)
 
     def _repr_html_(self) -> str:
-        """A small form for notebooks: what a step sends, and the curve of gathered bytes."""
+        """Return HTML for notebooks: what a step sends, and the curve of gathered bytes."""
         timeline, plan = self.timeline, self.plan
         gathered = gathered_bytes(timeline)
         counts = {kind: sum(op.kind is kind for op in timeline.ops) for kind in LAUNCHES}
@@ -123,8 +124,8 @@ class Entry:
 
     Attributes:
         synced: whether gradients are reduced.
-        computation_fn: the code of forward.
-        traces: lifts the traces as they run now.
+        computation_fn: the function of forward.
+        traces: returns the traces, as they run now.
     """
 
     synced: bool
@@ -132,7 +133,7 @@ class Entry:
     traces: Callable[[], Traces]
 
 
-def _summed_up(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
+def _summary(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
     kinds = Counter(op.kind for op in timeline.ops)
     return (
         f"  {phase}: {len(trace.bound_symbols)} lines, {kinds[Kind.GATHER]} gathers, {kinds[Kind.REDUCE]} reductions, "

@@ -21,14 +21,14 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 from thunder.core.symbol import BoundSymbol
 
-WRITTEN = "thunder."  # begins the names of files that Thunder writes
+WRITTEN = "thunder."  # the beginning of file names of Thunder's generated code
 WIDTH = 100
 
 
 def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
-    """Add the note, if one of these programs raised the error in its forward."""
+    """Add the note if the forward of one of these programs raised the error."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    filename, number = next((found for found in reversed(frames) if found[0].startswith(WRITTEN)), ("", 0))
+    filename, number = next((frame for frame in reversed(frames) if frame[0].startswith(WRITTEN)), ("", 0))
     for entry in programs:
         if unwrap(entry.computation_fn).__code__.co_filename == filename:
             code = linecache.getline(filename, number).strip()
@@ -40,7 +40,7 @@ def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
 
 
 def _op_of(code: str, timeline: Timeline) -> Op | None:
-    """The operation that writes what a line assigns."""
+    """Return the operation that writes a value that the line assigns, or None."""
     names = {name.strip(" ()") for name in code.partition(" = ")[0].split(",")}
     return next((op for op in timeline.ops if not names.isdisjoint(op.writes)), None)
 

@@ -1,7 +1,7 @@
-"""Puts shards and buffers into a plain module; finds before a forward whether they are as planned.
+"""Puts shards and buffers into a plain module; checks before each forward that they are unchanged.
 
-In: a jitted module and its state. Out: the plain module with shards in it, and a list of checks, functions that return
-an error in a sentence or None. They are made once, right after the module was sharded, and called before each forward::
+In: a jitted module and its state. Out: the plain module with shards in it, and a list of checks. A check is a function
+that returns an error message or None. Checks are made right after sharding, and called before each forward::
 
     module.h[0].w = other      ->      "parameter 'h.0.w' was replaced after thunder_zero sharded it; copy new values
                                         into it (load_original_state_dict, or in place), or transform the new module"
@@ -25,38 +25,38 @@ from thunder_zero.sharded.state import State
 
 from thunder.core.module import ThunderModule
 
-Check = Callable[[], str | None]  # an error in a sentence
+Check = Callable[[], str | None]  # returns an error message, or None
 
 
-def place_others(
-    model: ThunderModule, others: Iterable[UnplannedValue], known: Iterable[str], device: torch.device | None
+def place_unplanned(
+    model: ThunderModule, values: Iterable[UnplannedValue], planned_names: Iterable[str], device: torch.device | None
 ) -> None:
-    """Set the values of buffers and ignored parameters, and move the latter to ``device``."""
-    for other in others:
-        set_value(model, other)
+    """Set the values of buffers and ignored parameters, and move ignored parameters to ``device``."""
+    for unplanned in values:
+        set_value(model, unplanned)
     if device is not None:
-        planned = set(known)
+        planned = set(planned_names)
         for name, param in plain_of(model).named_parameters(remove_duplicate=False):
             if name not in planned:
                 param.data = param.data.to(device)
 
 
-def set_value(model: ThunderModule, other: UnplannedValue) -> None:
+def set_value(model: ThunderModule, unplanned: UnplannedValue) -> None:
     """Copy a value into a tensor of the module, or replace the tensor if it is on the meta device."""
-    if not other.tensor.is_meta:
+    if not unplanned.tensor.is_meta:
         with torch.no_grad():
-            other.tensor.copy_(other.value)
+            unplanned.tensor.copy_(unplanned.value)
         return
-    is_parameter = isinstance(other.tensor, nn.Parameter)
-    value = parameter_like(other.tensor, other.value) if is_parameter else other.value
-    for name in other.names:
+    is_parameter = isinstance(unplanned.tensor, nn.Parameter)
+    value = parameter_like(unplanned.tensor, unplanned.value) if is_parameter else unplanned.value
+    for name in unplanned.names:
         set_tensor(plain_of(model), name, value)
         if is_parameter:
             hold_parameter(model, name, value)
 
 
 def place_parameters(model: ThunderModule, state: State) -> None:
-    """Put the shards into the plain module, and where Thunder looks parameters up."""
+    """Put the shards into the plain module, and into the jitted module's table of parameters."""
     for param in state.plan.params:
         for name in param.names:
             hold_parameter(model, name, state.shards[param.path])
@@ -64,7 +64,7 @@ def place_parameters(model: ThunderModule, state: State) -> None:
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Cast the buffers to the policy's dtype and move them to ``device``; Thunder gets them from the plain module."""
+    """Cast the buffers to the policy's dtype, and move them to ``device``; programs read them in the plain module."""
     precision = state.plan.policy.mixed_precision
     for name, buffer in list(plain_of(model).named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
@@ -74,15 +74,17 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
     forget_buffers(model)
 
 
-def hooks_stay(plain: nn.Module) -> list[Check]:
-    """Hooks of submodules must stay, where Thunder interprets forward: its programs never look again."""
+def hook_checks(plain: nn.Module) -> list[Check]:
+    """Return checks that hooks of submodules stay as they are; Thunder reads them only when it compiles."""
     return [_hooks_stay(module, path) for path, module in plain.named_modules()]
 
 
-def intact(model: ThunderModule, state: State) -> list[Check]:
-    """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward. A
-    change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data =
-    ...`` would be ignored silently, or would train something other than the plan."""
+def module_checks(model: ThunderModule, state: State) -> list[Check]:
+    """Return quick checks that the jitted module and the plain one stay as they are.
+
+    Without them a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
+    ``.data = ...`` would be ignored, or would train something other than the plan.
+    """
     plain: nn.Module = plain_of(model)
     modules = list(plain.named_modules())
     holders: list[tuple[dict[str, Any], str, str]] = []
@@ -92,29 +94,35 @@ def intact(model: ThunderModule, state: State) -> list[Check]:
     kinds = {"attribute": vars(plain), "submodule": plain._modules, "buffer": plain._buffers}
     kinds["parameter"] = plain._parameters
     names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
-    checks += [_hides_none(of, names) for of in (model._modules, model._parameters, model._buffers, vars(model))]
+    holders_of_model = (model._modules, model._parameters, model._buffers, vars(model))
+    checks += [_hides_nothing(holder, names) for holder in holders_of_model]
     return [*checks, _adds_no_parameter(model, plain), _all_as_planned(state.shards)]
 
 
-def nones_stay(plain: nn.Module) -> list[Check]:
-    """Buffers that are None must stay so, where Thunder interprets forward: its programs never look again."""
+def none_buffer_checks(plain: nn.Module) -> list[Check]:
+    """Return checks that buffers that are None stay None; Thunder reads them only when it compiles."""
     slots = [(path, module._buffers) for path, module in plain.named_modules()]
-    return [_stays_none(of, name, _joined(path, name)) for path, of in slots for name in of if of[name] is None]
+    return [
+        _stays_none(buffers, name, _joined(path, name))
+        for path, buffers in slots
+        for name in buffers
+        if buffers[name] is None
+    ]
 
 
 def require_intact(checks: Iterable[Check]) -> None:
-    """Raise for the first thing that was changed."""
+    """Raise RuntimeError with the message of the first check that fails."""
     if (sentence := first_error(checks)) is not None:
         raise RuntimeError(sentence)
 
 
 def first_error(checks: Iterable[Check]) -> str | None:
-    """Return what the first check says that finds something."""
+    """Return the message of the first check that fails, or None."""
     return next((sentence for check in checks if (sentence := check()) is not None), None)
 
 
 def _hooks_stay(module: nn.Module, path: str) -> Check:
-    """Thunder reads the hooks of forward and backward when it compiles."""
+    """Return a check that a module has as many hooks as now."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     counts = tuple(map(len, kinds))
 
@@ -131,16 +139,18 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
 
 
 def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
-    """Dicts of modules, each with its kind and its module's path, hold the same objects in the same order. They are
-    compared all at once, and looked at one by one only if something changed."""
+    """Return a check that dicts of modules hold the same objects in the same order as now.
+
+    Each dict comes with its kind and its module's path. All are compared at once, and one by one only after a change.
+    """
     dicts = [holder for holder, _, _ in holders]
     counts = list(map(len, dicts))
     expected = [value for holder in dicts for value in holder.values()]
-    checks = [_stays(*each) for each in holders]
+    checks = [_stays(*holder) for holder in holders]
 
     def check() -> str | None:
-        found = chain.from_iterable(map(dict.values, dicts))
-        if list(map(len, dicts)) == counts and all(map(is_, found, expected)):
+        values = chain.from_iterable(map(dict.values, dicts))
+        if list(map(len, dicts)) == counts and all(map(is_, values, expected)):
             return None
         return first_error(checks)
 
@@ -148,7 +158,7 @@ def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
 
 
 def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
-    """A dict of a module holds the same objects in the same order."""
+    """Return a check that a dict of a module holds the same objects in the same order as now."""
     expected = dict(holder)
 
     def check() -> str | None:
@@ -164,6 +174,8 @@ def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
 
 
 def _stays_none(holder: Mapping[str, Any], key: str, name: str) -> Check:
+    """Return a check that a buffer stays None."""
+
     def check() -> str | None:
         if holder.get(key) is None:
             return None
@@ -180,7 +192,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
-    """``model.name = ...`` adds no parameter to the sharded model itself: no optimizer would see it."""
+    """Return a check that ``model.name = ...`` adds no parameter to the sharded model: no step would train it."""
     modules, parameters = model._modules, model._parameters
     counts = len(modules), len(parameters)
 
@@ -189,8 +201,8 @@ def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
             return None
         known = set(plain.parameters())
         added = [(key, module) for key, module in modules.items() if module is not None and module is not plain]
-        found = {name: param for key, module in added for name, param in module.named_parameters(key)}
-        for name, param in {**parameters, **found}.items():
+        inner = {name: param for key, module in added for name, param in module.named_parameters(key)}
+        for name, param in {**parameters, **inner}.items():
             if param is not None and param.requires_grad and param not in known:
                 return _added(f"parameter {name!r}")
         return None
@@ -205,18 +217,23 @@ def _added(what: str) -> str:
     )
 
 
-def _hides_none(holder: Mapping[str, Any], names: Mapping[str, str]) -> Check:
-    """``model.name = ...`` hides nothing of the plain module, which traces read; ``names`` has the kind of each."""
+def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check:
+    """Return a check that ``model.name = ...`` hides nothing of the plain module, which programs read.
+
+    ``kinds`` has what each name of the plain module is, such as "parameter".
+    """
 
     def check() -> str | None:
-        found = names.keys() & holder
-        return None if not found else _replaced(f"{names[min(found)]} {min(found)!r}", None, holder[min(found)])
+        if not (hidden := kinds.keys() & holder):
+            return None
+        name = min(hidden)
+        return _replaced(f"{kinds[name]} {name!r}", None, holder[name])
 
     return check
 
 
 def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
-    """All shards are as they were made. They are compared all at once, and looked at one by one only if one changed."""
+    """Return a check that all shards are as they were made; they are compared one by one only after a change."""
     tensors = list(shards.values())
     checks = [_as_planned(path, shard) for path, shard in shards.items()]
     shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
@@ -235,27 +252,27 @@ def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
 
 
 def _as_planned(path: str, shard: Tensor) -> Check:
-    """A shard has the shape, dtype, device, ``requires_grad`` and memory that it was made with."""
+    """Return a check that a shard keeps its shape, dtype, device, ``requires_grad`` and memory."""
     planned, shape, dtype, device = shard.requires_grad, shard.shape, shard.dtype, shard.device
-    memory, what = _memory_of(shard), f"parameter {path!r}"
+    memory, name = _memory_of(shard), f"parameter {path!r}"
 
     def check() -> str | None:
         if shard.requires_grad is planned and shard.shape == shape and _memory_of(shard) == memory:
             return None
         if shard.dtype is not dtype or shard.device != device:
-            return _moved(what, shard, dtype, device)
+            return _moved(name, shard, dtype, device)
         if shard.shape != shape:
             return (
-                f"the memory of {what} was replaced (.data = ...): its shape is now {tuple(shard.shape)}, the shard's "
+                f"the memory of {name} was replaced (.data = ...): its shape is now {tuple(shard.shape)}, the shard's "
                 f"is {tuple(shape)}; copy new values into it in place"
             )
         if shard.requires_grad is not planned:
             return (
-                f"requires_grad of {what} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
+                f"requires_grad of {name} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
                 f"it on the module before sharding"
             )
         return (
-            f"the memory of {what} was replaced (.data = ...), and programs read what it had before; copy new values "
+            f"the memory of {name} was replaced (.data = ...), and programs read what it had before; copy new values "
             f"into it in place"
         )
 
@@ -263,16 +280,18 @@ def _as_planned(path: str, shard: Tensor) -> Check:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Identifies what holds a tensor's memory. A DTensor has such an object without memory, which ``.data = ...``
-    replaces, though it leaves the local tensor as it is."""
+    """Return an identifier of a tensor's storage.
+
+    A DTensor has a storage without memory. ``.data = ...`` replaces it, although the local tensor stays.
+    """
     return tensor.untyped_storage()._cdata
 
 
-def _replaced(name: str, expected: object, found: object) -> str:
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        if found.dtype is not expected.dtype or found.device != expected.device:
-            return _moved(name, found, expected.dtype, expected.device)
-        if isinstance(expected, nn.Parameter) and not isinstance(found, nn.Parameter):
+def _replaced(name: str, expected: object, value: object) -> str:
+    if isinstance(value, Tensor) and isinstance(expected, Tensor):
+        if value.dtype is not expected.dtype or value.device != expected.device:
+            return _moved(name, value, expected.dtype, expected.device)
+        if isinstance(expected, nn.Parameter) and not isinstance(value, nn.Parameter):
             return (
                 f"{name} was replaced by a tensor that is no parameter, as torch.func.functional_call does, after "
                 f"thunder_zero sharded it; call the model itself, with new values copied into its parameters"
@@ -284,8 +303,8 @@ def _replaced(name: str, expected: object, found: object) -> str:
     return f"{name} was replaced after thunder_zero sharded the module; change the module before sharding"
 
 
-def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
+def _moved(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> str:
     return (
-        f"{name} was moved or cast: it is {found.dtype} on {found.device}, and thunder_zero sharded it as {dtype} on "
+        f"{name} was moved or cast: it is {tensor.dtype} on {tensor.device}, and thunder_zero sharded it as {dtype} on "
         f"{device}; call .to() on the module before sharding"
     )

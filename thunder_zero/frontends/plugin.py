@@ -2,9 +2,9 @@
 
 In one line each::
 
-    tz.zero(thunder.jit(module), stage=3)                       a function: shards a module that is jitted already
-    thunder.compile(module, plugins=[tz.Zero(stage=3)], ...)    a plugin, for those who compile by thunder.compile
-    thunder.jit(module, transforms=[tz.ZeroTransform(tz.ZERO3)])  ZERO1, ZERO2, ZERO3, DDP: policies, for each of them
+    tz.zero(thunder.jit(module), stage=3)                       a function that shards a jitted module
+    thunder.compile(module, plugins=[tz.Zero(stage=3)], ...)    a plugin for thunder.compile
+    thunder.jit(module, transforms=[tz.ZeroTransform(tz.ZERO3)])  all take a policy, such as ZERO1, ZERO2, ZERO3, DDP
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from thunder.extend import Executor
 
 
 def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
-    """Shard a jitted module, in place of ``thunder.distributed.fsdp`` or ``ddp``: a function; ``Zero`` is a plugin.
+    """Shard a jitted module; takes the place of ``thunder.distributed.fsdp`` and ``ddp``.
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
-    Takes the same arguments as :class:`ZeroTransform`, and returns a new jitted module; use it in place of ``model``.
+    The arguments are those of :class:`ZeroTransform`. Use the jitted module that is returned instead of ``model``.
 
     Raises:
         TypeError: ``model`` is not a jitted module.
-        RuntimeError: it was already called, or is already transformed; and what ZeroTransform raises.
+        RuntimeError: ``model`` was already called, or is already transformed. See also ZeroTransform.
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
@@ -50,11 +50,11 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
 
 
 class Zero(Plugin):
-    """ZeroTransform as a plugin of ``thunder.compile``: a class; ``zero`` is a function, ``ZERO1`` a policy.
+    """ZeroTransform as a plugin of ``thunder.compile``.
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
 
-    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. Takes the same arguments as
+    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. The arguments are those of
     :class:`ZeroTransform`.
     """
 
@@ -63,15 +63,15 @@ class Zero(Plugin):
         self._policy, self._arguments = policy, arguments
 
     def setup_transforms(self) -> list[ZeroTransform]:
-        """A new transform for each module that is compiled."""
+        """Return a new transform, since each module needs one of its own."""
         return [ZeroTransform(self._policy, **self._arguments)]
 
 
 class Recipe(ThunderRecipe):
-    """Thunder's default executors, on any machine, behind ours for attention and convolutions.
+    """A recipe of Thunder's default executors for any machine, after ours for attention and convolutions.
 
     Raises:
-        ValueError: another interpreter than ``"thunder.jit"``.
+        ValueError: the interpreter is not ``"thunder.jit"``.
     """
 
     def __init__(self, interpreter: str | Interpreter = Interpreter.THUNDER_JIT) -> None:
@@ -83,9 +83,9 @@ class Recipe(ThunderRecipe):
             )
 
     def setup_executors(self) -> list[Executor]:
-        """Thunder's default executors, behind ours for attention and convolutions."""
+        """Return Thunder's default executors, after ours for attention and convolutions."""
         return room.default_executors()
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
-        """Replace the plugins: a recipe used for a second module must not keep those of the first."""
+        """Replace the plugins: a recipe that serves a second module must not keep the plugins of the first."""
         self.plugins = list(plugins)

@@ -7,9 +7,9 @@ For each program of a module that Thunder compiles, in this order::
     the last executor, _repaired         fused joint trace: what the fusers broke is repaired
     transform_trace_post_optimization    forward, then backward: proved, compared between ranks, named by zero_enter
 
-In: Thunder's traces. Out: the traces that run; ``entry`` gives the program of an entry of Thunder's cache. What one
-hook leaves for the next is in one :class:`Compilation`, which the first hook makes. A program that cannot be proved
-raises on all ranks, if it is the first of its kind: the others hear of it where schedules are compared.
+In: Thunder's traces. Out: the traces that run; ``entry`` returns the program of an entry of Thunder's cache. Hooks hand
+results on in a :class:`Compilation`, which the first hook makes. If the first program of a kind cannot be proved, all
+ranks raise: other ranks hear of it when schedules are compared.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 
 
 class JointPass(NeverFuses, FusionExecutor):
-    """A function of the joint trace that Thunder calls in the place of a fuser; it fuses nothing."""
+    """An executor that Thunder calls as a fuser, and that applies a function to the joint trace."""
 
     def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx]) -> None:
         super().__init__(name)
         self.run = run
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """What the function makes of the trace."""
+        """Apply the function to the trace."""
         return self.run(trace)
 
 
 @dataclass
 class Compilation:
-    """What Thunder's hooks have of the program that is compiled; some of them set what later ones read."""
+    """The program that Thunder compiles now; earlier hooks set what later hooks read."""
 
     facts: Facts
     scheduled: Scheduled = field(init=False)
@@ -71,19 +71,19 @@ class ProgramTransform(Transform):
 
     Attributes:
         fusers: Thunder's executors that fuse.
-        fuses: whether they fuse pointwise lines on a GPU.
-        programs: what was scheduled, by the forward trace that runs.
+        fuses: whether the fusers fuse pointwise lines on a GPU.
+        programs: the scheduled trace of each program, by the forward trace that runs.
     """
 
-    used = False  # whether it already shards a module
+    used = False  # True once it shards a module
 
     def __init__(self) -> None:
         self._executor: ZeroExecutor | None = None
         self._compilation: Compilation
         self.programs: WeakKeyDictionary[TraceCtx, Scheduled] = WeakKeyDictionary()
         self._shown: WeakKeyDictionary[Callable[..., Any], Program] = WeakKeyDictionary()  # by forward's function
-        self._plain: torch.nn.Module  # install sets the two
-        self._tracing: room.Tracing
+        self._plain: torch.nn.Module  # set by install
+        self._tracing: room.Tracing  # set by install
 
     def parts(self) -> tuple[RefusedPart, ...]:
         """Return the kinds of submodules that are refused when a program is compiled."""
@@ -91,10 +91,10 @@ class ProgramTransform(Transform):
 
     @property
     def executor(self) -> ZeroExecutor:
-        """The model's symbols.
+        """The executor with the model's symbols.
 
         Raises:
-            TypeError: Thunder has not called ``transform_module``: it was given a function.
+            TypeError: Thunder was given a function, so it has not called ``transform_module``.
         """
         if self._executor is None:
             raise TypeError(
@@ -104,12 +104,12 @@ class ProgramTransform(Transform):
         return self._executor
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
-        """Put our executors around the others: symbols and schedule first, the repair of fused regions last.
+        """Put our executors around Thunder's: symbols and schedule first, the repair of fused regions last.
 
         Args:
             model: the jitted module.
-            plan: of each parameter.
-            runtime: what the symbols call.
+            plan: the plan of each parameter.
+            runtime: the object whose methods the symbols call.
         """
         self._tracing = room.Tracing()
         self._tracing.follow(model)
@@ -117,10 +117,10 @@ class ProgramTransform(Transform):
         self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
         front = room.executors_in_front(data.executors_list)
-        others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
+        others = [executor for executor in data.executors_list if executor not in front]  # tz.Recipe also adds front
         is_default = {*get_default_executors()} <= {*others}
-        self.fuses = is_default or any(one.name in FUSERS for one in others)
-        self.fusers = tuple(one for one in others if isinstance(one, FusionExecutor))
+        self.fuses = is_default or any(executor.name in FUSERS for executor in others)
+        self.fusers = tuple(executor for executor in others if isinstance(executor, FusionExecutor))
         schedule = JointPass("thunder_zero_schedule", self._scheduled)
         repair = JointPass("thunder_zero_repair_fusion", self._repaired)
         data.executors_list = (self._executor, schedule, *front, *others, repair)
@@ -141,27 +141,27 @@ class ProgramTransform(Transform):
         return prologue, computation, epilogue
 
     def _scheduled(self, trace: TraceCtx) -> TraceCtx:
-        of = self._compilation
-        of.scheduled = pipeline.schedule_trace(JointTrace(room.sort_aliases(trace), of.facts))
-        return of.scheduled.trace
+        compilation = self._compilation
+        compilation.scheduled = pipeline.schedule_trace(JointTrace(room.sort_aliases(trace), compilation.facts))
+        return compilation.scheduled.trace
 
     def _repaired(self, trace: TraceCtx) -> TraceCtx:
         return repaired(trace, self._compilation.scheduled, self.fusers)
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, and that all ranks will run the same; let each phase say what it is."""
-        of = self._compilation
+        """Prove the traces that will run, compare them between ranks, and let each phase announce itself."""
+        compilation = self._compilation
         if TraceTag.BACKWARD in trace.tags:
-            pipeline.prove(of.scheduled, of.forward, trace)
-            return add_enter(trace, "backward", of.facts)
+            pipeline.prove(compilation.scheduled, compilation.forward, trace)
+            return add_enter(trace, "backward", compilation.facts)
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
             room.require_unwritten(trace, type(self._plain).__name__)
-        of.forward, phase = trace, "forward"
+        compilation.forward, phase = trace, "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
             phase = pipeline.FORWARD_ALONE
-            pipeline.prove(of.scheduled, trace)
-        named = add_enter(trace, phase, of.facts)
-        self.programs[named] = of.scheduled
+            pipeline.prove(compilation.scheduled, trace)
+        named = add_enter(trace, phase, compilation.facts)
+        self.programs[named] = compilation.scheduled
         return named
 
     def entry(self, cached: Any) -> Entry:
@@ -179,12 +179,11 @@ class ProgramTransform(Transform):
 
 
 def repaired(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:
-    """The fused joint trace, repaired.
+    """Return the fused joint trace, repaired after Thunder's rematerialisation.
 
-    Thunder's rematerialisation may make a fused region of backward recompute from an input of a region of forward, and
-    that input may be a gathered parameter (``compat/thunder/fusion_repair.py``). It weighs a tensor by its dtype alone,
-    so it may also make forward save more bytes than were scheduled: then the fusers run once more without it, and what
-    saves less is taken.
+    Rematerialisation may let a region of backward recompute from an input of a region of forward. That input may be a
+    gathered parameter (``compat/thunder/fusion_repair.py``). It also weighs a tensor by its dtype alone, so forward may
+    save more bytes than were scheduled. Then the fusers run again without it, and the trace that saves less is taken.
     """
     if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
         return trace
@@ -201,5 +200,5 @@ def repaired(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecu
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
-    """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
+    """Return whether a forward trace saves nothing for backward; then it must wait for every collective it starts."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])

@@ -1,4 +1,4 @@
-"""Modules that ZeroTransform refuses, each with the sentence that says why.
+"""Refuses modules that ZeroTransform cannot shard, and tools of torch that cannot read a sharded model.
 
 In: a jitted module that is about to be sharded (:func:`require_untransformed`); a model that is called
 (:func:`refuse_tools`). Out: nothing, or an error that says what is wrong, why, and what to do::
@@ -6,8 +6,8 @@ In: a jitted module that is about to be sharded (:func:`require_untransformed`);
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward
 
-``PARTS`` has the kinds of submodules that are refused; Thunder's front end refuses more
-(``compat/thunder/untraceable.py``). They are looked for again when programs are compiled.
+``PARTS`` has the kinds of submodules that are refused, before sharding and again before a program is compiled.
+Thunder's front end refuses more kinds (``compat/thunder/untraceable.py``).
 """
 
 from __future__ import annotations
@@ -65,12 +65,16 @@ PARTS: tuple[RefusedPart, ...] = (
 
 
 def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> None:
-    """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module."""
+    """Raise RuntimeError if the module is already sharded, or the transform already shards another module."""
     module: nn.Module = plain_of(model)
     name = type(module).__name__
-    why_not = chain(_other_transforms(model, transform, name), _other_wrappers(module, name), _state(module, name))
-    for sentence in why_not:
-        raise RuntimeError(sentence)
+    messages = chain(
+        _faults_of_transforms(model, transform, name),
+        _faults_of_wrappers(module, name),
+        _faults_of_tensors(module, name),
+    )
+    for message in messages:
+        raise RuntimeError(message)
     if transform.used:
         raise RuntimeError(
             f"the ZeroTransform given for {name} already shards a module; give each module a new ZeroTransform"
@@ -79,20 +83,16 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
 
 
 def require_for_slices(policy: Policy) -> None:
-    """Refuse what is not known to be right beside torch's tensor parallelism.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Raise ValueError for a field of the policy that is not supported beside torch's tensor parallelism."""
     fields = ("cpu_offload", "frozen_format", "transport")
-    given = [name for name in fields if getattr(policy, name)]
-    given += ["broadcast_from"] * (policy.broadcast_from is not None)
-    for name in given:
+    used = [name for name in fields if getattr(policy, name)]
+    used += ["broadcast_from"] * (policy.broadcast_from is not None)
+    for name in used:
         raise ValueError(f"{name} does not work beside torch's tensor parallelism yet; leave it out")
 
 
-def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
-    """Why a module cannot be sharded, by what it is: sentences."""
+def _faults_of_wrappers(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield error messages if a module is of a class that cannot be sharded."""
     if isinstance(module, ThunderModule):
         yield (
             f"{type(plain_of(module)).__name__} is already jitted, and was given to thunder.jit again; give "
@@ -109,26 +109,26 @@ def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
         )
 
 
-def _other_transforms(model: ThunderModule, transform: ProgramTransform, name: str) -> Iterator[str]:
-    """Why a module cannot be sharded, by the transforms that it has: sentences."""
-    given = compile_data(model).transforms
-    others = [other for other in given if isinstance(other, (type(transform), DDPTransform, FSDPTransform))]
+def _faults_of_transforms(model: ThunderModule, transform: ProgramTransform, name: str) -> Iterator[str]:
+    """Yield error messages if a jitted module has other transforms that shard it or capture collectives."""
+    transforms = compile_data(model).transforms
+    others = [other for other in transforms if isinstance(other, (type(transform), DDPTransform, FSDPTransform))]
     if transform in others:
-        others.remove(transform)  # once: a list that names it twice is refused
+        others.remove(transform)  # once only: a list that has it twice is refused
     if others:
         yield (
             f"{name} is transformed by {type(others[0]).__name__} as well, in the same list of transforms; apply one "
             f"of them, once, to the plain module"
         )
-    if any(isinstance(other, CUDAGraphTransform) for other in given):
+    if any(isinstance(other, CUDAGraphTransform) for other in transforms):
         yield (
             f"{name} is transformed by CUDAGraphTransform (the plugin 'reduce-overhead') as well, which would capture "
             f"the collectives and replay them without the code that starts and ends them; leave it out"
         )
 
 
-def _state(module: nn.Module, name: str) -> Iterator[str]:
-    """Why a module cannot be sharded, by its parameters and buffers: sentences."""
+def _faults_of_tensors(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield error messages if a module's parameters or buffers are already sharded or have no shape."""
     if any(map(is_transformed, module.parameters())):
         yield (
             f"{name} is already transformed by ZeroTransform; use the model that the first transform returned, or "
@@ -143,8 +143,8 @@ def _state(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def refuse_tools(name: str) -> None:
-    """Raise inside of torch's tools that look into a model or its backward."""
-    if is_inside_function_transform():  # whose tensors have no memory that programs could read
+    """Raise RuntimeError inside of torch's tools that look into a model or its backward."""
+    if is_inside_function_transform():  # its tensors have no memory that programs could read
         raise RuntimeError(
             f"{name} was called inside of torch.func or vmap, which cannot look into compiled programs; give it "
             f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"

@@ -8,11 +8,11 @@ whose parameters are shards. Thunder calls ``transform_module`` once; it is a co
     initial_values      full ones, or this rank's rows                sharded/initial_values/
     State               shards, placeholders, transport               sharded/state.py
     place_parameters    shards into the plain module                  placement.py
-    install, adopt      our executors; its class is ZeroModule now    program_transform.py, zero_module.py
+    install, adopt      our executors; its class becomes ZeroModule   program_transform.py, zero_module.py
 
-Then two hooks run around each forward: ``_before_forward`` ends what a failed step left under way, refuses a model that
-was changed, lets ranks agree on stale rows and casts inputs. The hooks for traces are those of the base class,
-ProgramTransform.
+Then a hook runs before each forward: ``_before_forward`` ends the collectives of a failed step, refuses a model that
+was changed, lets ranks agree on stale rows and casts inputs. ``_after_forward`` counts forwards. The base class,
+ProgramTransform, has the hooks for traces.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments, check_arguments
 from thunder_zero.frontends.placement import (
     Check,
-    hooks_stay,
-    intact,
-    nones_stay,
+    hook_checks,
+    module_checks,
+    none_buffer_checks,
     place_buffers,
-    place_others,
     place_parameters,
+    place_unplanned,
     require_intact,
 )
 from thunder_zero.frontends.program_transform import ProgramTransform
@@ -62,7 +62,7 @@ from thunder.core.trace import is_tracing
 
 
 def transforming(module: nn.Module) -> AbstractContextManager[None]:
-    """Tag the collectives of the block as those that shard a module."""
+    """Return a context that tags its collectives as those that shard a module."""
     return doing(f"the transform of {type(module).__name__}")
 
 
@@ -73,45 +73,46 @@ class ZeroTransform(ProgramTransform):
 
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        arguments: process group or mesh, device, initial values, and fields of the policy that differ from it, such as
+        arguments: process group or mesh, device, initial values, and changes of the policy's fields, such as
             ``stage=3`` or ``broadcast_from=0``: see :class:`~thunder_zero.frontends.arguments.Arguments`.
 
     Raises:
-        ValueError: a stage or a field out of range, a module without parameters, a rank that the
-            group does not have, a device that does not exist, a mesh whose dimensions do not fit; a parameter or buffer
-            on the meta device that nothing gives a value; weights of other names or shapes.
-        RuntimeError: no process group; a module that is already transformed; ranks that differ.
-        TypeError: a function where a module is needed; not a policy; a field that policies do not have; init that is
-            no function, weights that are no mapping.
+        ValueError: a stage or a field is out of range; the module has no parameters; the group lacks a rank; a device
+            does not exist; a mesh has unsupported dimensions; nothing gives a value to a parameter or buffer on the
+            meta device; weights have other names or shapes.
+        RuntimeError: there is no process group; the module is already transformed; ranks differ.
+        TypeError: a function takes the place of the module; ``policy`` is no policy; a field does not exist; ``init``
+            is no function, or ``weights`` is no mapping.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
         super().__init__()
-        self._given = check_arguments(policy, **arguments)
-        self._state: State  # transform_module sets the two
-        self._intact: list[Check]
+        self._arguments = check_arguments(policy, **arguments)
+        self._state: State  # set by transform_module
+        self._checks: list[Check]  # set by transform_module
 
     def __repr__(self) -> str:
         return f"ZeroTransform({self.policy})"
 
     @property
     def policy(self) -> Policy:
-        """How the model is sharded."""
-        return self._given.policy
+        """The policy by which the model is sharded."""
+        return self._arguments.policy
 
     def parts(self) -> tuple[RefusedPart, ...]:
+        """Return the kinds of submodules that are refused."""
         return (*super().parts(), *PARTS)
 
     # Thunder's hooks, in the order in which it calls them.
 
     def transform_module(self, model: ThunderModule) -> None:
-        """Shard the module, and put our executors in front of the others."""
+        """Shard the module, and put our executors in front of Thunder's."""
         with transforming(plain_of(model)):
             self._shard(model)
 
     def _shard(self, model: ThunderModule) -> None:
-        where, plain = self._given, plain_of(model)
-        ranks = ranks_of(where.process_group, where.mesh, where.dp_mesh_dims)
+        arguments, plain = self._arguments, plain_of(model)
+        ranks = ranks_of(arguments.process_group, arguments.mesh, arguments.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
             mesh = ranks.planned
@@ -122,7 +123,7 @@ class ZeroTransform(ProgramTransform):
             if plan.mesh.is_sliced:
                 require_planned(plain, plan)
                 require_whole_ties(plain, plan)
-            device = device_for(plain, plan, ranks, where.device)
+            device = device_for(plain, plan, ranks, arguments.device)
         plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
         if self.policy.cpu_offload and device.type == "cpu":
             warnings.warn(
@@ -130,20 +131,21 @@ class ZeroTransform(ProgramTransform):
                 "in host memory",
                 stacklevel=2,
             )
-        values = initial_values(plain, plan, ranks, device, where.sources)
-        self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
+        values = initial_values(plain, plan, ranks, device, arguments.sources)
+        # A state dict is large, and the transform lives as long as the model.
+        self._arguments = replace(arguments, sources=Sources())
         if plan.mesh.is_sliced:
             leave_to_plan(plain)
         self._state = self._take_over(model, plan, ranks, device, values)
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        self._intact = self._checks(model)
+        self._checks = self._make_checks(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
     def _slices(self, module: nn.Module, ranks: Ranks) -> dict[str, int]:
-        """Return the dimensions along which torch slices parameters; Thunder would compute with DTensors."""
+        """Return the dimensions along which torch sliced parameters: none, since Thunder traces no DTensors."""
         if ranks.tensor is not None:
             raise ValueError(
                 f"mesh has a dimension for tensor parallelism, {ranks.tensor.mesh_dim_names}, and Thunder traces no "
@@ -152,30 +154,33 @@ class ZeroTransform(ProgramTransform):
         return {}
 
     def _adopt(self, model: ThunderModule) -> None:
-        """Make the jitted module a sharded one, which Thunder compiles with our executors."""
+        """Make the jitted module a sharded model, which Thunder compiles with our executors."""
         calls = ModelRuntime(self._state)
         self.install(model, self._state.plan, calls)
-        adopt(model, ZeroModule, self._state, self._given.progress)
+        adopt(model, ZeroModule, self._state, self._arguments.progress)
         model._calls = calls
         model._entry = self.entry
 
-    def _checks(self, model: ThunderModule) -> list[Check]:
-        return [*hooks_stay(plain_of(model)), *intact(model, self._state), *nones_stay(plain_of(model))]
+    def _make_checks(self, model: ThunderModule) -> list[Check]:
+        plain = plain_of(model)
+        return [*hook_checks(plain), *module_checks(model, self._state), *none_buffer_checks(plain)]
 
     def _take_over(
         self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
     ) -> State:
-        """Make the model's state, and put shards into its modules."""
+        """Return the model's state, and put its shards into the plain module."""
         state = State(plain_of(model), plan, ranks, device, values.at_rest)
         optimizers.watch(state, plain_of(model))
-        place_others(model, values.unplanned, plan.by_name, self._given.device)
+        place_unplanned(model, values.unplanned, plan.by_name, self._arguments.device)
         place_parameters(model, state)
-        place_buffers(model, state, self._given.device)
+        place_buffers(model, state, self._arguments.device)
         return state
 
     def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own. Returns
-        the arguments of forward, in the dtypes of compute."""
+        """Check the model, and return the arguments of forward in the dtypes of compute.
+
+        This runs before Thunder reads the model, since Thunder's errors would not name what was changed.
+        """
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {type(plain_of(model)).__name__}, which ZeroTransform "
@@ -185,14 +190,16 @@ class ZeroTransform(ProgramTransform):
         model._slots.require_at_rest()
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
-        require_intact(self._intact)
+        require_intact(self._checks)
         self._state.same_batch.compare(args, kwargs)
         self._state.agree_on_stale()
         return cast_inputs(type(plain_of(model)).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
-        """Count the forward; let the host write to offloaded shards, since no backward need follow, which would wait
-        for their copies, too."""
+        """Count the forward, and wait for copies of offloaded shards, so that the host may write to them.
+
+        A backward would wait for the copies as well, but none need follow.
+        """
         self._state.training_forwards += model.training and torch.is_grad_enabled()
         if self.policy.cpu_offload:
             self._state.copies.wait()

@@ -9,8 +9,8 @@ the plain module's, whose parameters are the shards. In a call::
                 guard (sharded/accumulation.py)    its backward will raise where it would be wrong
                                                    the shards are back
 
-What would move, cast, wrap or pickle the model, or compute with shards as if they were full, is refused, with what to
-do instead. :func:`traces_of` gives the program that ran last.
+Calls that would move, cast, wrap or pickle the model, or compute with shards as full values, raise and say what to do
+instead. :func:`traces_of` returns the program that ran last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from thunder_zero.sharded.state import State
 from thunder import compile_stats
 from thunder.core.module import ThunderModule
 
-OF_FULL_PARAMETERS = {  # functions of Hugging Face's models: what to call instead
+NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with what to call instead
     "generate": "call it on all ranks inside of: with tz.full_parameters(model) as module: module.generate(...)",
     "save_pretrained": "tz.save_pretrained(model, folder), on all ranks, writes the same folder",
     "push_to_hub": "tz.save_pretrained(model, folder), on all ranks, writes a folder to upload",
@@ -65,30 +65,32 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     _forward_fn: Callable[..., Any]
     _calls: ModelRuntime
-    _entry: Callable[[Any], Entry]  # of Thunder's cache, as a program of ours
+    _entry: Callable[[Any], Entry]  # from an entry of Thunder's cache to a program
     _slots: ParameterSlots
     _compilations: Compilations
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
-        """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
-        that ran last at the end. For each graph, where forward is not one."""
+        """Return the programs of each graph of forward; the program that ran last is at the end.
+
+        Thunder compiles forward as one graph. Programs are in the order in which Thunder compiled them.
+        """
         stats = compile_stats(self)
         entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
         return [[self._entry(entry) for entry in entries]]
 
     def guard(self, output: Any) -> None:
-        """Make the backward of what a program returned raise where it would be wrong."""
+        """Let the backward of a program's output raise if it would be wrong."""
         guard(output, BACKWARD_NODES, type(self.plain).__name__, self.state.accumulation)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load full tensors by the plain module's names; names that are missing keep their values.
+        """Load full tensors by the plain module's names; tensors whose names are missing keep their values.
 
         Raises:
-            RuntimeError: names that the module does not have, or inside ``EMA.applied``; nothing has changed.
+            RuntimeError: the module lacks a name, or the call is inside ``EMA.applied``; nothing has changed.
             ValueError: a parameter has another shape.
         """
-        own = self.state_dict()
-        if unexpected := [name for name in state_dict if name not in own]:
+        current = self.state_dict()
+        if unexpected := [name for name in state_dict if name not in current]:
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
                 f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
@@ -97,28 +99,28 @@ class ZeroModule(ShardedModel, ThunderModule):
         self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
-        """:func:`thunder_zero.full_state_dict`, by Thunder's name."""
+        """Return :func:`thunder_zero.full_state_dict` of the model; Thunder has this name for it."""
         return full_state_dict(self)
 
-    # The tree, the names and the state dict are the plain module's: torch's tools walk them.
+    # The tree, the names and the state dict are the plain module's, which torch's tools walk.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The plain module's, which are the shards."""
+        """Yield the shards, which are the plain module's parameters."""
         return self._model.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The plain module's."""
+        """Yield the plain module's buffers."""
         return self._model.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The plain module's; the first of them is the plain module itself."""
+        """Yield the plain module and its submodules."""
         modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
         return modules
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The plain module's."""
+        """Yield the plain module's children."""
         return self._model.named_children()
 
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
@@ -130,24 +132,24 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._model.add_module(name, module)
 
     def train(self, mode: bool = True) -> Self:
-        """As the plain module's, which may have a ``train`` of its own."""
+        """Call the plain module's ``train``, which may be its own."""
         self._model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module's, of shards and buffers."""
+        """Return the plain module's state dict of shards and buffers."""
         if self.state.specs:
             refuse_model_file(type(self.plain).__name__)
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load DTensors, full tensors and buffers; of a full tensor this rank takes its rows. Not a collective.
+        """Load DTensors, full tensors and buffers; this rank takes its rows of a full tensor. Not a collective.
 
         Values are always copied, even with ``assign=True``: the optimizer and the programs hold the parameters. Modules
         may rename, split or join entries while they load, as in ``_load_from_state_dict``.
 
         Raises:
-            RuntimeError: ``strict``, and names are missing or unexpected; or inside ``EMA.applied``.
+            RuntimeError: ``strict``, and names are missing or unexpected; or the call is inside ``EMA.applied``.
             ValueError: a full tensor has another shape; nothing has changed.
         """
         self._state.require_own_values("load a state dict")
@@ -155,7 +157,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def training(self) -> bool:
-        """The plain module's, which the traces read."""
+        """The plain module's mode, which the traces read."""
         return self._model.training
 
     @training.setter
@@ -163,11 +165,12 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._model.training = mode
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call a function with each module of the plain one."""
+        """Call a function with the plain module and each of its submodules."""
         self._model.apply(fn)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the programs of forward, in Accelerate's mixed precision if it asks for one."""
         device, precision = self.state.device, self.state.plan.policy.mixed_precision
         if (dtype := dtype_of_accelerate(type(self.plain).__name__, precision, device)) is None:
             return self._call_programs(*args, **kwargs)
@@ -175,7 +178,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             return in_float32(self._call_programs(*args, **kwargs))
 
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
-        watched = self._compilations.watched(self._programs_made, args, kwargs)
+        watched = self._compilations.watched(self._count_programs, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
@@ -185,7 +188,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             finally:
                 self._state.labels.end()
 
-    def _programs_made(self) -> int:
+    def _count_programs(self) -> int:
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,38 +196,38 @@ class ZeroModule(ShardedModel, ThunderModule):
         room.forget_autocast(self)
         try:
             output = self._forward_fn(*args, **kwargs)
-        except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
+        except Exception as error:  # Thunder's own message names neither the module nor a way out
             require_traceable(self._model, (*room.UNTRACEABLE, *PARTS))
             name = type(self._model).__name__
-            if (what := room.not_returned(error)) is not None:
+            if (refused_type := room.not_returned(error)) is not None:
                 raise TypeError(
-                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
+                    f"Thunder cannot trace {name}, which returns {refused_type}; use a dict or a dataclass"
                 ) from error
-            if (why := room.not_traced(error)) is None:
+            if (reason := room.not_traced(error)) is None:
                 raise
             raise NotImplementedError(
-                f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
-                f"and runs what fits into no graph as Python"
+                f"Thunder cannot trace {name}: {reason}; thunder_zero.compile(module, ...) trains it: dynamo captures "
+                f"it, and runs what fits into no graph as Python"
             ) from error
         self.guard(output)
         return output
 
     def get_buffer(self, name: str) -> Tensor:
-        """A buffer of the plain module; programs ask for each, in every call."""
+        """Return a buffer of the plain module; quick, since programs get all buffers in each call."""
         parent, _, key = name.rpartition(".")
-        found: Tensor | None = self.get_submodule(parent)._buffers.get(key)
-        return super().get_buffer(name) if found is None else found  # which raises
+        buffer: Tensor | None = self.get_submodule(parent)._buffers.get(key)
+        return super().get_buffer(name) if buffer is None else buffer  # get_buffer raises
 
     def set_buffer(self, name: str, value: Tensor) -> None:
-        """Set a buffer of the plain module; Thunder calls this with what forward assigned to one.
+        """Set a buffer of the plain module; Thunder calls this with the value that forward assigned.
 
-        As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
-        the next forward refuses.
+        Only the value is kept, as in eager mode. Thunder's value has a gradient function, which the next forward would
+        refuse.
         """
         set_tensor(self.plain, name.removeprefix("."), value.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
-        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes."""
+        """Raise RuntimeError if ``to``, ``half`` or ``cuda`` would move or cast a tensor, and do nothing otherwise."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
             if place_of(fn(tensor)) != place_of(tensor):
@@ -236,33 +239,36 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @torch.compiler.disable(reason=f"a sharded model has compiled programs of its own; {EXPORT}")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves its programs as they are."""
+        """Call the model; ``torch.compile`` around it does not compile its programs again."""
         return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the plain module with its shards, which holds values and computes nothing: what ``AveragedModel``
-        averages, and state dicts load into."""
+        """Return a copy of the plain module with its shards, which holds values but refuses to compute.
+
+        ``AveragedModel`` averages into such a copy, and state dicts load into it.
+        """
         copied: nn.Module = deepcopy(self._model, memo)
         copied.register_forward_pre_hook(refuse_to_compute)
         return copied
 
     def __getattr__(self, name: str) -> Any:
-        """Thunder's: the plain module's. Not its functions that would compute with shards, or write them as a model.
+        """Return an attribute of the plain module.
 
         Raises:
-            AttributeError: naming what to call instead; also of the names of FSDP2's methods.
+            AttributeError: the attribute does not exist, is a method of FSDP2, or is a function that needs full
+                parameters.
         """
         kind = type(self._modules["_model"]).__name__
         if name in INSTEAD and not hasattr(self._modules["_model"], name):
             raise AttributeError(f"{kind} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
-        if name in OF_FULL_PARAMETERS and hasattr(self._modules["_model"], name):
+        if name in NEED_FULL_PARAMETERS and hasattr(self._modules["_model"], name):
             raise AttributeError(
-                f"{name} of {kind} needs full parameters, and thunder_zero sharded them; {OF_FULL_PARAMETERS[name]}"
+                f"{name} of {kind} needs full parameters, and thunder_zero sharded them; {NEED_FULL_PARAMETERS[name]}"
             )
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """What ``torch.save(model)``, ``pickle`` and ``copy`` call."""
+        """Refuse ``torch.save(model)``, ``pickle`` and ``copy``, which call this."""
         raise TypeError(
             f"cannot pickle a {type(self.plain).__name__} that thunder_zero trains: it has process groups and compiled "
             f"programs; tz.save(path, model, optimizer) writes a checkpoint, and "
@@ -271,7 +277,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def __jit_ignored_attributes__(self) -> NoReturn:
-        """Asked for by ``torch.jit`` before it reads the attributes, those of DistributedDataParallel among them."""
+        """Raise in ``torch.jit``, which reads this first, before it reads attributes for DistributedDataParallel."""
         raise RuntimeError(
             f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
@@ -279,17 +285,17 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked for by Accelerate, which wraps a model that is not prepared into DistributedDataParallel."""
+        """True, since Accelerate would wrap any other model into DistributedDataParallel."""
         refuse_plain_trainer(type(self.plain).__name__)
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """Set by Accelerate after it prepared a model; it stays as it is."""
+        """Do nothing: Accelerate sets this after it prepared a model."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
+        """Raise in DistributedDataParallel, which reads this before it sends rank 0's shards to all ranks."""
         raise RuntimeError(
             f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
             f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
@@ -298,41 +304,45 @@ class ZeroModule(ShardedModel, ThunderModule):
 
 
 def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
-    """Dtype and device; ``cpu:0`` is the CPU."""
+    """Return the dtype, device type and device index of a tensor; the index defaults to 0."""
     return tensor.dtype, tensor.device.type, tensor.device.index or 0
 
 
 def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:
-    """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
-    plain, says = plain_of(model), progress and state.group.rank() == 0
+    """Make a jitted module a ZeroModule in place, by its class, as torch's ``fully_shard`` changes a class."""
+    plain, reports = plain_of(model), progress and state.group.rank() == 0
     model.__class__ = kind
     model._state = state
     refuse_fully_shard(model, plain)
     model._non_persistent_buffers_set = plain._non_persistent_buffers_set  # torch's state dicts ask the root
-    model._compilations = Compilations(type(plain).__name__, plain.forward, says)
+    model._compilations = Compilations(type(plain).__name__, plain.forward, reports)
     model._slots = ParameterSlots(plain, state.plan, state.shards)
 
 
 def zero_module(model: object) -> ZeroModule:
-    """The model, if ZeroTransform made it."""
+    """Return a model as a ZeroModule.
+
+    Raises:
+        TypeError: not a sharded model.
+    """
     sharded = sharded_model(model)
-    assert isinstance(sharded, ZeroModule), "there is no other class"
+    assert isinstance(sharded, ZeroModule), "all sharded models are ZeroModules"
     return sharded
 
 
 def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | None = None) -> Traces:
-    """The traces that ran last.
+    """Return the traces that ran last.
 
     Args:
-        model: a model with ZeroTransform that was called.
-        synced: True: the program that reduces gradients. False: the one under ``no_sync``. None: whichever ran last.
-            If the other ran last, returns the one compiled last.
-        graph: which of the graphs that the last forward ran, from 0 on; None if it ran one.
+        model: a sharded model that was called.
+        synced: True chooses the program that reduces gradients, False the program under ``no_sync``, None the program
+            that ran last. If the chosen kind did not run last, its program that was compiled last is returned.
+        graph: the index of a graph of the last forward; None if there was one graph.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
-        RuntimeError: the model has not been called, or not in this way.
-        ValueError: the last forward ran several graphs, and none was chosen; or not as many.
+        TypeError: not a sharded model.
+        RuntimeError: the model has not been called, or not in the chosen way.
+        ValueError: ``graph`` is None and the last forward ran several graphs, or there is no such graph.
     """
     graphs = zero_module(model).graphs()
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):

@@ -1,7 +1,7 @@
 """Attention as a GPU computes it, in a graph of tensors on the CPU.
 
-For plans of GPUs, which run without one: there torch would trace the CPU's kernel, or with dropout the formula, which
-saves squares of the length.
+A plan for GPUs is made on a machine without one. There torch would trace the CPU's kernel. With dropout it would trace
+the formula, whose saved values grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HALF, WIDEST = (torch.float16, torch.bfloat16), 256
 
 
 def as_on_gpu(graph: fx.GraphModule) -> None:
-    """Let a graph call the operator that torch chooses on a GPU."""
+    """Change a graph so that it calls the operators that torch chooses on a GPU."""
     for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
         node.target = attention
     graph.recompile()
@@ -32,17 +32,20 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's scaled_dot_product_attention: flash in half precision without a mask, or else the efficient kernel, in
-    the order of torch's own choice (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``)."""
+    """Compute scaled_dot_product_attention as torch does on a GPU.
+
+    Half precision without a mask takes the flash kernel, everything else the efficient kernel. Torch chooses in this
+    order (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
+    """
     if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
-        made: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return made
+        output: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return output
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    made = EFFICIENT(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
-    return made
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    output = EFFICIENT(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+    return output

@@ -1,7 +1,7 @@
 """Reads graphs of dynamo: which inputs are parameters, and when two graphs are equal.
 
-Dynamo makes parameters inputs of its graph, and calls it with those of another submodule where it may, as it guards the
-looks of parameters and not which they are.
+Dynamo makes parameters inputs of its graph. It guards how parameters look, not which objects they are. So it may call a
+graph that it captured in one submodule with the parameters of another.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.slices import path_of, slice_of
 
 Looks = tuple[str, str, tuple[Any, ...]]
-Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
+Paths = tuple[str | None, ...]  # for each input of a graph the parameter's path, or None
 
 
 def paths_of(inputs: Sequence[Any]) -> Paths:
-    """The paths of those inputs of a graph that are parameters of a sharded model."""
+    """Return the path of each input that is a parameter of a sharded model, and None for other inputs."""
     return tuple(map(path_of, inputs))
 
 
 def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Let a graph take slices in place of the parameters that are DTensors, of which it makes these; return its inputs.
+    """Change a graph to take slices in place of parameters that are DTensors; return the new inputs.
 
-    So parameters are plain tensors for all that follows, and their gradients, too: torch redistributes what backward
-    makes, such as a sum of this rank's part of a sequence alone, as the parameter is placed.
+    The graph's first lines make DTensors of the slices. So parameters and their gradients are plain tensors afterwards.
+    In backward torch redistributes a gradient as its parameter is placed, such as a sum over part of a sequence.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    found = [slice_of(value) for value in inputs]
-    for node, part in zip(nodes, found, strict=True):
+    slices = [slice_of(value) for value in inputs]
+    for node, part in zip(nodes, slices, strict=True):
         if part is not None:
             with graph.graph.inserting_before(first):
                 whole = graph.graph.call_function(part.whole, (node, *part.args))
             node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
             node.meta["example_value"] = local(node.meta["example_value"])
-    if any(found):
+    if any(slices):
         graph.recompile()
-    return [value if part is None else part.taken for value, part in zip(inputs, found, strict=True)]
+    return [value if part is None else part.taken for value, part in zip(inputs, slices, strict=True)]
 
 
-def replaced(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    """Return the path of a parameter whose data the graph replaces, as by ``param.data = value``."""
+def replaced_parameter(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    """Return the path of a parameter whose memory the graph replaces, as ``param.data = value`` does, or None."""
     nodes = graph.graph.find_nodes(op="placeholder")
     for node, path in zip(nodes, paths_of(inputs), strict=True):
         if path is not None and any(user.target is Tensor.set_ for user in node.users):
@@ -57,19 +57,23 @@ def replaced(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def looks(graph: fx.GraphModule) -> Looks | None:
-    """What two graphs have in common that compute the same, whatever dynamo captured them for (training or not); None
-    if a graph has tensors of its own, sizes that are symbols, or inputs that are neither numbers nor plain tensors."""
+    """Return a key that is equal for graphs that compute the same, whether dynamo captured them for training or not.
+
+    Return None if a graph has tensors of its own, symbolic sizes, or inputs that are neither numbers nor plain tensors.
+    """
     nodes = graph.graph.nodes
     if any(node.op == "get_attr" for node in nodes):
         return None
     examples = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
-    if any(is_subclass(each) or not isinstance(each, Tensor | int | float | None) for each in examples):
+    if any(is_subclass(value) or not isinstance(value, Tensor | int | float | None) for value in examples):
         return None
-    if any(isinstance(size, SymInt) for each in examples if isinstance(each, Tensor) for size in each.shape):
+    if any(isinstance(size, SymInt) for value in examples if isinstance(value, Tensor) for size in value.shape):
         return None  # dynamo guards what torch assumes of symbols while it traces the graph
     inputs = [
-        (each.shape, each.dtype, each.device, each.stride(), each.requires_grad) if isinstance(each, Tensor) else each
-        for each in examples
+        (value.shape, value.dtype, value.device, value.stride(), value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+        for value in examples
     ]
     settings = torch.get_default_dtype(), torch.get_default_device(), tuple(map(_autocast, ("cpu", "cuda")))
     return graph.code, str(inputs), settings
@@ -80,9 +84,9 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 
 
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the groups of inputs that overlap in memory: of each input its position, and where it begins.
+    """Return the groups of inputs that overlap in memory; each input is its position and the byte at which it begins.
 
-    Where a graph writes to inputs, PyTorch traces it for the overlaps of its first inputs, which dynamo does not guard.
+    PyTorch traces a graph that writes to inputs for the overlaps of the first call. Dynamo does not guard overlaps.
     """
     spans = []
     for position, value in enumerate(inputs):
@@ -103,7 +107,7 @@ def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
 
 
 def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
-    """The shapes of the arguments of forward that are tensors, by their names."""
+    """Return the shapes of forward's arguments that are tensors, by name."""
     named = ((argument_of(node), node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
     return {
         name: example.shape
@@ -113,15 +117,18 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
 
 
 def restoring(returned: Any, markers: Sequence[object], places: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes forward's result of what a phase returns. ``returned`` is that result with markers in the place
-    of a graph's outputs, which are at ``places`` among the phase's."""
-    at = dict(zip(map(id, markers), places, strict=True))
-    return lambda outputs: rebuilt(returned, {marker: outputs[place] for marker, place in at.items()})
+    """Return a function from the outputs of a forward trace to what the module's forward returns.
+
+    ``returned`` is what forward returns, with a marker in place of each output of the graph. ``places`` are the
+    positions of the markers' values among the trace's outputs.
+    """
+    place_of = dict(zip(map(id, markers), places, strict=True))
+    return lambda outputs: rebuild(returned, {marker: outputs[place] for marker, place in place_of.items()})
 
 
-def rebuilt(tree: Any, made: Mapping[int, Any]) -> Any:
-    """Return a structure with other values in the place of some, by their ids."""
+def rebuild(tree: Any, values: Mapping[int, Any]) -> Any:
+    """Return a structure in which values replace the leaves that have these ids."""
     if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
         names = [field.name for field in fields(tree)]
-        return replace(tree, **{name: rebuilt(getattr(tree, name), made) for name in names})
-    return tree_map(lambda leaf: made.get(id(leaf), leaf), tree)
+        return replace(tree, **{name: rebuild(getattr(tree, name), values) for name in names})
+    return tree_map(lambda leaf: values.get(id(leaf), leaf), tree)

@@ -12,7 +12,7 @@ from thunder_zero.comm.slices import slices_of
 from thunder_zero.compat.uncapturable import RefusedPart
 from thunder_zero.frontends.arguments import Arguments
 from thunder_zero.frontends.dynamo.module import DynamoModule
-from thunder_zero.frontends.placement import Check, intact
+from thunder_zero.frontends.placement import Check, module_checks
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.transform import ZeroTransform, transforming
 from thunder_zero.frontends.zero_module import adopt
@@ -25,7 +25,7 @@ Fuser = Literal["inductor"]
 
 
 class DynamoTransform(ZeroTransform):
-    """Shards a module whose forward dynamo captures; takes the arguments of :func:`compile`."""
+    """A ZeroTransform for a module whose forward dynamo captures; takes the arguments of :func:`compile`."""
 
     def __init__(
         self, policy: Policy | int | None, *, fuse: Fuser | None, dynamic: bool | None, **arguments: Unpack[Arguments]
@@ -40,16 +40,15 @@ class DynamoTransform(ZeroTransform):
         return slices_of(module, ranks)
 
     def _adopt(self, model: ThunderModule) -> None:
-        adopt(model, DynamoModule, self._state, self._given.progress)
+        adopt(model, DynamoModule, self._state, self._arguments.progress)
         model.capture(dynamic=self._dynamic, fuses=self._fuses)
 
-    def _checks(self, model: ThunderModule) -> list[Check]:
-        """Without those of what dynamo guards."""
-        return intact(model, self._state)
+    def _make_checks(self, model: ThunderModule) -> list[Check]:
+        return module_checks(model, self._state)  # dynamo guards hooks and buffers that are None
 
 
 def require_known(fuse: object) -> None:
-    """Refuse another fuser than inductor."""
+    """Raise ValueError for a fuser other than inductor."""
     if fuse not in (None, "inductor"):
         raise ValueError(
             f"fuse is {fuse!r}; choose 'inductor', which compiles the operators between two lines of the schedule, or "
@@ -65,29 +64,28 @@ def compile(
     dynamic: bool | None = None,
     **arguments: Unpack[Arguments],
 ) -> DynamoModule:
-    """Shard a module, and train PyTorch's own joint graph of it: the forward that dynamo (``torch.compile``) captures,
-    with the backward that AOTAutograd traces.
+    """Shard a module, and train PyTorch's joint graph of it.
 
     >>> model = tz.compile(AutoModelForCausalLM.from_config(config), stage=3)
 
-    For modules that ``thunder.jit`` cannot trace, or whose Python takes it long; what the model is and does is the
-    same. Where dynamo ends a graph, each part has a schedule of its own, which is proven as a whole one is: a parameter
-    that two graphs read is gathered, and its gradient reduced, once for each.
+    Dynamo (``torch.compile``) captures forward, and AOTAutograd traces its backward. This trains modules that
+    ``thunder.jit`` cannot trace, or traces slowly. Where dynamo breaks a graph, each part has a schedule of its own,
+    which is proved like any other. A parameter that two graphs read is gathered and reduced once for each.
 
     Args:
         module: a plain module.
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        fuse: "inductor" compiles the operators between two lines of the schedule, each such region into kernels that
-            inductor keeps on disk: equal blocks are compiled once, and not again in the next process. It needs a C++
-            compiler on the CPU, and Triton on a GPU. Default: torch computes each operator.
-        dynamic: as for ``torch.compile``. None: a size, or a number that forward takes, that differs in a later call
-            becomes a symbol, and one program serves all; ``torch._dynamo.mark_dynamic`` says so from the first call
-            on. True: all sizes are symbols where that can be. False: each shape has a program.
-        arguments: as for :class:`~thunder_zero.ZeroTransform`.
+        fuse: "inductor" compiles the operators between two lines of the schedule into kernels. Equal regions are
+            compiled once, and inductor keeps its kernels on disk for the next process. This needs a C++ compiler on the
+            CPU, and Triton on a GPU. By default torch computes each operator.
+        dynamic: see ``torch.compile``. None: a size or a number that changes in a later call becomes a symbol, and one
+            program serves all of its values; ``torch._dynamo.mark_dynamic`` makes it a symbol from the first call on.
+            True: all sizes are symbols where possible. False: each shape has a program.
+        arguments: see :class:`~thunder_zero.ZeroTransform`.
 
     Raises:
-        ValueError, RuntimeError, TypeError: as ZeroTransform does. When the model is called, RuntimeError: a parameter
-            is read outside of every graph.
+        ValueError, RuntimeError, TypeError: see ZeroTransform. Calls of the model raise RuntimeError if a parameter is
+            read outside of every graph.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
@@ -103,7 +101,7 @@ def compile(
 
 
 def _refuse_with_all(module: nn.Module, **arguments: Unpack[Arguments]) -> None:
-    """Raise the error that is handled where the other ranks shard the module, so that all of them hear of it."""
+    """Raise the current error where the other ranks shard the module, so that it raises on all of them."""
     ranks = ranks_of(*(arguments.get(name) for name in ("process_group", "mesh", "dp_mesh_dims")))
     with transforming(module), agree.all_or_none(ranks.world):
         raise

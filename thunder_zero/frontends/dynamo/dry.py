@@ -18,7 +18,7 @@ from thunder_zero.compat import aot, dynamo
 from thunder_zero.frontends.dynamo.attention import as_on_gpu
 from thunder_zero.frontends.dynamo.captured import paths_of, restoring, with_slices
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
-from thunder_zero.frontends.dynamo.convert import source_of
+from thunder_zero.frontends.dynamo.proxies import source_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
 from thunder_zero.sharded.slices import require_unhooked
@@ -30,9 +30,10 @@ class Exported:
 
     Attributes:
         joint: the graph, with its backward.
-        paths: of its inputs that are parameters.
-        buffers: paths of its inputs that are buffers or parameters without a plan, by their positions.
-        returned: what forward returns, with a marker for each output of the graph.
+        paths: the parameter's path for each input, None for other inputs.
+        buffers: paths of the inputs that are buffers or unplanned parameters, by position.
+        markers: one object for each output of the graph.
+        returned: what forward returns, with markers in place of the graph's outputs.
     """
 
     joint: aot.Joint
@@ -42,7 +43,7 @@ class Exported:
     returned: Any
 
     def restored(self, outputs: Sequence[Any]) -> Any:
-        """Return what forward returns, where the phase forward returns these."""
+        """Return what the module's forward returns if the forward trace returns ``outputs``."""
         return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
 
 
@@ -55,8 +56,12 @@ def export(
     for_gpu: bool = False,
     dynamic: bool = False,
 ) -> Exported:
-    """Capture a module's forward for these arguments; ``for_gpu``: attention is a GPU's, of tensors on the CPU, too;
-    ``dynamic``: sizes of the arguments are symbols.
+    """Capture a module's forward.
+
+    Args:
+        args, kwargs: the arguments of forward.
+        for_gpu: attention is computed as on a GPU, even if tensors are on the CPU.
+        dynamic: sizes of the arguments are symbols.
 
     Raises:
         RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
@@ -65,9 +70,9 @@ def export(
     ran: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Numbers that are read from tensors dynamo captures here; in training it ends the graph.
-        found = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
-        numbers = [node for node, value in found if isinstance(value, py_sym_types) and aot.hint(value) is None]
+        # Here dynamo captures a number that is read from a tensor; in training it breaks the graph there.
+        values = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
+        numbers = [node for node, value in values if isinstance(value, py_sym_types) and aot.hint(value) is None]
         if numbers:
             return partial(_refuse_number, name, numbers[0])
         if for_gpu:
@@ -91,7 +96,11 @@ def export(
     require_unhooked(dict(module.named_parameters()))
     joint, inputs, paths, markers = ran[-1]
     names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
-    buffers = {at: names[id(value)] for at, value in enumerate(inputs) if not paths[at] and id(value) in names}
+    buffers = {
+        position: names[id(value)]
+        for position, value in enumerate(inputs)
+        if not paths[position] and id(value) in names
+    }
     return Exported(joint, paths, buffers, markers, returned)
 
 

@@ -1,9 +1,9 @@
 """The graphs that dynamo captured of one model, and which of them are kept.
 
-Dynamo captures a function again when it is called in another way: for other shapes it makes sizes symbols, so that one
-graph serves all; a graph that branches on a size, or on a string, has one for each. Of each function, and each choice
-of parameters that it is called with, ``MOST`` are kept. Past that the one that ran longest ago is dropped, with its
-programs, and dynamo forgets it: called like that again, it is captured and compiled anew.
+Dynamo captures a function again when a call looks different. For other shapes it makes sizes symbols, so that one graph
+serves them all. A function that branches on a size or a string has one graph for each value. For each function and each
+choice of parameters, ``MOST`` graphs are kept. Beyond that the least recently used graph is dropped with its programs,
+and dynamo forgets it. A later call that needs the graph captures and compiles it again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MOST = 32  # graphs of one function with the same parameters
 
 @dataclass(frozen=True)
 class GradMode:
-    """Whether autograd records, and whether tensors are made that it never will."""
+    """A grad mode of torch: whether autograd records, and whether inference mode is on."""
 
     enabled: bool = True
     inference: bool = False
 
     @staticmethod
     def now() -> GradMode:
-        """The mode of the code that runs."""
+        """Return the current grad mode."""
         return GradMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The mode, inside the block."""
+        """Enter the mode for a block."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.enabled):
             yield
 
@@ -49,13 +49,13 @@ class Captured:
     Attributes:
         joint: the graph with its backward; its parameters are inputs.
         frame: the function that dynamo compiled.
-        name: of the function that it is of.
-        paths: of the parameters that it was captured with.
-        looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
-        shared: inputs that overlapped in memory when it was captured.
-        shapes: of its inputs; dynamo drops their names once it has compiled the graph.
-        spent: on tracing it.
-        made: what is compiled of it, by the parameters that dynamo calls it with.
+        name: the function's name, such as "graph 0".
+        paths: the parameter's path for each input in the captured call, None for other inputs.
+        looks: a key that is equal for graphs that compute the same; None if unknown.
+        shared: the groups of inputs that overlapped in memory in the captured call.
+        shapes: the shapes of its inputs; dynamo drops their names once it has compiled the graph.
+        spent: what tracing it took.
+        programs: its compiled programs, by the parameters that dynamo calls it with.
     """
 
     joint: aot.Joint
@@ -66,7 +66,7 @@ class Captured:
     shared: tuple[object, ...]
     shapes: Mapping[str, torch.Size]
     spent: Spent
-    made: dict[Paths, Programs] = field(default_factory=dict)
+    programs: dict[Paths, Programs] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,15 +74,15 @@ class Graphs:
     """The graphs of one model.
 
     Attributes:
-        captured: those that are kept, by their numbers; the one that ran last is the last.
-        names: by dynamo's numbers of the functions that they are of, in the order in which those were compiled.
-        ran: in the last forward, in order.
-        breaks: where dynamo ended graphs of the model, and why, in sentences.
-        for_all_modes: a graph that dynamo captured with gradients on is all of forward, whatever the grad mode; None
-            before there is one.
-        user: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
-        warned: somebody was told that graphs are dropped.
-        numbered: how many graphs have got a number.
+        captured: the graphs that are kept, by number, least recently used first.
+        names: the names of functions, by dynamo's number of the function, in the order of their first compilation.
+        ran: the programs that the last forward ran, in order.
+        breaks: where dynamo broke graphs of the model, and why, in sentences.
+        for_all_modes: whether a graph that dynamo captured with gradients on is the whole forward in all grad modes;
+            None before there is a graph.
+        user_mode: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
+        warned: whether the user was warned that graphs are dropped.
+        numbered: how many graphs have a number.
         compiled: how many programs were compiled.
     """
 
@@ -91,13 +91,13 @@ class Graphs:
     ran: list[Programs] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     for_all_modes: bool | None = None
-    user: GradMode | None = None
+    user_mode: GradMode | None = None
     warned: bool = False
     numbered: int = 0
     compiled: int = 0
 
     def name_of(self, frame: CompiledFrame) -> str:
-        """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
+        """Return a function's name, such as "graph 0", by the order of first compilations; ranks compare names."""
         return self.names.setdefault(frame.function, f"graph {len(self.names)}")
 
     def keep(self, captured: Captured) -> int:
@@ -106,13 +106,13 @@ class Graphs:
         self.numbered += 1
         return self.numbered - 1
 
-    def about_to_run(self, number: int) -> Captured:
-        """Return a graph, from now on the one that ran last."""
+    def use(self, number: int) -> Captured:
+        """Return a graph, and make it the most recently used one."""
         self.captured[number] = captured = self.captured.pop(number)
         return captured
 
     def drop_oldest(self) -> Iterator[list[Captured]]:
-        """Drop what ran longest ago of each function that has too many graphs; yield those that there were."""
+        """Drop the least recently used graphs of each function that has too many; yield its graphs before each drop."""
         if len(self.captured) <= MOST:  # as in nearly every forward
             return
         kinds: dict[tuple[str, Paths], list[int]] = {}

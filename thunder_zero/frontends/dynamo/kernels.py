@@ -1,11 +1,11 @@
-"""Compiles the regions of a phase by inductor, those that are alike once.
+"""Compiles the fused regions of a phase by inductor; equal regions are compiled once.
 
 ::
 
     (t, mm) = inductor_3(x, w)    ->    its lines as a graph, and what x and w look like    ->    a function
 
-What a value looks like (its sizes, which may be symbols, and its strides) follows from what the phase is given, line by
-line: inductor lays out what a region makes as suits it, but for what the phase returns.
+Inductor must know sizes, which may be symbols, and strides. They are computed from the inputs of the phase, line by
+line, as fake values. Inductor chooses the layout of a region's outputs, except of those that the phase returns.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)
+DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)  # operators that run a random operator
 
 
 @dataclass(frozen=True)
 class Fakes:
-    """What values of a program look like: as AOTAutograd traced it, by name, and parameters by path."""
+    """The fake values of a program: values as AOTAutograd traced them, by name, and parameters by path."""
 
     traced: Mapping[str, Any]
     parameters: Mapping[str, Any]
@@ -46,57 +46,62 @@ class Fakes:
 
 
 def with_kernels(
-    trace: TraceCtx, fakes: Fakes, before: Mapping[str, Any], module: str
+    trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any], module: str
 ) -> tuple[TraceCtx, Mapping[str, Any]]:
-    """Return a phase whose regions call what inductor made of them, and what its values look like.
+    """Return a phase whose regions call inductor's kernels, and the fake values of the phase by name.
 
     Args:
-        before: what values of forward look like, for backward.
+        trace: the phase.
+        fakes: the fake values of the program.
+        forward_values: the fake values that forward saves; empty for forward itself.
         module: the name of the model's class.
 
     Raises:
         RuntimeError: inductor cannot compile a region.
     """
-    known = _Known(trace, fakes, before)
-    returned = _returned(trace)
-    made: dict[tuple[str, ...], tuple[Kernel, Sequence[Any]]] = {}
+    known = _FakeValues(trace, fakes, forward_values)
+    returned = _returned_names(trace)
+    compiled: dict[tuple[str, ...], tuple[Kernel, Sequence[Any]]] = {}
     new = from_trace(trace)
     new.bound_symbols = []
     for line in trace.bound_symbols:
         if line.sym.is_fusion:
             inputs = [known.values[proxy.name] for proxy in line.args]
-            wanted = [fakes.traced.get(proxy.name) if proxy.name in returned else None for proxy in line.output]
+            layouts = [fakes.traced.get(proxy.name) if proxy.name in returned else None for proxy in line.output]
             graph = graph_of(line)
-            alike = (str(graph.graph), *map(_look, (*inputs, *wanted)))
-            if alike not in made:
-                made[alike] = _compiled(graph, inputs, wanted, known.mode, line, module)
-            run, outputs = made[alike]
+            key = (str(graph.graph), *map(_look, (*inputs, *layouts)))
+            if key not in compiled:
+                compiled[key] = _compile_region(graph, inputs, layouts, known.mode, line, module)
+            run, outputs = compiled[key]
             known.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
-            line = with_functions(line, {line.sym.name: _called(run)})
+            line = with_functions(line, {line.sym.name: _taking_arguments(run)})
         else:
-            known.see(line)
+            known.add(line)
         new.bound_symbols.append(line)
     return new, known.values
 
 
-def _returned(trace: TraceCtx) -> set[str]:
-    """Return the names of what a phase returns, without what forward saves."""
+def _returned_names(trace: TraceCtx) -> set[str]:
+    """Return the names of a phase's results, without the values that forward saves."""
     result = trace.bound_symbols[-1].args[0]
     return {proxy.name for proxy in proxies_in(result["output"] if isinstance(result, dict) else result)}
 
 
-def _called(run: Kernel) -> Callable[..., Sequence[Any]]:
+def _taking_arguments(run: Kernel) -> Callable[..., Sequence[Any]]:
     return lambda *args: run(list(args))
 
 
-def _compiled(
-    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any, region: BoundSymbol, module: str
+def _compile_region(
+    graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any, region: BoundSymbol, module: str
 ) -> tuple[Kernel, Sequence[Any]]:
-    """Return what computes a region, and what its outputs look like."""
+    """Return the kernel of a region, and its fake outputs.
+
+    ``layouts`` has a fake value for each output whose layout must not change, and None for other outputs.
+    """
     lines = region.subsymbols
     shown = f"{lines[0].sym.name} ... {lines[-1].sym.name} ({len(lines)} operators)"
     try:
-        return kernel(graph, inputs, wanted, mode)
+        return kernel(graph, inputs, layouts, mode)
     except HoldsForSomeSizes as error:
         warnings.warn(
             f"{module}: inductor's code of a region, {shown}, would hold for some sizes only ({error}), so torch "
@@ -104,7 +109,7 @@ def _compiled(
             stacklevel=2,
         )
         with faking(mode):
-            outputs = laid_out(graph(*inputs), wanted)
+            outputs = laid_out(graph(*inputs), layouts)
         return (lambda args: graph(*args)), outputs
     except RuntimeError as error:
         raise RuntimeError(
@@ -114,45 +119,45 @@ def _compiled(
 
 
 def _look(value: Any) -> str:
-    """Return a text that is equal for values that look the same."""
+    """Return a text that is equal for values with equal sizes, strides, dtypes and devices."""
     if not isinstance(value, Tensor):
         return str(value)
     offset = torch.ops.aten.sym_storage_offset.default(value)  # the method takes no symbols
     return f"{tuple(value.shape)} {value.stride()} {offset} {value.dtype} {value.device}"
 
 
-class _Known:
-    """What the values of a phase look like, as its lines are read in order."""
+class _FakeValues:
+    """The fake values of a phase by name, which grow as its lines are read in order."""
 
-    def __init__(self, trace: TraceCtx, fakes: Fakes, before: Mapping[str, Any]) -> None:
+    def __init__(self, trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any]) -> None:
         self.mode = detect_fake_mode(list(fakes.traced.values()))
         self.values: dict[str, Any] = {}
         self._fakes = fakes
-        self._paths: dict[str, Sequence[str]] = {}  # of the parameters that are gathered, by handles
+        self._paths: dict[str, Sequence[str]] = {}  # of gathered parameters, by the name of the gather's handle
         for proxy in proxies_in(trace.args):
-            value = before.get(proxy.name, fakes.traced.get(proxy.name))
+            value = forward_values.get(proxy.name, fakes.traced.get(proxy.name))
             is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
             self.values[proxy.name] = self.mode.from_tensor(value, static_shapes=True) if is_real else value
 
-    def see(self, line: BoundSymbol) -> None:
-        """Note what a line makes."""
+    def add(self, line: BoundSymbol) -> None:
+        """Add the outputs of a line."""
         executor, outputs, target = self._fakes.executor, line.flat_proxy_outs, operator_of(line)
         if executor.launches.get(line.sym.name) is executor.all_gather:
             self._paths[line.output.name] = paths_of(line)
         elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
-            self._see_parameters(outputs, paths)  # or bytes, which no operator reads
+            self._add_parameters(outputs, paths)  # encoded ones are bytes, but no operator reads these
         elif executor.codes.get(line.sym.name) is executor.decode:
-            self._see_parameters(outputs, paths_of(line))
+            self._add_parameters(outputs, paths_of(line))
         elif line.sym == executor.cast:
             self.values[line.output.name] = self._fakes.parameters[line.args[1]]
         elif target is not None and outputs:
-            self._see_operator(line, target, {proxy.name: self._fakes.traced.get(proxy.name) for proxy in outputs})
+            self._add_operator(line, target, {proxy.name: self._fakes.traced.get(proxy.name) for proxy in outputs})
 
-    def _see_parameters(self, outputs: Sequence[Proxy], paths: Sequence[str]) -> None:
+    def _add_parameters(self, outputs: Sequence[Proxy], paths: Sequence[str]) -> None:
         parameters = self._fakes.parameters
         self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
 
-    def _see_operator(self, line: BoundSymbol, target: Any, traced: Mapping[str, Any]) -> None:
+    def _add_operator(self, line: BoundSymbol, target: Any, traced: Mapping[str, Any]) -> None:
         if isinstance(target, OpOverload) or target in DRAWS or None in traced.values():
             try:
                 with for_all_sizes(self.mode):
@@ -165,7 +170,7 @@ class _Known:
             self.values.update({name: self._contiguous(value) for name, value in traced.items()})
 
     def _contiguous(self, value: Any) -> Any:
-        """Return what zeros look like in the place of a value that nobody made; a number stays."""
+        """Return a fake of the zeros that stand for a missing tangent; return a number as given."""
         if not isinstance(value, Tensor):
             return value
         with self.mode:
@@ -177,6 +182,6 @@ class _Known:
             (tuple(line.args), dict(line.kwargs)),
         )
         with faking(self.mode):
-            made = target(*args, **kwargs)
-        pairs = ((line.output, made),) if isinstance(line.output, Proxy) else zip(line.output, made, strict=True)
+            result = target(*args, **kwargs)
+        pairs = ((line.output, result),) if isinstance(line.output, Proxy) else zip(line.output, result, strict=True)
         self.values.update((proxy.name, value) for proxy, value in pairs if isinstance(proxy, Proxy))

@@ -1,16 +1,16 @@
 """DynamoModule: the sharded model that ``tz.compile`` makes, and the graphs that it has.
 
-In: calls of the model. Out: what its forward returns. Dynamo captures forward when it is first called, and gives each
-graph to ``_capture``; whenever forward comes to a graph, ``_call`` runs it by its number::
+In: calls of the model. Out: what its forward returns. Dynamo captures forward in its first call, and gives each graph
+to ``_capture``. When forward reaches a graph, ``_call`` runs it by its number::
 
     forward    | graph | Python without a graph | graph |  ->  output
                    |                                |
                _call(0, inputs)                 _call(1, inputs)         inputs that are placeholders have paths
                    |
-               captured[0].made[paths].run(other inputs)                 Programs (programs.py), made at the first call
+               captured[0].programs[paths].run(other inputs)             Programs (programs.py), made at the first call
 
-Dynamo guards the looks of parameters, not which they are, so one graph may run for several submodules: it has Programs
-for each choice of paths. A parameter that is read between graphs raises, as nothing gathers it there.
+Dynamo guards how parameters look, not which objects they are. So one graph may run for several submodules, and has
+Programs for each choice of paths. Reading a parameter between graphs raises, since nothing gathers it there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from thunder_zero.frontends.compiled import Entry
 from thunder_zero.frontends.dynamo.captured import (
     looks,
     paths_of,
-    replaced,
+    replaced_parameter,
     shapes_of_inputs,
     shared_memory,
     with_slices,
 )
 from thunder_zero.frontends.dynamo.checkpoints import joint_of
-from thunder_zero.frontends.dynamo.convert import returned, written
+from thunder_zero.frontends.dynamo.convert import returned_message, written_message
 from thunder_zero.frontends.dynamo.graphs import Captured, GradMode, Graphs
 from thunder_zero.frontends.dynamo.programs import GraphRuntime, Programs
 from thunder_zero.frontends.refusals import PARTS
@@ -60,11 +60,13 @@ class DynamoModule(ZeroModule):
     _fuses: bool
 
     def capture(self, *, dynamic: bool | None, fuses: bool) -> None:
-        """Let dynamo capture forward, when it is called; ``dynamic`` is that of ``torch.compile``. ``fuses``: inductor
-        compiles what lies between lines of ours."""
+        """Let dynamo capture forward when it is called.
+
+        ``dynamic`` is the argument of ``torch.compile``. If ``fuses``, inductor compiles the regions between our lines.
+        """
         self._fuses = fuses
         self._calls, self._graphs = GraphRuntime(self.state), Graphs()
-        model = ref(self)  # dynamo keeps what it is given, and what that returns, as long as the process lives
+        model = ref(self)  # dynamo keeps the backend and its results as long as the process lives
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             number = _alive(model)._capture(graph, inputs)
@@ -74,10 +76,10 @@ class DynamoModule(ZeroModule):
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
-        """Of each graph of the last forward, its programs, the one that ran last at the end."""
-        return [[*graph.entries.values()] for graph in self._graphs.ran]
+        """Return the programs of each graph of the last forward; the program that ran last is at the end."""
+        return [[*programs.entries.values()] for programs in self._graphs.ran]
 
-    def _programs_made(self) -> int:
+    def _count_programs(self) -> int:
         return self._graphs.compiled
 
     @contextmanager
@@ -93,7 +95,7 @@ class DynamoModule(ZeroModule):
         try:
             output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
-            raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
+            raise RuntimeError(_read_outside_message(self.plain, error, self._graphs.breaks)) from error
         except dynamo.NOT_TRACED as error:
             name, inner = type(self.plain).__name__, getattr(error, "inner_exception", None)
             if isinstance(inner, aot.Untraced):
@@ -104,27 +106,30 @@ class DynamoModule(ZeroModule):
             require_unhooked(self.state.placeholders)
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo returns what it was given without a graph
-                raise RuntimeError(returned(path))
+                raise RuntimeError(returned_message(path))
         if len(self._graphs.ran) == 1:
             self._graphs.ran[0].note_returned(output)
         return output
 
     def _warn(self, captured: Sequence[Captured]) -> None:
-        """Warn once that graphs of one function are dropped, and what to do."""
+        """Warn once that graphs of one function are dropped, and say what to do."""
         if not self._graphs.warned:
             self._graphs.warned = True
             name, (*before, last) = type(self.plain).__name__, captured
             warnings.warn(
-                too_many(name, len(before), [each.shapes for each in captured], last.frame.reason()), stacklevel=2
+                too_many(name, len(before), [graph.shapes for graph in captured], last.frame.reason()), stacklevel=2
             )
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
-        all grad modes: dynamo guards the mode, so gradients are on where it looks, and the program runs without."""
-        user, graphs = GradMode.now(), self._graphs
-        if user == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
+        """Call the function that dynamo captured.
+
+        A call without gradients uses the graph for training if that holds in all grad modes. Dynamo guards the mode, so
+        gradients are on while it looks for a graph, and the program runs in the user's mode.
+        """
+        user_mode, graphs = GradMode.now(), self._graphs
+        if user_mode == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
             return self._forward_fn(*args, **kwargs)
-        graphs.user = user
+        graphs.user_mode = user_mode
         try:
             with GradMode().entered(), dynamo.without_compiling():
                 return self._forward_fn(*args, **kwargs)
@@ -132,48 +137,47 @@ class DynamoModule(ZeroModule):
             if graphs.ran:
                 raise
         finally:
-            graphs.user = None
-        graphs.user = user
-        try:  # dynamo has no such graph: it captures one for both modes without gradients
+            graphs.user_mode = None
+        graphs.user_mode = user_mode
+        try:  # dynamo has no graph for training: it captures one for the two modes without gradients
             with GradMode(enabled=False).entered():
                 return self._forward_fn(*args, **kwargs)
         finally:
-            graphs.user = None
+            graphs.user_mode = None
 
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
-        """Keep a graph; returns its number."""
+        """Trace the backward of a graph, unless an equal one was captured before; keep it, and return its number."""
         for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
         if GradMode.now() == GradMode() or not for_all:
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
         frame, paths, inputs = dynamo.CompiledFrame.now(), paths_of(inputs), with_slices(graph, inputs)
-        name, of = self._graphs.name_of(frame), looks(graph)
-        alike = of, name, shared_memory(inputs)
+        name, look, shared = self._graphs.name_of(frame), looks(graph), shared_memory(inputs)
         kept = self._graphs.captured.values()
-        same = (old for old in kept if of is not None and (old.looks, old.name, old.shared) == alike)
-        old = next((old for old in same if old.joint.differentiates or not torch.is_grad_enabled()), None)
+        equal = (old for old in kept if look is not None and (old.looks, old.name, old.shared) == (look, name, shared))
+        old = next((old for old in equal if old.joint.differentiates or not torch.is_grad_enabled()), None)
         if old is not None:
             return self._graphs.keep(replace(old, frame=frame, paths=paths))
-        if (path := replaced(graph, inputs)) is not None:
-            raise aot.Untraced(written(path))
+        if (path := replaced_parameter(graph, inputs)) is not None:
+            raise aot.Untraced(written_message(path))
         with metered() as spent:
             joint = joint_of(graph, inputs, paths, self.state.plan)
-        return self._graphs.keep(Captured(joint, frame, name, paths, of, alike[-1], shapes_of_inputs(graph), spent()))
+        return self._graphs.keep(Captured(joint, frame, name, paths, look, shared, shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
-        with nullcontext() if self._graphs.user is None else self._graphs.user.entered():
-            of, paths = self._graphs.about_to_run(number), paths_of(inputs)
-            if of.joint.mutated and shared_memory(inputs) != of.shared:
+        with nullcontext() if self._graphs.user_mode is None else self._graphs.user_mode.entered():
+            captured, paths = self._graphs.use(number), paths_of(inputs)
+            if captured.joint.mutated and shared_memory(inputs) != captured.shared:
                 raise RuntimeError(
                     f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
                     f"call that dynamo captured; give it copies, by clone()"
                 )
-            if paths not in of.made:
+            if paths not in captured.programs:
                 require_traceable(self.plain, PARTS)
-                executor = ZeroExecutor(self.state.plan, self._calls, of.name)
-                name = type(self.plain).__name__
-                of.made[paths] = Programs(of.joint, paths, name, executor, self._fuses, self.state, self._calls)
-            programs = of.made[paths]
+                executor = ZeroExecutor(self.state.plan, self._calls, captured.name)
+                name, joint = type(self.plain).__name__, captured.joint
+                captured.programs[paths] = Programs(joint, paths, name, executor, self._fuses, self.state, self._calls)
+            programs = captured.programs[paths]
             if programs.draws:
                 self.state.same_batch.require_same_generators()
             self._graphs.ran.append(programs)
@@ -187,7 +191,7 @@ def graphs_of(model: ThunderModule) -> Graphs:
     """Return the graphs of a model of ``tz.compile``.
 
     Raises:
-        TypeError: another one.
+        TypeError: not a model of ``tz.compile``.
     """
     if not isinstance(model, DynamoModule):
         raise TypeError(
@@ -198,18 +202,18 @@ def graphs_of(model: ThunderModule) -> Graphs:
 
 
 def _alive(model: ref[DynamoModule]) -> DynamoModule:
-    found = model()
-    assert found is not None, "it is being called"
-    return found
+    alive = model()
+    assert alive is not None, "the model is being called"
+    return alive
 
 
 def _is_inference(value: Any) -> bool:
-    """Whether autograd can never record what is computed with a value, whatever the mode."""
+    """Return whether a value is an inference tensor, whose uses autograd never records."""
     return isinstance(value, Tensor) and value.is_inference()
 
 
-def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
-    """Why a parameter was read outside of every graph."""
+def _read_outside_message(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
+    """Return the error message for a parameter that was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
     instead = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
     if type(owner).__module__.startswith("transformers.") and type(owner).__name__.endswith("Experts"):

@@ -8,7 +8,7 @@
       compiled         traces/pipeline.py        two traces, proved and compared between ranks
       compiled         compat/aot/               one function, with PyTorch's own autograd, writes and aliases
 
-A program reduces gradients or defers them (``no_sync``), or has no backward.
+A graph has up to three programs: one reduces gradients, one defers them (``no_sync``), one has no backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thunder_zero.compat import aot
 from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
 from thunder_zero.frontends.compilations import Spent, metered, uncollected
 from thunder_zero.frontends.compiled import Entry, Traces
-from thunder_zero.frontends.dynamo.captured import rebuilt, restoring
+from thunder_zero.frontends.dynamo.captured import rebuild, restoring
 from thunder_zero.frontends.dynamo.convert import Converted, convert
 from thunder_zero.frontends.dynamo.kernels import Fakes, with_kernels
 from thunder_zero.frontends.dynamo.random_slices import draws
@@ -47,7 +47,7 @@ from thunder.core.trace import TraceCtx
 
 @dataclass(frozen=True)
 class Mode:
-    """What chooses a program of a graph: whether it has a backward, and whether gradients are reduced."""
+    """A key of a graph's programs: whether a program has a backward, and whether it reduces gradients."""
 
     differentiates: bool
     synced: bool
@@ -55,7 +55,7 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class GraphEntry(Entry):
-    """A compiled program of a graph; ``run`` takes a list of inputs and rows."""
+    """A compiled program of a graph; ``run`` takes a list of inputs, with rows in place of parameters."""
 
     run: Callable[[list[Any]], Sequence[Any]]
     spent: Callable[[], Spent]
@@ -63,8 +63,10 @@ class GraphEntry(Entry):
 
 @dataclass(eq=False)
 class Programs:
-    """The programs of one graph with one choice of parameters: ``paths``, by the positions of the graph's inputs. The
-    program that ran last is the last entry."""
+    """The programs of one graph with one choice of parameters; the program that ran last is the last entry.
+
+    ``paths`` has the parameter's path for each input of the graph, None for other inputs.
+    """
 
     joint: aot.Joint
     paths: Sequence[str | None]
@@ -74,46 +76,52 @@ class Programs:
     state: State
     runtime: GraphRuntime
     entries: dict[Mode, GraphEntry] = field(default_factory=dict)
-    restored: Callable[[Sequence[Any]], Any] | None = None  # makes what forward returns of what the trace does
+    restored: Callable[[Sequence[Any]], Any] | None = None  # from the trace's outputs to what forward returns
     _outputs: Sequence[ref[Any] | None] = ()  # of the last call, until ``restored`` is known
 
     def __post_init__(self) -> None:
-        self._named = [path for path in self.paths if path is not None]
+        self._parameters = [path for path in self.paths if path is not None]
         self.draws = draws(self.joint)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """What the graph returns for inputs, by the program that this call needs."""
+        """Run the program that this call needs, which is compiled at first; return the graph's outputs."""
         records = torch.is_grad_enabled() or self.joint.turns_on
         mode = Mode(self.joint.differentiates and records, self.runtime.synced)
         entry = self.entries.pop(mode, None) or self._compile(mode)
         self.entries[mode] = entry
-        shards = [self.state.shards[path] for path in self._named]
+        shards = [self.state.shards[path] for path in self._parameters]
         with torch.set_grad_enabled(records):
-            rows = iter(self.runtime.take_rows(shards, self._named) if shards else ())
+            rows = iter(self.runtime.take_rows(shards, self._parameters) if shards else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
         if cut := self.joint.without_history if records else range(len(outputs)):
-            given = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
-            outputs = [_without_history(each, given) if at in cut else each for at, each in enumerate(outputs)]
+            others = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
+            outputs = [
+                _without_history(output, others) if position in cut else output
+                for position, output in enumerate(outputs)
+            ]
         if self.restored is None and not self.joint.returns_subclasses:
             self._outputs = [ref(output) if isinstance(output, Tensor) else None for output in outputs]
         return outputs
 
     def note_returned(self, returned: Any) -> None:
-        """Note once how what forward returned is made of what this graph did, its only one; not of subclasses."""
+        """Note, once, how the result of forward is built from the outputs of its only graph.
+
+        Outputs that are tensor subclasses are not noted.
+        """
         if self.restored is not None or self.joint.returns_subclasses:
             return
         tensors = [None if output is None else output() for output in self._outputs]
         markers = [object() for _ in tensors]
-        marked = {id(each): marker for each, marker in zip(tensors, markers, strict=True) if each is not None}
-        self.restored = restoring(rebuilt(returned, marked), markers, self.joint.plain_outputs())
+        marker_of = {id(tensor): marker for tensor, marker in zip(tensors, markers, strict=True) if tensor is not None}
+        self.restored = restoring(rebuild(returned, marker_of), markers, self.joint.plain_outputs())
         self._outputs = ()
 
     def _compile(self, mode: Mode) -> GraphEntry:
         with metered() as spent, uncollected():
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
             phases = TracedPhases(converted, program, self.name, fuses=self.fuses)
-            run = aot.compiled(self.joint, phases, self._look(mode))
+            run = aot.compiled(self.joint, phases, self._check_backward(mode))
         return GraphEntry(
             mode.synced,
             phases.computation_fn,
@@ -122,8 +130,8 @@ class Programs:
             lambda: spent() + phases.spent,
         )
 
-    def _look(self, mode: Mode) -> Callable[[Node], None]:
-        """Return what looks at each backward of a program."""
+    def _check_backward(self, mode: Mode) -> Callable[[Node], None]:
+        """Return a check that runs at the start of each backward of a program."""
         accumulation = self.state.accumulation
         return lambda node: refuse_wrong_backward(node, self.name, accumulation, was_synced=mode.synced)
 
@@ -131,21 +139,21 @@ class Programs:
 def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
 ) -> tuple[Converted, pipeline.Program]:
-    """Return a graph as a joint trace, and the program of it that a mode needs."""
+    """Return a graph as a joint trace, and its program for a mode."""
     with as_thunder_compiles():
         converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
         return converted, pipeline.compile_program(pipeline.schedule_trace(converted.joint), phases_of(fuses=fuses))
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
-    """Return the program without gradients of outputs that nobody differentiated, by the names of those."""
+    """Return the program without the gradients of outputs that nobody differentiated; ``missing`` are their names."""
     with as_thunder_compiles():
-        made = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
-    return replace(made, forward=program.forward)
+        pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
+    return replace(pruned, forward=program.forward)
 
 
 def traces_without(program: pipeline.Program, *, fuses: bool, **shown: Any) -> Traces:
-    """Return the traces of a program, which can be asked for those that run without gradients of outputs."""
+    """Return the traces of a program; their ``without`` prunes gradients of outputs."""
 
     def without(missing: Sequence[str]) -> Traces:
         return Traces.of(program_without(program, missing, fuses=fuses), **shown)
@@ -154,32 +162,37 @@ def traces_without(program: pipeline.Program, *, fuses: bool, **shown: Any) -> T
 
 
 def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
-    """Return what makes the phases of a scheduled trace."""
+    """Return the function that divides a scheduled trace into phases, whose regions are fused if asked."""
     return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
 def as_thunder_compiles() -> Any:
-    """Thunder's context of a compilation, with its default options."""
+    """Return Thunder's context of a compilation, with default options."""
     return compile_data_and_stats(CompileData(fn=_nothing, disable_preprocessing=True), None)
 
 
 def _nothing() -> None:
-    """What Thunder takes for the function that is compiled."""
+    """Do nothing: Thunder's context needs a function."""
 
 
 class _Backward(NamedTuple):
-    """A backward as a function, and the positions of the saved tensors and numbers that it takes."""
+    """A backward as a function, and the positions of the saved tensors and saved numbers that it takes."""
 
     program: pipeline.Program
     run: Callable[..., Any]
-    kept: Sequence[Sequence[int]]
+    positions: Sequence[Sequence[int]]
 
 
 class TracedPhases:
     """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
 
-    ``ran`` is the program with the backward that ran last: of all tangents, or of those that were made. ``spent`` is
-    what its backwards took, each of which is compiled when it is first needed.
+    Each choice of missing tangents has a backward, which is compiled when it is first needed.
+
+    Attributes:
+        saved: fake values of what forward saves.
+        ran: the program with the backward that ran last.
+        computation_fn: the function of forward.
+        spent: what compiling the backwards took.
     """
 
     def __init__(self, converted: Converted, program: pipeline.Program, module: str, *, fuses: bool) -> None:
@@ -188,71 +201,76 @@ class TracedPhases:
         self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
         self.saved: Sequence[Any] = [converted.values[proxy.name] for proxy in (*self._saved[0], *self._saved[1])]
         self._tangents, self._constants = converted.tangents, list(converted.constants.values())
-        self._returned, self._gradients = converted.outputs, converted.gradients
+        self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
         self._fakes = fakes_of(converted) if fuses else None
-        forward, made = self._compiled(forward, {})
-        saved = (proxy.name for part in self._saved for proxy in part)
-        self._made = {name: made[name] for name in saved if name in made}  # what backward is given looks like
+        forward, values = self._compile_regions(forward, {})
+        names = (proxy.name for part in self._saved for proxy in part)
+        self._saved_values = {name: values[name] for name in names if name in values}
         self.computation_fn = function_of(transform_to_torch_types(forward))
         self.spent = Spent()
-        self._backward: dict[frozenset[int], _Backward] = {}  # those that ran, by the tangents that were missing
+        self._backward: dict[frozenset[int], _Backward] = {}  # by the positions of missing tangents
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """Compute the outputs, and what backward reads."""
-        given = (*args, *self._constants)
+        """Compute the outputs, and the values that backward reads; clear ``args``."""
+        inputs = (*args, *self._constants)
         args.clear()
-        result = self.computation_fn(*given)
+        result = self.computation_fn(*inputs)
         if self._program.backward is None:
             return list(result)
         data, (tensors, numbers) = result
-        return [*data["output"][: self._returned], *tensors, *numbers]
+        return [*data["output"][: self._plain_outputs], *tensors, *numbers]
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """Compute the gradients of the inputs."""
+        """Compute the gradients of the inputs; clear ``args``."""
         count, saved = len(self._saved[1]), len(self.saved)
         numbers, tensors, tangents = args[:count], args[count:saved], args[saved:]
         args.clear()
         missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
         if missing not in self._backward:
-            self._backward[missing] = self._written(missing)
-        self.ran, run, kept = self._backward[missing]
+            self._backward[missing] = self._compile_backward(missing)
+        self.ran, run, (tensor_positions, number_positions) = self._backward[missing]
         cotangents: list[Any] = [None] * self._outputs
         for position, _ in reversed(self._tangents):
             cotangents[position] = tangents.pop()  # held nowhere else: backward frees it after its last use
-        given = [[tensors[position] for position in kept[0]], [numbers[position] for position in kept[1]]]
+        saved_values = [[tensors[index] for index in tensor_positions], [numbers[index] for index in number_positions]]
         tensors.clear()
-        gradients = run(given, cotangents)
+        gradients = run(saved_values, cotangents)
         return list(gradients[: self._gradients])
 
-    def _written(self, missing: frozenset[int]) -> _Backward:
-        """Return the backward for missing tangents; garbage waits, as while forward is compiled."""
+    def _compile_backward(self, missing: frozenset[int]) -> _Backward:
+        """Return the backward for missing tangents."""
         with metered() as spent, uncollected():
-            names = [self._tangents[each][1] for each in missing]
+            names = [self._tangents[position][1] for position in missing]
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
-            assert program.backward is not None, "it returns what is left of the gradients"
-            positions = [{proxy.name: at for at, proxy in enumerate(saved)} for saved in self._saved]
-            taken = [proxy.name for proxy in proxies_in(program.backward.args[0])]
-            kept = [[at[name] for name in taken if name in at] for at in positions]
-            backward = _Backward(program, function_of(self._compiled(program.backward, self._made)[0]), kept)
+            assert program.backward is not None, "it returns the remaining gradients"
+            position_of = [{proxy.name: index for index, proxy in enumerate(saved)} for saved in self._saved]
+            read = [proxy.name for proxy in proxies_in(program.backward.args[0])]
+            positions = [[indices[name] for name in read if name in indices] for indices in position_of]
+            trace, _ = self._compile_regions(program.backward, self._saved_values)
+            backward = _Backward(program, function_of(trace), positions)
         self.spent += spent()
         return backward
 
-    def _compiled(self, trace: TraceCtx, before: Mapping[str, Any]) -> tuple[TraceCtx, Mapping[str, Any]]:
-        """Return a phase with its regions compiled, and what its values look like, if that is known."""
-        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, before, self._module)
+    def _compile_regions(
+        self, trace: TraceCtx, forward_values: Mapping[str, Any]
+    ) -> tuple[TraceCtx, Mapping[str, Any]]:
+        """Return a phase with its regions compiled, and its fake values; without fusing, the phase and no values."""
+        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, forward_values, self._module)
 
 
 def fakes_of(converted: Converted) -> Fakes:
-    """Return what the values of a graph look like."""
+    """Return the fake values of a graph."""
     values = {**converted.values, **converted.constants}
     return Fakes(values, converted.parameters, converted.joint.facts.executor)
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
-    """Return an output of forward alone as no_grad makes it: AOTAutograd runs with gradients on, whatever the mode. As
-    there, a view of an input says that it requires a gradient if the input does."""
+    """Return an output as ``no_grad`` would make it, since AOTAutograd runs with gradients on in all modes.
+
+    As in ``no_grad``, a view of an input requires a gradient if the input does.
+    """
     if not isinstance(output, Tensor) or not output.requires_grad or any(output is value for value in inputs):
         return output
     bases = {id(value._base if value._is_view() else value) for value in inputs if isinstance(value, Tensor)}
@@ -268,8 +286,10 @@ class GraphRuntime(ModelRuntime):
         self._at_end_of = -1  # the last backward that will reduce at its end, by autograd's number
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce the deferred gradients of parameters that no graph of this backward reaches, once it ends: until then
-        nobody knows which those are."""
+        """Reduce the deferred gradients of all parameters at the end of this backward.
+
+        Before the end nobody knows which parameters no graph of this backward reaches.
+        """
         backward = running_backward()
         if backward != self._at_end_of:
             self._at_end_of = backward

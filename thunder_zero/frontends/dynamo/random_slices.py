@@ -1,7 +1,7 @@
-"""Lets random lines draw other numbers on each rank of tensor parallelism, where values are slices.
+"""Lets random lines draw different numbers on each rank of tensor parallelism where values are slices.
 
-Ranks that compute with slices of one model have generators in the same state, so what all of them have is dropped out
-alike. The mask of a slice must not be that of another one, or elements would be dropped together::
+Ranks that compute with slices of one model have generators in one state, so replicated values get equal dropout masks.
+Different slices need different masks, or their elements would always be dropped together::
 
     x = aten.native_dropout(x, 0.1, True)         x is replicated: alike on all ranks
 
@@ -9,9 +9,9 @@ alike. The mask of a slice must not be that of another one, or elements would be
     y = aten.native_dropout(y, 0.1, True)   ->    state = thunder_zero.generator_of_slice(1, cpu)
                                                   y = run_with_rng_state(state, aten.native_dropout, y, 0.1, True)
 
-A slice's generator is seeded with the number of the slice, and with one that all ranks draw alike, so that they stay in
-step. What is a slice follows from DTensor's placements in dynamo's graph, and in the joint graph from parameters that
-are slices up to the collectives that join them.
+A slice's generator is seeded with the slice's number and with a number that all ranks draw, so that ranks stay in step.
+A value is a slice if DTensor's placements in dynamo's graph say so. In the joint graph it is one if it is computed
+from slices of parameters, up to the collective that joins them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ JOINS = ("all_reduce", "all_gather", "broadcast")  # collectives after which all
 
 
 def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | None], plan: Plan) -> None:
-    """Change the joint graph of a graph of dynamo, so that random lines of slices draw for this rank's; ``paths`` are
-    those of the inputs that are parameters."""
-    sliced = {at for at, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None}
+    """Change a joint graph so that each random line of a slice draws for this rank's slice.
+
+    ``graph`` is the graph of dynamo. ``paths`` has the parameter's path for each input, None for other inputs.
+    """
+    sliced = {
+        position for position, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None
+    }
     looks = {
-        (id(each.graph), node.name): node.meta.get("example_value")
-        for each in graph.modules()
-        if isinstance(each, fx.GraphModule)
-        for node in each.graph.nodes
+        (id(inner.graph), node.name): node.meta.get("example_value")
+        for inner in graph.modules()
+        if isinstance(inner, fx.GraphModule)
+        for node in inner.graph.nodes
     }
     slices: set[fx.Node] = set()
     for node in list(joint.graph.graph.nodes):
@@ -63,22 +67,24 @@ def draws(joint: Joint) -> bool:
 
 
 def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], look: object, mesh: Mesh) -> bool:
-    """Return whether ranks have different parts of a node's value; ``look`` is what dynamo's value looks like. A
-    collective over other ranks than those of slices, a user's own, joins none."""
+    """Return whether each rank has a different part of a node's value.
+
+    ``look`` is dynamo's fake value of the node. A user's own collective over other ranks joins no slices.
+    """
     if node.op == "placeholder":
         return input_of(node) in sliced
     name = str(node.target)
     if is_collective(node.target) and "wait_tensor" not in name and mesh.joins_slices(node.args[-1]):
         return not any(collective in name for collective in JOINS)
-    return any(map(is_part, tree_leaves(look))) or any(each in slices for each in node.all_input_nodes)
+    return any(map(is_part, tree_leaves(look))) or any(read in slices for read in node.all_input_nodes)
 
 
 def _draw_for_slice(graph: fx.Graph, node: fx.Node, part: int) -> None:
-    made = next(each for each in tree_leaves(node.meta["val"]) if isinstance(each, Tensor))
+    result = next(leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
     operator: Any = GENERATOR_OF_SLICE
     with graph.inserting_before(node):
-        state = graph.call_function(operator, (part, made.device))
-    state.meta = {**node.meta, "val": generator_state(made)}
+        state = graph.call_function(operator, (part, result.device))
+    state.meta = {**node.meta, "val": generator_state(result)}
     state.meta.pop("from_node", None)
     target: Any = node.target
     node.args, node.target = (state, target, *node.args), RUN_WITH_STATE

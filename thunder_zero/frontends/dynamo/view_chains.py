@@ -9,7 +9,7 @@
     view = aten.view(mm, [8, 16])
     view_1 = aten.view(view, [8, 4, 4])         view_1 = aten.view(mm, [8, 4, 4])
 
-A view takes as long as a small product does on a GPU's host, so each that nobody needs is time of every step.
+On a GPU's host a view takes as long as launching a small product, so a view that nobody needs slows every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  #
 
 
 def shorten_view_chains(graph: fx.Graph) -> None:
-    """Let lines read what a chain of views begins with, where that looks the same; drop views that nobody reads."""
+    """Let lines read the root of a chain of views where the shapes are equal; drop views without readers."""
     views = [node for node in graph.nodes if node.target in (*TRANSPOSES, *RESHAPES)]
     for node in views:
         source, root = node.args[0], None
@@ -42,13 +42,15 @@ def shorten_view_chains(graph: fx.Graph) -> None:
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
-    """Return a shape that can be compared: torch would note for the graph that symbols are equal."""
+    """Return a shape to compare: comparing symbols would add a guard to the graph."""
     return tuple(size if type(size) is int else str(size) for size in node.meta["val"].shape)
 
 
 def _is_replaceable(node: fx.Node, root: fx.Node) -> bool:
-    """Return whether all that read a node can read the root of its chain. What a graph returns is a tensor of its own,
-    but for gradients that it has made."""
+    """Return whether all readers of a node can read the root of its chain instead.
+
+    The graph must return a tensor of its own, unless the root is a gradient that nothing else returns.
+    """
     is_output = any(user.op == "output" for user in node.users)
     is_own = is_backward(root) and root.op == "call_function" and not any(user.op == "output" for user in root.users)
     return not is_output or is_own

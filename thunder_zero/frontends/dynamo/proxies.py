@@ -1,0 +1,128 @@
+"""Makes the proxies of a joint trace from the values of PyTorch's joint graph.
+
+In: a name, and a fake tensor or a symbol of the joint graph. Out: a proxy of the trace that is being written::
+
+    'h.0.w', FakeTensor(8, 4)      ->   TensorProxy h_0_w, shape (8, 4)
+    's0', SymInt                   ->   IntegerProxy s0, with the number of the call that dynamo captured
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import SymFloat, Tensor, fx
+from torch.types import py_sym_types
+
+from thunder_zero.compat.aot import hint
+from thunder_zero.compat.dynamo import users_line
+from thunder_zero.frontends.dynamo.names import first_free
+from thunder_zero.traces.symbols import SymbolicShape
+
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype
+from thunder.core.proxies import CONSTRAINT, FloatProxy, IntegerProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import get_tracectx
+
+device_of = cache(to_device)  # it parses a device's name, and is called for each value
+
+
+@dataclass
+class Proxies:
+    """The proxies of the trace that is being written; ``values`` has the fake value of each, by name."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, name: str, value: Any) -> Any:
+        """Return a proxy of a tensor or a symbol, sized as in the call that dynamo captured; return others as given."""
+        if not isinstance(value, (Tensor, *py_sym_types)):
+            return value
+        proxy: Proxy
+        if isinstance(value, Tensor):
+            proxy = TensorProxy(
+                free_name(name),
+                shape=tuple(map(hint, value.shape)),
+                device=device_of(value.device),
+                dtype=to_dtype(value.dtype),
+                requires_grad=False,
+            )
+        else:
+            kind = FloatProxy if isinstance(value, SymFloat) else IntegerProxy
+            proxy = kind(free_name(name), value=hint(value), constraint=CONSTRAINT.DYNAMIC)
+        self.values[proxy.name] = value
+        return proxy
+
+    def numbers(self, args: Sequence[Any]) -> dict[str, NumberProxy]:
+        """Return the arguments that are numbers, by their symbols."""
+        return {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}
+
+    def sizes(self, tensors: Sequence[str], numbers: Mapping[str, NumberProxy]) -> dict[str, tuple[int | str, ...]]:
+        """Return the shapes of inputs, by name; a size that is a symbol becomes the name of the input number."""
+        names = {symbol: number.name for symbol, number in numbers.items()}
+        return {
+            tensor: tuple(
+                size if type(size) is int else names.get(str(size), str(size)) for size in self.values[tensor].shape
+            )
+            for tensor in tensors
+        }
+
+    def symbolic_shapes(self, numbers: Mapping[str, NumberProxy]) -> dict[str, SymbolicShape]:
+        """Return the shapes with symbols, by name, as expressions of the symbols of input numbers."""
+        return {
+            name: SymbolicShape(tuple(map(str, value.shape)), numbers)
+            for name, value in self.values.items()
+            if isinstance(value, Tensor) and any(isinstance(size, py_sym_types) for size in value.shape)
+        }
+
+
+def free_name(name: str) -> str:
+    """Return a name or a path as an identifier that no value of the trace and no symbol of ours has."""
+    name = re.sub(r"\W", "_", name)
+    name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
+    return first_free(name, get_tracectx().names)
+
+
+def append(line: BoundSymbol) -> None:
+    """Append a line to the trace that is being written."""
+    get_tracectx().bound_symbols.append(line)
+
+
+def rename_last(proxy: TensorProxy, name: str) -> TensorProxy:
+    """Give the output of the last line another name, and return the new proxy."""
+    trace = get_tracectx()
+    trace.names.discard(proxy.name)
+    renamed = proxy.replace_name(free_name(name))
+    trace.bound_symbols[-1] = trace.bound_symbols[-1].from_bsym(output=renamed)
+    return renamed
+
+
+def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
+    """Return the arguments of a node with proxies in place of nodes.
+
+    Collections become Python's own, since Thunder prints no others.
+    """
+    match tree:
+        case fx.Node():
+            return proxies[tree]
+        case slice():
+            return slice(*(fill(part, proxies) for part in (tree.start, tree.stop, tree.step)))
+        case dict():
+            return {key: fill(item, proxies) for key, item in tree.items()}
+        case list():
+            return [fill(item, proxies) for item in tree]
+        case tuple() if type(tree) is not torch.Size:
+            return tuple(fill(item, proxies) for item in tree)
+    return tree
+
+
+def source_of(node: fx.Node) -> tuple[str | None, dis.Positions | None]:
+    """Return the user's file and line that a node comes from, or None and None."""
+    if (line := users_line(node.stack_trace or "")) is None:
+        return None, None
+    return line[0], dis.Positions(line[1], line[1])
