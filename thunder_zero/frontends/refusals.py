@@ -1,4 +1,4 @@
-"""Refuses modules that ZeroTransform cannot shard, and tools of torch that cannot read a sharded model.
+"""Refuses modules that cannot be sharded, and tools of torch that cannot read a sharded model.
 
 In: a jitted module that is about to be sharded (:func:`require_untransformed`); a model that is called
 (:func:`refuse_tools`). Out: nothing, or an error that says what is wrong, why, and what to do::

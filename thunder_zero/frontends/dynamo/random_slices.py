@@ -1,4 +1,4 @@
-"""Lets random lines draw different numbers on each rank of tensor parallelism where values are slices.
+"""Lets random lines draw other numbers for each slice of tensor parallelism, on each of its ranks.
 
 Ranks that compute with slices of one model have generators in one state, so replicated values get equal dropout masks.
 Different slices need different masks, or their elements would always be dropped together::
