@@ -233,11 +233,11 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
     >>> ended_before([4, 4, 4, 9, 1], bound=8)
     [0, 0, 1, 3, 4]
     """
-    ended, under_way, counts = 0, 0, []
+    ended, in_flight, counts = 0, 0, []
     for number, size in enumerate(nbytes):
-        under_way += size
-        while under_way > bound and ended < number:
-            under_way -= nbytes[ended]
+        in_flight += size
+        while in_flight > bound and ended < number:
+            in_flight -= nbytes[ended]
             ended += 1
         counts.append(ended)
     return counts

@@ -59,7 +59,7 @@ class _Sinking:
         self._timeline = timeline
         self._makes, self._ahead = making(timeline), gathers_ahead(timeline)
         self._made = 0  # bytes of gradients that are made, or being made, and not yet launched
-        self._under_way = 0  # bytes of gradients and means in flight
+        self._in_flight = 0  # bytes of gradients and means in flight
         self._ended = 0  # number of reductions of gradients that have ended
         self._waits: deque[Op] = deque()  # of reductions of gradients, oldest first
         self._waits_of_means: deque[Op] = deque()  # of reductions that read means
@@ -104,7 +104,7 @@ class _Sinking:
             self._continue_means()
         while self._waits or self._waits_of_means:
             due = is_last or not self._missing.isdisjoint(op.reads)
-            room = bound - self._made - self._under_way
+            room = bound - self._made - self._in_flight
             if not (due or (grows and room < 0) or (self._ended < begun and room < starting)):
                 return
             has_others = len(self._waits) + len(self._waits_of_means) > 1
@@ -129,13 +129,13 @@ class _Sinking:
             self._after_collective += 1
 
     def _wait(self, wait: Op, place: int) -> None:
-        self._under_way -= self._timeline.full_bytes(wait)
+        self._in_flight -= self._timeline.full_bytes(wait)
         self._missing.difference_update(wait.writes)
         self.ops.insert(place, wait)
         self._after_collective = place + 1
 
     def _launch(self, op: Op, place: int) -> None:
-        self._under_way += self._timeline.full_bytes(op)
+        self._in_flight += self._timeline.full_bytes(op)
         self.ops.insert(place, op)
 
 

@@ -193,10 +193,10 @@ def _check_gather(timeline: Timeline, index: int, op: Op, shards: Mapping[str, s
 
 def _check_waits(timeline: Timeline) -> None:
     """Check that exactly one wait ends each launch, later in the same phase, and that only waits read handles."""
-    under_way: dict[str, int] = {}
+    in_flight: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
         if op.kind is Kind.WAIT:
-            launched = under_way.pop(op.reads[0], None) if len(op.reads) == 1 else None
+            launched = in_flight.pop(op.reads[0], None) if len(op.reads) == 1 else None
             if launched is None:
                 raise fault(timeline, index, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
             launch = timeline.ops[launched]
@@ -207,8 +207,8 @@ def _check_waits(timeline: Timeline) -> None:
         elif handles := [name for name in op.reads if name in timeline.launches]:
             raise fault(timeline, index, f"reads {handles[0]}, a handle that only a wait may read")
         if op.kind in LAUNCHES:
-            under_way[op.writes[0]] = index
-    for launched in under_way.values():
+            in_flight[op.writes[0]] = index
+    for launched in in_flight.values():
         raise fault(timeline, launched, "is never waited for")
 
 

@@ -24,24 +24,24 @@ def check_in_flight(timeline: Timeline) -> None:
     """
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
-    under_way: Counter[Kind] = Counter()
+    in_flight: Counter[Kind] = Counter()
     launches: Counter[Kind] = Counter()
     for index, op in enumerate(timeline.ops):
         if op.kind in LAUNCHES:
             size = timeline.full_bytes(op)
-            under_way[op.kind] += size
+            in_flight[op.kind] += size
             launches[op.kind] += size > 0
             is_awaited = timeline.ops[index + 1].reads == op.writes
-            if not is_awaited and size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
-                raise fault(timeline, index, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
+            if not is_awaited and size > 0 and launches[op.kind] > 1 and in_flight[op.kind] > bound:
+                raise fault(timeline, index, f"puts {in_flight[op.kind]} bytes in flight; in_flight_bytes is {bound}")
         elif op.kind is Kind.WAIT:
             kind = timeline.launches[op.reads[0]].kind
-            under_way[kind] -= timeline.full_bytes(op)
+            in_flight[kind] -= timeline.full_bytes(op)
             launches[kind] -= timeline.full_bytes(op) > 0
 
 
 def _check_ahead(timeline: Timeline) -> None:
-    """Check that at most ``Sizes.prefetch`` units, but at least one, are gathered ahead.
+    """Check that at most ``Sizes.prefetch`` units are gathered ahead; one unit always may be.
 
     A unit is ahead until one of its gathers has ended, or a parameter is read that forward gathered for backward. A
     gather that is waited for immediately does not count.
@@ -92,30 +92,30 @@ def check_making(timeline: Timeline) -> None:
     begun = making(timeline)
     ahead = gathers_ahead(timeline)
     running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
-    made_bytes = under_way = reductions = 0
+    made_bytes = in_flight = reductions = 0
     for index, op in enumerate(timeline.ops):
         made_bytes += begun[index]
-        if (begun[index] or op.kind is Kind.REDUCE) and under_way and under_way + made_bytes > bound:
+        if (begun[index] or op.kind is Kind.REDUCE) and in_flight and in_flight + made_bytes > bound:
             raise fault(
                 timeline,
                 index,
-                f"makes {made_bytes} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is "
+                f"makes {made_bytes} bytes of gradients while {in_flight} bytes are in flight; in_flight_bytes is "
                 f"{bound}",
             )
         older, starting = ahead.get(index, (0, 0))
-        if older and min(running.values(), default=older) < older and under_way + made_bytes + starting > bound:
+        if older and min(running.values(), default=older) < older and in_flight + made_bytes + starting > bound:
             raise fault(
                 timeline,
                 index,
-                f"starts {starting} bytes ahead beside {under_way + made_bytes} bytes of gradients, some of which were "
+                f"starts {starting} bytes ahead beside {in_flight + made_bytes} bytes of gradients, some of which were "
                 f"made {timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )
         if op.kind is Kind.REDUCE:
-            under_way += timeline.full_bytes(op)
+            in_flight += timeline.full_bytes(op)
             if not timeline.continues(op):
                 running[op.writes[0]] = reductions
                 reductions += 1
                 made_bytes -= timeline.full_bytes(op)
         elif timeline.ends(op, Kind.REDUCE):
             running.pop(op.reads[0], None)
-            under_way -= timeline.full_bytes(op)
+            in_flight -= timeline.full_bytes(op)
