@@ -1,6 +1,6 @@
 """Tools that explain, forecast and plan: ``thunder_zero.tools``. Nothing that trains imports them.
 
-In: a module and inputs, a model that ran, or a checkpoint. Out: answers as frozen data, which print themselves::
+In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data that prints itself::
 
     module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why there
                                       |   |

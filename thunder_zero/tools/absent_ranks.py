@@ -1,4 +1,4 @@
-"""``fake_mesh``: a mesh of ranks that are not there, for traces of modules in slices.
+"""``tz.tools.fake_mesh``: makes a mesh of absent ranks, for traces of modules in slices.
 
 ::
 
@@ -22,21 +22,21 @@ from thunder_zero.plan.policy import is_count
 
 @contextmanager
 def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Make a mesh of ranks that are not there, inside the block; its collectives send nothing.
+    """Make a mesh of absent ranks inside the block. Its collectives send nothing.
 
-    Slice the module and trace it inside the block. Traces stay good behind it; the module does not.
+    Slice the module and trace it inside the block. The traces remain valid after the block, the module does not.
 
     >>> with tz.tools.fake_mesh((4, 2)) as mesh:
     ...     traces = tz.trace(parallelize_module(module, mesh["tp"], plan), tokens, mesh=mesh)
 
     Args:
         shape: ranks along each dimension.
-        names: of the dimensions, as :func:`thunder_zero.compile` takes them: those of data first.
-        rank: the rank that this process plays.
+        names: names of the dimensions, as for :func:`thunder_zero.compile`: data dimensions first.
+        rank: the rank that this process stands for.
 
     Raises:
-        ValueError: ``shape`` and ``names`` differ in length; a size is no number of ranks; no such rank.
-        RuntimeError: there is a process group, whose ranks are real.
+        ValueError: ``shape`` and ``names`` differ in length; a size is no number of ranks; there is no such rank.
+        RuntimeError: there is a process group already.
     """
     if not shape or len(shape) != len(names) or not all(is_count(size) and size for size in shape):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""``tz.tools.programs``: which programs a model of ``tz.compile`` has, and what each took."""
+"""``tz.tools.programs``: lists what a model of ``tz.compile`` has compiled, and what it took."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from thunder.core.module import ThunderModule
 
 @dataclass(frozen=True, repr=False)
 class CompiledProgram:
-    """A program that a model has, for calls of one kind.
+    """A compiled program of a model, for calls of one kind.
 
     Attributes:
         graph: the name of the function that dynamo captured.
         kind: ``"training"``, ``"no_sync"`` or ``"forward alone"``.
         inputs: the shapes of the inputs, by their names; a size that is a symbol, such as ``s27``, may be any number.
-        seconds: of wall-clock time, to trace and compile it, without dynamo's part.
-        nbytes: by how much the resident memory of the process grew meanwhile.
-        why: why dynamo captured the function once more, in its words; None if it was its first time, or if the program
-            is another one of a graph that there was.
+        seconds: wall-clock seconds to trace and compile it, without dynamo's part.
+        nbytes: by how many bytes the resident memory of the process grew meanwhile.
+        why: why dynamo captured the function again, in its words; None if it was captured for the first time, or if
+            its graph has an earlier program.
     """
 
     graph: str
@@ -39,23 +39,23 @@ class CompiledProgram:
         return "  ".join(part for part in self.cells() if part)
 
     def cells(self) -> tuple[str, ...]:
-        """Return what a row of a table says of it."""
+        """Return the program as the cells of a table's row."""
         inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in self.inputs.items())
         return self.graph, self.kind, inputs, f"{self.seconds:.1f} s", size(self.nbytes), self.why or ""
 
 
 class ProgramTable(tuple[CompiledProgram, ...]):
-    """Programs, as text one a line."""
+    """Programs that print one a line."""
 
     def __repr__(self) -> str:
-        rows = [each.cells() for each in self]
+        rows = [program.cells() for program in self]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines) or "no programs: the model was not called yet"
 
 
 def programs(model: ThunderModule) -> ProgramTable:
-    """Return the programs that a model of :func:`thunder_zero.compile` has, the one that ran last at the end.
+    """Return the programs of a model of :func:`thunder_zero.compile`. The program that ran last is the last.
 
     >>> print(tz.tools.programs(model))
     graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB

@@ -1,7 +1,7 @@
-"""``trace``: the traces of any rank of any world, in one process, without a process group.
+"""``tz.trace``: makes the traces of any rank of any world, in one process, without a process group.
 
-Dynamo captures a module once, for programs under many policies: for ``trace`` one, for ``tz.tools.fit`` and
-``tz.tools.plan_training`` those that they compare. What Thunder makes of a module is for ``trace`` alone.
+In: a module and inputs. Out: ``Traces``. Dynamo captures a module once, for programs under many policies: one policy
+for ``trace``, several for ``tz.tools.fit`` and ``tz.tools.plan_training``. Thunder's front end serves ``trace`` alone.
 """
 
 from __future__ import annotations
@@ -65,30 +65,31 @@ def trace(
     dynamic: bool = False,
     **kwargs: Any,
 ) -> Traces:
-    """The traces that one rank of ``world_size`` would run for these arguments.
+    """Return the traces that one rank of ``world_size`` would run for these arguments.
 
-    Needs no process group, no other process and no GPU, allocates no parameters, and does not change
-    ``torch.distributed`` or the module.
+    It needs no process group, no other process and no GPU. It allocates no parameters, and changes neither
+    ``torch.distributed`` nor the module.
 
     Args:
-        module: a plain module. If it is on the meta device, the traces are those of a run on the CPU, and only shapes
-            and dtypes of tensors among the arguments count. Traces for CUDA need a module on a CUDA device: which
-            kernels attention and a fuser take there is asked of the device.
+        module: a plain module. On the meta device it is traced for the CPU, and only shapes and dtypes of tensors
+            among the arguments count. Traces for CUDA need a module on a CUDA device, which says which kernels
+            attention and a fuser take there.
         args, kwargs: the arguments of its forward.
         policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks that share one copy of the model (default: 8).
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
-        mesh, dp_mesh_dims: in place of these three, as for :func:`thunder_zero.compile`: for a module that torch's
-            ``parallelize_module`` has sliced. :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
-        synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
-        fuse: as for :func:`thunder_zero.compile`; the traces have one line for what inductor would compile.
-        executors: those of ``thunder.jit``; of "thunder" alone.
-        frontend: "dynamo": the program of :func:`thunder_zero.compile`. "thunder": that of ``thunder.jit``.
-        dynamic: sizes of the arguments are symbols, for :func:`thunder_zero.tools.resized`; of "dynamo" alone.
-        device: the sizes that the policy leaves open, and the operators of attention, are those for this device, such
-            as ``"h100"``; other lines are those of a run on the module's device, and of one on the CPU for a module on
-            the meta device (default: the module's).
+        mesh, dp_mesh_dims: in place of ``world_size``, ``rank`` and ``replicas``, as for
+            :func:`thunder_zero.compile`: for a module that torch's ``parallelize_module`` has sliced.
+            :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
+        synced: True for the program outside ``no_sync``; False for the program inside, which defers gradients.
+        fuse: as for :func:`thunder_zero.compile`; the traces have one line for each region that inductor would compile.
+        executors: executors of ``thunder.jit``; only for the front end "thunder".
+        frontend: "dynamo" for the program of :func:`thunder_zero.compile`, "thunder" for the program of
+            ``thunder.jit``.
+        dynamic: True if sizes of the arguments are symbols, for :func:`thunder_zero.tools.resized`; only for "dynamo".
+        device: a device such as ``"h100"``, for the sizes that the policy leaves open and for the operators of
+            attention. Other lines are for the module's device, which is the default.
 
     Returns:
         The forward and backward traces, their timeline and the plan.
@@ -97,8 +98,8 @@ def trace(
         TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
             which does not take it.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or given beside a mesh; the
-            module has no parameters; no such front end, or an argument of the other one; slices that are not those of
-            the mesh.
+            module has no parameters; there is no such front end, or an argument is for the other one; the slices do
+            not fit the mesh.
         RuntimeError: dynamo captures forward as several graphs.
     """
     if frontend not in FRONTENDS:
@@ -122,13 +123,15 @@ def trace(
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     if slices and frontend != "dynamo":
         raise ValueError("parameters are DTensors, and Thunder's front end traces none; leave out frontend")
-    asked = Asked(module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices, partial)
-    return FRONTENDS[frontend](asked)
+    request = TraceRequest(
+        module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices, partial
+    )
+    return FRONTENDS[frontend](request)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to trace: the arguments of :func:`programs_of`."""
+class TraceRequest:
+    """What to trace. The fields are the arguments of :func:`programs_of`."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -145,11 +148,11 @@ class Asked:
 
     @property
     def for_gpu(self) -> bool:
-        """Whether the device is a GPU: one by name, or of a description, is; those that were calibrated are CPUs."""
+        """True if the given device is a GPU: named and described devices are, calibrated ones are CPUs."""
         return self.device is not None and not isinstance(device_of(self.device), Calibrated)
 
     def plan(self, policy: Policy | int) -> Plan:
-        """The plan under another policy."""
+        """Return the plan under a policy."""
         if not self.mesh.is_sliced:
             require_plain_tensors(self.module)
         plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices, self.partial)
@@ -157,10 +160,10 @@ class Asked:
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
     def inputs(self, plan: Plan, shaped: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-        """The arguments of forward in the dtypes of compute; of tensors on the meta device what ``shaped`` makes."""
+        """Return the arguments of forward in the dtypes of compute; ``shaped`` replaces tensors on the meta device."""
         name, args, kwargs = type(self.module).__name__, tuple(self.args), dict(self.kwargs)
-        given = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
-        args, kwargs = tree_map_only(Tensor, lambda each: shaped(each) if each.is_meta else each, given)
+        inputs = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: shaped(tensor) if tensor.is_meta else tensor, inputs)
         return args, kwargs
 
 
@@ -176,11 +179,16 @@ def programs_of(
     slices: Mapping[str, int] | None = None,
     partial: Container[str] = (),
 ) -> ProgramSource:
-    """Capture a module by dynamo; most of the time that a compilation takes. The arguments are those of :func:`trace`;
-    ``mesh`` is that of the rank, ``slices`` are the dimensions along which parameters are sliced, and ``partial`` the
-    parameters whose gradients are summed over slices."""
+    """Capture a module by dynamo, which takes most of the time of a compilation.
+
+    Args:
+        module, args, kwargs, policy, synced, fuse, device: as for :func:`trace`.
+        mesh: the mesh of the rank.
+        slices: the dimensions along which parameters are sliced, by path.
+        partial: paths of parameters whose gradients are summed over slices.
+    """
     return ProgramSource(
-        Asked(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}, partial=partial)
+        TraceRequest(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}, partial=partial)
     )
 
 
@@ -190,19 +198,22 @@ CPU = torch.device("cpu")
 class ProgramSource:
     """A module that dynamo and AOTAutograd capture once, as ``tz.compile`` does."""
 
-    def __init__(self, asked: Asked) -> None:
-        require_known(asked.fuse)
-        self._asked, plan = asked, asked.plan(asked.policy)
-        with _standing_in(asked.module, plan, _as_captured), left_to_plan(asked.module):
-            given = asked.inputs(plan, shape_of)
-            self._exported = export(asked.module, *given, plan, for_gpu=asked.for_gpu, dynamic=asked.dynamic)
-        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), asked.synced)
+    def __init__(self, request: TraceRequest) -> None:
+        require_known(request.fuse)
+        self._request, plan = request, request.plan(request.policy)
+        with _replaced_tensors(request.module, plan, _as_captured), left_to_plan(request.module):
+            inputs = request.inputs(plan, shape_of)
+            self._exported = export(request.module, *inputs, plan, for_gpu=request.for_gpu, dynamic=request.dynamic)
+        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
-        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
-        that are kept or computed again, bytes of buckets and in flight. ``mesh``: in place of the first one."""
-        exported, fuses = self._exported, self._asked.fuse is not None
-        plan = replace(self._asked, mesh=mesh or self._asked.mesh).plan(policy)
+        """Return the traces under another policy, and on another mesh if one is given.
+
+        The policy may differ from the captured one in its stage and in what is scheduled: the units that are kept or
+        recomputed, the bytes of buckets and in flight.
+        """
+        exported, fuses = self._exported, self._request.fuse is not None
+        plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
         executor = ZeroExecutor(plan, DryRuntime(self._mode.synced))
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.joint.trace.args]
@@ -211,7 +222,7 @@ class ProgramSource:
 
 
 class DryTransform(ProgramTransform):
-    """Makes the programs that ZeroTransform would."""
+    """A transform that makes the programs of ZeroTransform without a model's state."""
 
     def __init__(self, plan: Plan, synced: bool) -> None:
         super().__init__()
@@ -224,26 +235,29 @@ class DryTransform(ProgramTransform):
         self.install(model, self._plan, self._runtime)
 
 
-def _of_dynamo(asked: Asked) -> Traces:
-    return ProgramSource(asked).under(asked.policy)
+def _trace_with_dynamo(request: TraceRequest) -> Traces:
+    return ProgramSource(request).under(request.policy)
 
 
-def _of_thunder(asked: Asked) -> Traces:
-    """The traces that Thunder makes in the first call of a jitted module."""
-    plan = asked.plan(asked.policy)
-    transform = DryTransform(plan, asked.synced)
-    with _standing_in(asked.module, plan, _as_computed):
-        jitted = thunder.jit(asked.module, transforms=[transform], executors=asked.executors)
-        args, kwargs = asked.inputs(plan, _without_memory)
+def _trace_with_thunder(request: TraceRequest) -> Traces:
+    """Return the traces that Thunder makes in the first call of a jitted module."""
+    plan = request.plan(request.policy)
+    transform = DryTransform(plan, request.synced)
+    with _replaced_tensors(request.module, plan, _as_computed):
+        jitted = thunder.jit(request.module, transforms=[transform], executors=request.executors)
+        args, kwargs = request.inputs(plan, _without_memory)
         cached, *_ = compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
     return transform.entry(cached).traces()
 
 
-FRONTENDS: dict[str, Callable[[Asked], Traces]] = {"dynamo": _of_dynamo, "thunder": _of_thunder}
+FRONTENDS: dict[str, Callable[[TraceRequest], Traces]] = {
+    "dynamo": _trace_with_dynamo,
+    "thunder": _trace_with_thunder,
+}
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
-    """Of the device, or else of the GPU that the module is on; None for host memory."""
+    """Return the memory of the device, or of the GPU that the module is on, in bytes; None for host memory."""
     if device is not None:
         return device_of(device).memory_bytes
     on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
@@ -251,11 +265,11 @@ def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
 
 
 def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a field of Policy that forward does not take: Thunder's error would not say where it belongs."""
+    """Refuse a field of Policy that forward does not take, since Thunder's error would not say where it belongs."""
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in [each.name for each in fields(Policy) if each.name in kwargs and each.name not in parameters]:
+    for name in [item.name for item in fields(Policy) if item.name in kwargs and item.name not in parameters]:
         change = f"{name}={kwargs[name]!r}"
         policy = repr(kwargs[name]) if name == "stage" else f"dataclasses.replace(thunder_zero.ZERO3, {change})"
         raise TypeError(
@@ -264,19 +278,21 @@ def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _standing_in(
-    module: nn.Module, plan: Plan, stand_in: Callable[[str, nn.Parameter | Tensor, Param | None], Tensor]
+def _replaced_tensors(
+    module: nn.Module, plan: Plan, substitute: Callable[[str, nn.Parameter | Tensor, Param | None], Tensor]
 ) -> Iterator[None]:
-    """Inside the block, the module has other parameters and buffers, and casts its inputs and outputs. What is on the
-    meta device stands on the CPU instead, without memory, so that the trace is that of a run."""
+    """Replace the module's parameters and buffers inside the block, and let it cast its inputs and outputs.
+
+    Substitutes of tensors on the meta device are on the CPU, without memory, so that the trace is that of a run.
+    """
     originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
     originals += module.named_buffers(remove_duplicate=False)
-    made: dict[int, Tensor] = {}  # by original: a tied parameter stays one
+    substitutes: dict[int, Tensor] = {}  # by identity of the original, so that ties remain
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original in originals:
-            if id(original) not in made:
-                made[id(original)] = stand_in(name, original, plan.by_name.get(name))
-            set_tensor(module, name, made[id(original)])
+            if id(original) not in substitutes:
+                substitutes[id(original)] = substitute(name, original, plan.by_name.get(name))
+            set_tensor(module, name, substitutes[id(original)])
         try:
             yield
         finally:
@@ -285,14 +301,14 @@ def _standing_in(
 
 
 def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """A placeholder of a parameter that is planned, as while a model runs."""
+    """Return a placeholder for a planned parameter, as while a model runs, or the tensor itself."""
     if param is not None and isinstance(original, nn.Parameter):
         return placeholder_of(param.path, original, param.compute_dtype, _device(original))
     return shape_of(original) if original.is_meta else original
 
 
 def _as_computed(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """A tensor as compute sees it: itself, if it needs no cast and is on a real device."""
+    """Return a tensor as compute sees it: itself, if it needs no cast and is on a real device."""
     dtype = original.dtype if param is None else param.compute_dtype
     if dtype is original.dtype and not original.is_meta:
         return original
@@ -306,5 +322,5 @@ def _device(original: Tensor) -> torch.device:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU that looks like one on the meta device, with the memory of one element."""
+    """Return a tensor on the CPU with the shape of one on the meta device, and the memory of a single element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -25,8 +25,8 @@ Seconds = dict[str, float]
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
     """Measure how long a model computes between gathers, and how fast its gathers are.
 
-    A collective: all ranks call it, and all get the same times, the mean over ranks of medians, to three digits. The
-    model trains as usual in ``step``; then every bucket is gathered ``steps`` times by itself.
+    All ranks call it together, and get equal times: the mean over ranks of medians, to three digits. The model trains
+    as usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
 
     >>> times = tz.tools.measure_times(model, step)
     >>> faster = thunder.jit(module, transforms=[tz.ZeroTransform(times=times)])
@@ -69,7 +69,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
 
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
-    """Bytes that a rank sends and receives in a second while buckets are gathered one by one; infinite if none are."""
+    """Return the bytes per second that a rank sends and receives in gathers one by one; infinite without gathers."""
     buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
     nbytes = sum(buckets.values())
     if not nbytes:
@@ -78,24 +78,31 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
 
 
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
-    """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
+    """Return the seconds of compute behind each gather's wait until the next gather's, in forward and in backward.
 
-    The last gather of a phase has none. Waits for reductions in between do not count as compute. A path that is the
-    first one of several buckets of a phase gets the shortest time. Of each wait ``expected`` has, in order, the first
-    path of the bucket, whether it ends a gather, and whether it is in backward.
+    Waits for reductions in between do not count as compute. The last gather of a phase has no seconds. If several
+    buckets of a phase begin with the same path, it gets the shortest time.
+
+    Args:
+        waits: the waits of one step, in order.
+        expected: for each wait of the timeline the first path of its bucket, whether it ends a gather, and whether it
+            is in backward.
+
+    Raises:
+        RuntimeError: the step did not run forward and backward once.
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]
-    for number, (found, wanted) in enumerate(zip_longest(ran, planned)):
-        if found != wanted:
+    for number, (actual, wanted) in enumerate(zip_longest(ran, planned)):
+        if actual != wanted:
             should = "should not run" if wanted is None else f"should end {wanted}"
-            did = "it did not run" if found is None else f"it ended {found}"
+            did = "it did not run" if actual is None else f"it ended {actual}"
             raise RuntimeError(
                 f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
                 f"give a step that runs each once"
             )
-    gathers = [(at, backward) for at, (_, gather, backward) in enumerate(expected) if gather]
-    forward, backward = ([at for at, phase in gathers if phase is wanted] for wanted in (False, True))
+    gathers = [(index, backward) for index, (_, gather, backward) in enumerate(expected) if gather]
+    forward, backward = ([index for index, phase in gathers if phase is wanted] for wanted in (False, True))
     return _between(waits, forward), _between(waits, backward)
 
 
@@ -105,8 +112,8 @@ def _name(path: str, gather: bool) -> str:
 
 def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
     seconds: Seconds = {}
-    for at, following in pairwise(gathers):
-        spans = [before.returned.until(after.called) for before, after in pairwise(waits[at : following + 1])]
-        path = waits[at].path
+    for wait, following in pairwise(gathers):
+        spans = [before.returned.until(after.called) for before, after in pairwise(waits[wait : following + 1])]
+        path = waits[wait].path
         seconds[path] = min(sum(spans), seconds.get(path, sum(spans)))
     return seconds

@@ -1,4 +1,4 @@
-"""What one program does more or less than another, unit by unit: frozen data, and as text.
+"""Holds what one program does more or less than another, by unit: frozen data that prints itself.
 
 ::
 
@@ -26,18 +26,18 @@ MOST = 12  # lines of units in a summary
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a rank does in a step for one unit, or for all.
+    """The figures of a step of one rank, for one unit or for all.
 
     Attributes:
-        gathers: how many launches gather parameters.
-        reductions: how many launches reduce gradients.
-        gather_bytes, reduce_bytes: sent in them.
-        slices: how many launches are of torch's tensor parallelism, which belong to no unit: 0 of a unit.
-        slice_bytes: sent in them.
+        gathers: the number of launches that gather parameters.
+        reductions: the number of launches that reduce gradients.
+        gather_bytes, reduce_bytes: the bytes that they send.
+        slices: the number of launches of torch's tensor parallelism. They belong to no unit, so a unit has 0.
+        slice_bytes: the bytes that these launches send.
         gathered_at_most: the most bytes of gathered parameters alive at once.
-        recomputed: operations of forward that backward recomputes, without views of parameters; fusers may
-            merge them.
-        recomputed_flops: FLOPs of their products, attention and convolutions.
+        recomputed: the number of operations of forward that backward recomputes, without views of parameters; fusers
+            may merge them.
+        recomputed_flops: FLOPs of the recomputed products, attention and convolutions.
     """
 
     gathers: int
@@ -52,7 +52,7 @@ class Figures:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in all launches."""
+        """The bytes that a rank sends in all launches."""
         return self.gather_bytes + self.reduce_bytes + self.slice_bytes
 
 
@@ -61,13 +61,13 @@ Pair = tuple[Figures, Figures]
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """Two programs of one module; each pair has the first program's figures, then the second's.
+    """The figures of two programs of one module. Each pair has the first program's, then the second's.
 
     Attributes:
-        plans: of both.
-        units: by path, in the order of forward; "" is the root unit.
-        total: of all units.
-        peaks: the peak of memory in forward and backward, as ``tz.tools.memory`` forecasts it; None if it cannot.
+        plans: the plans of both.
+        units: figures by path of the unit, in the order of forward; "" is the root unit.
+        total: figures of all units.
+        peaks: the peak of memory in forward and backward, as ``tz.tools.memory`` forecasts it; None without a forecast.
         at_rest: bytes of memory between steps; None if there is no forecast.
     """
 
@@ -82,21 +82,21 @@ class Difference:
         return summed_up(self, f"{_title(*self.plans)}; this rank sends {sent} in a step")
 
     def __str__(self) -> str:
-        """The table, with 12 lines of units."""
+        """Return the table, with 12 lines of units at most."""
         return "\n".join(_lines(self, MOST))
 
     def table(self) -> str:
-        """A line for each unit, or for several alike, of at most 100 columns: ``a -> b`` where the programs differ."""
+        """Return a line for each unit, or for several that are alike: ``a -> b`` where the programs differ."""
         return "\n".join(_lines(self, len(self.units)))
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "gathers": lambda one: str(one.gathers),
-    "reduces": lambda one: str(one.reductions),
-    "sent": lambda one: size(one.sent_bytes),
-    "gathered": lambda one: size(one.gathered_at_most),
-    "recomputed": lambda one: str(one.recomputed),
-    "its FLOP": lambda one: count(one.recomputed_flops),
+    "gathers": lambda figures: str(figures.gathers),
+    "reduces": lambda figures: str(figures.reductions),
+    "sent": lambda figures: size(figures.sent_bytes),
+    "gathered": lambda figures: size(figures.gathered_at_most),
+    "recomputed": lambda figures: str(figures.recomputed),
+    "its FLOP": lambda figures: count(figures.recomputed_flops),
 }
 
 
@@ -116,7 +116,7 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
         at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
         yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
     yield "sent: by this rank in a step; gathered: the most bytes of full parameters at once"
-    counts, sent = ([getattr(one, name) for one in difference.total] for name in ("slices", "slice_bytes"))
+    counts, sent = ([getattr(figures, name) for figures in difference.total] for name in ("slices", "slice_bytes"))
     if any(counts):
         launches = f"collectives of tensor parallelism: {_change(*map(str, counts))}"
         yield f"{launches}, which send {_change(*map(size, sent))} of all"
@@ -133,7 +133,7 @@ def _title(first: Plan, second: Plan) -> str:
 
 
 def _changed(first: Policy, second: Policy) -> Iterator[str]:
-    """``prefetch 2 -> 0``; of a long value the name alone."""
+    """Yield changed fields of the policy, such as ``prefetch 2 -> 0``, or the name alone if the values are long."""
     for name in [field.name for field in fields(Policy) if field.name != "stage"]:
         before, after = getattr(first, name), getattr(second, name)
         if before != after:
@@ -142,7 +142,7 @@ def _changed(first: Policy, second: Policy) -> Iterator[str]:
 
 
 def _names(units: Sequence[str], width: int) -> str:
-    """Units in a row with equal figures share a line."""
+    """Return the name of a line that stands for neighbouring units with equal figures."""
     if len(units) > 1:
         parents = {unit.rpartition(".")[0] for unit in units}
         last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]

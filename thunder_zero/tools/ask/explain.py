@@ -1,7 +1,7 @@
 """``tz.explain``: where a parameter is gathered and why there, when it is freed and reduced.
 
-Traces and the path of a parameter go in; their timeline says where its lines are, and the bounds of the prefetch pass
-say why there::
+In: traces and the path of a parameter. Out: an :class:`Explanation`. The timeline has the lines that handle the
+parameter, and the prefetch pass says which bound put each gather there::
 
     gather      fut0 = zero_all_gather(t_w, 'h.1.w')
                 alone; it starts right after the wait for h.0.w, one unit ahead (Policy.prefetch)
@@ -43,14 +43,14 @@ NEAR = 3  # names that an error proposes
 
 
 def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
-    """What happens to one parameter in a step; ``print`` it.
+    """Return what happens to one parameter in a step; ``print`` it.
 
     >>> print(tz.explain(traces, "blocks.3.mlp.weight", device="h100"))
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: of the parameter, as in ``module.named_parameters()``; another name of a tied one will do.
-        device: as for :func:`thunder_zero.tools.estimate`, for seconds on the wire and exposed seconds.
+        path: the parameter, as in ``module.named_parameters()``; a tied parameter has several paths, and any will do.
+        device: as for :func:`thunder_zero.tools.estimate`; with it there are seconds on the wire and exposed seconds.
 
     Returns:
         This rank's rows; each gather with the lines that launch it, wait for it, read the parameter and free it, why
@@ -61,20 +61,23 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         TypeError: neither traces nor a model with ZeroTransform; ``device`` is no device.
         RuntimeError: the model was not called yet.
     """
-    of = None if device is None else device_of(device)
+    described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     _require_parameter(path, traces)
-    spans = None if of is None else estimate(traces, of).spans
-    return _explained(_Program(traces, spans, None if of is None else of.name), traces.plan.by_name[path])
+    if described is None:
+        program = _Program(traces, None, None)
+    else:
+        program = _Program(traces, estimate(traces, described).spans, described.name)
+    return _explanation(program, traces.plan.by_name[path])
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
-    """What :func:`thunder_zero.explain` says of each parameter, by path; ``spans`` are of ``traces.timeline``."""
+    """Return the explanation of each parameter, by path. ``spans`` are of ``traces.timeline``."""
     program = _Program(traces, spans, device)
-    return {param.path: _explained(program, param) for param in traces.plan.params}
+    return {param.path: _explanation(program, param) for param in traces.plan.params}
 
 
-def _explained(program: _Program, param: Param) -> Explanation:
+def _explanation(program: _Program, param: Param) -> Explanation:
     traces, plan = program.traces, program.traces.plan
     gathers, gradient = _gathers(program, param), _gradient(program, param)
     owned = plan.geometry(param).rows
@@ -111,12 +114,19 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 @dataclass(frozen=True)
 class _Program:
-    """What the explanations of all parameters share; ``spans`` and ``device`` are None without a forecast of time."""
+    """A program with what the explanations of all parameters share.
+
+    Attributes:
+        traces: the program.
+        spans: when operations run; None without a forecast of time.
+        device: the name of the device of that forecast; None without one.
+        codes: statements by position of their operation; the parameters of a bucket share them.
+    """
 
     traces: Traces
     spans: Sequence[Span] | None
     device: str | None
-    codes: dict[int, str] = field(default_factory=dict)  # by position: a bucket's parameters share its lines
+    codes: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
@@ -126,76 +136,81 @@ class _Program:
     def why(self) -> dict[str, tuple[int, Bound]]:
         return bounds(self.traces.timeline)
 
-    # Where operations are, ascending, so that no parameter searches the whole timeline.
+    # Positions of operations, ascending, so that no parameter searches the whole timeline.
 
     @cached_property
     def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
-        """By kind and path: gathers, reductions and deferrals."""
+        """Positions of gathers, reductions and deferrals, by kind and path."""
         kinds = (Kind.GATHER, Kind.REDUCE, Kind.DEFER)
         ops = self.traces.timeline.ops
-        return _grouped(((op.kind, path), at) for at, op in enumerate(ops) if op.kind in kinds for path in op.params)
+        return _grouped(
+            ((op.kind, path), index) for index, op in enumerate(ops) if op.kind in kinds for path in op.params
+        )
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """By value. The last operation is the return, which computes nothing."""
-        return _grouped((name, at) for at, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
+        """Positions of operations that read a value, by value. The return, which is the last, is left out."""
+        return _grouped((name, index) for index, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
 
     @cached_property
     def spans_by_op(self) -> Mapping[int, Sequence[Span]]:
         return _grouped((span.op, span) for span in self.spans or ())
 
     def reader(self, name: str, kind: Kind, after: int = -1) -> int | None:
-        """The first operation of this kind behind a position that reads a value."""
-        found = (at for at in self.readers.get(name, ()) if at > after and self.traces.timeline.ops[at].kind is kind)
-        return next(found, None)
+        """Return the first operation of a kind behind position ``after`` that reads a value; None if there is none."""
+        ops = self.traces.timeline.ops
+        return next((index for index in self.readers.get(name, ()) if index > after and ops[index].kind is kind), None)
 
     def lines(self, *positions: int | None) -> dict[int | None, Line]:
-        found: dict[int | None, Line] = {}
-        for at in positions:
-            if at is not None:
-                op = self.traces.timeline.ops[at]
-                code = self.codes[at] = self.codes.get(at) or code_of(op, self.traces)
-                found[at] = Line("backward" if op.backward else "forward", op.source[0], code)
-        return found
+        """Return the lines of operations by their positions; None is left out."""
+        lines: dict[int | None, Line] = {}
+        for index in positions:
+            if index is not None:
+                op = self.traces.timeline.ops[index]
+                code = self.codes[index] = self.codes.get(index) or code_of(op, self.traces)
+                lines[index] = Line("backward" if op.backward else "forward", op.source[0], code)
+        return lines
 
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
-        """Return how long a bucket is on the wires, and how long compute waits for it, given the positions of its
-        launches and waits; without overlap compute waits at a launch."""
+        """Return how long a bucket is on the wires, and how long compute waits for it.
+
+        ``positions`` are those of its launches and waits. Without overlap compute waits at a launch.
+        """
         if self.spans is None:
             return None, None
-        spans = [span for at in positions if at is not None for span in self.spans_by_op.get(at, ())]
+        spans = [span for index in positions if index is not None for span in self.spans_by_op.get(index, ())]
         wire = sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE)
         return wire, sum(span.seconds for span in spans if span.waits)
 
 
 def _grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for key, item in pairs:
-        found.setdefault(key, []).append(item)
-    return found
+        groups.setdefault(key, []).append(item)
+    return groups
 
 
 def _gathers(program: _Program, param: Param) -> tuple[Gathered, ...]:
-    ops, found = program.traces.timeline.ops, program.launches.get((Kind.GATHER, param.path), ())
-    return tuple(_gathered(program, param, at, *program.why[ops[at].writes[0]]) for at in found)
+    ops, launches = program.traces.timeline.ops, program.launches.get((Kind.GATHER, param.path), ())
+    return tuple(_gathered(program, param, launch, *program.why[ops[launch].writes[0]]) for launch in launches)
 
 
-def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound) -> Gathered:
+def _gathered(program: _Program, param: Param, launch: int, after: int, bound: Bound) -> Gathered:
     timeline = program.traces.timeline
-    op, plan = timeline.ops[at], timeline.plan
+    op, plan = timeline.ops[launch], timeline.plan
     wait = program.reader(op.writes[0], Kind.WAIT)
     assert wait is not None
     name = timeline.ops[wait].writes[op.params.index(param.path)]
     free = program.reader(name, Kind.FREE, after=wait)
     readers = _readers(program, name, wait)
     first, last = (readers[0], readers[-1]) if readers else (None, None)
-    lines = program.lines(at, wait, first, last, free)
-    wire, exposed = program.seconds((at, wait))
+    lines = program.lines(launch, wait, first, last, free)
+    wire, exposed = program.seconds((launch, wait))
     return Gathered(
         bucket=op.params,
         bucket_bytes=timeline.full_bytes(op),
-        launch=lines[at],
-        why_launch=_why_launch(timeline, at, after, bound),
+        launch=lines[launch],
+        why_launch=_why_launch(timeline, launch, after, bound),
         wait=lines[wait],
         first_read=lines.get(first),
         last_read=lines.get(last),
@@ -204,47 +219,47 @@ def _gathered(program: _Program, param: Param, at: int, after: int, bound: Bound
         sent_bytes=plan.gather_bytes(param),
         received_bytes=plan.gather_receives(param),
         nbytes=param.full_bytes,
-        gathered_at_most=max(program.gathered[at : len(timeline.ops) if free is None else free]),
+        gathered_at_most=max(program.gathered[launch : len(timeline.ops) if free is None else free]),
         wire_seconds=wire,
         exposed_seconds=exposed,
     )
 
 
 def _readers(program: _Program, name: str, wait: int) -> list[int]:
-    """Where something computes with a gathered value, or with one derived from it, which may be a view of it."""
+    """Return the operations that compute with a gathered value or with values derived from it, such as views."""
     timeline, names, readers = program.traces.timeline, [name], set[int]()
-    for read in names:
-        for at in program.readers.get(read, ()):
-            if at > wait and timeline.ops[at].kind is Kind.COMPUTE and at not in readers:
-                readers.add(at)
-                names += [written for written in timeline.ops[at].writes if written in timeline.derived]
+    for read in names:  # names grows
+        for index in program.readers.get(read, ()):
+            if index > wait and timeline.ops[index].kind is Kind.COMPUTE and index not in readers:
+                readers.add(index)
+                names += [written for written in timeline.ops[index].writes if written in timeline.derived]
     return sorted(readers)
 
 
 def _gradient(program: _Program, param: Param) -> Reduced | None:
     timeline, plan = program.traces.timeline, program.traces.plan
-    found = [at for kind in (Kind.REDUCE, Kind.DEFER) for at in program.launches.get((kind, param.path), ())]
-    if not found:
+    launches = [index for kind in (Kind.REDUCE, Kind.DEFER) for index in program.launches.get((kind, param.path), ())]
+    if not launches:
         return None
-    at, last = min(found), max(found)  # the same, unless means are reduced over copies
-    op = timeline.ops[at]
+    first, last = min(launches), max(launches)  # two launches where means are reduced over copies
+    op = timeline.ops[first]
     read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
-    made, travels = timeline.writer.get(read), op.kind is Kind.REDUCE
-    waits = [program.reader(timeline.ops[each].writes[0], Kind.WAIT) for each in found if travels]
-    wait = max((each for each in waits if each is not None), default=None)
-    lines = program.lines(made, at, last, wait)
-    wire, exposed = program.seconds((*found, *waits)) if travels else (None, None)
+    writer, is_sent = timeline.writer.get(read), op.kind is Kind.REDUCE
+    waits = [program.reader(timeline.ops[index].writes[0], Kind.WAIT) for index in launches if is_sent]
+    wait = max((index for index in waits if index is not None), default=None)
+    lines = program.lines(writer, first, last, wait)
+    wire, exposed = program.seconds((*launches, *waits)) if is_sent else (None, None)
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
-        made=lines.get(made),
-        launch=lines[at],
-        across=lines[last] if last > at else None,
+        made=lines.get(writer),
+        launch=lines[first],
+        across=lines[last] if last > first else None,
         wait=lines.get(wait),
         why_wait=deferred if wait is None else _why_wait(program, wait),
         bucket=op.params,
         bucket_bytes=timeline.full_bytes(op),
-        sent_bytes=plan.reduce_bytes(param) if travels else 0,
-        received_bytes=plan.reduce_receives(param) if travels else 0,
+        sent_bytes=plan.reduce_bytes(param) if is_sent else 0,
+        received_bytes=plan.reduce_receives(param) if is_sent else 0,
         nbytes=param.grad_bytes,
         wire_seconds=wire,
         exposed_seconds=exposed,
@@ -252,7 +267,7 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
-    """What the stage means for a parameter that a step gathers so many times."""
+    """Return what the stage means for a parameter, which a step gathers ``gathers`` times."""
     plan = timeline.plan
     stage = STAGES[plan.policy.stage]
     if not param.sharded:
@@ -292,9 +307,12 @@ def _why_once(param: Param, plan: Plan) -> str:
     return "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
 
 
-def _why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
-    """Why a gather starts at position ``at``, given what :func:`thunder_zero.schedule.prefetch.bounds` says."""
-    phase = "backward" if timeline.ops[at].backward else "forward"
+def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> str:
+    """Return why a gather starts where it does.
+
+    ``after`` and ``bound`` are what :func:`thunder_zero.schedule.prefetch.bounds` returns for it.
+    """
+    phase = "backward" if timeline.ops[launch].backward else "forward"
     if bound is Bound.PHASE:
         return f"it starts with {phase}, so that it ends as soon as it can"
     if bound is Bound.USE:
@@ -316,7 +334,7 @@ def _why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
 
 
 def _place(timeline: Timeline, after: int) -> str:
-    """``right after the wait for blocks.1: 6 parameters``."""
+    """Return a place such as ``right after the wait for blocks.1: 6 parameters``."""
     op = timeline.ops[after]
     if op.kind is Kind.WAIT:
         return f"right after the wait for {label(op.params, timeline.plan, gradients=False)}"
@@ -324,7 +342,7 @@ def _place(timeline: Timeline, after: int) -> str:
 
 
 def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
-    """Why the parameter that a wait brings is freed at position ``free``, or is not."""
+    """Return why the parameter that a wait brings is freed at position ``free``, or never (None)."""
     timeline = program.traces.timeline
     op = timeline.ops[wait]
     if free is None:
@@ -334,18 +352,18 @@ def _why_free(program: _Program, wait: int, free: int | None, last_read: int | N
     if timeline.ops[free].backward and not op.backward:
         return "after its last use in backward, which reads what forward gathered"
     gathers = (program.launches.get((Kind.GATHER, path), ()) for path in timeline.ops[free].params)
-    if any(at > free for of in gathers for at in of):
+    if any(index > free for indices in gathers for index in indices):
         return "after its last use in this phase; it is gathered again"
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 
-def _why_wait(program: _Program, at: int) -> str:
-    """Why a reduction is waited for at position ``at``."""
+def _why_wait(program: _Program, wait: int) -> str:
+    """Return why the wait for a reduction is at position ``wait``."""
     timeline = program.traces.timeline
-    op, rest = timeline.ops[at], timeline.ops[at + 1 :]
+    op, rest = timeline.ops[wait], timeline.ops[wait + 1 :]
     if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
         return "at the end of backward, behind all of its compute"
-    if any(program.reader(written, Kind.COMPUTE, after=at) is not None for written in op.writes):
+    if any(program.reader(written, Kind.COMPUTE, after=wait) is not None for written in op.writes):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
     if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:

@@ -1,4 +1,4 @@
-"""One parameter in one program, step by step: frozen data, and as text.
+"""Holds what happens to one parameter in one program: frozen data that prints itself.
 
 ::
 
@@ -27,7 +27,7 @@ MOST = 2  # gathers in a summary
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the trace of a phase, "forward" or "backward", with its position there, as in ``Op.source``."""
+    """A line of the trace of a phase, "forward" or "backward", with its position in that trace, as in ``Op.source``."""
 
     phase: str
     position: int
@@ -36,22 +36,22 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """From a gather of the parameter to its free.
+    """A gather of the parameter, until it is freed.
 
     Attributes:
-        bucket: paths of the parameters that travel together, this one among them.
-        bucket_bytes: of all of them, full.
-        launch: starts the gather.
-        why_launch: why it is there, and not earlier.
-        wait: ends the gather; the parameter can be read.
-        first_read, last_read: the first and the last line that computes with it, or with a value made of
-            parameters alone, which may be a view of it; None if its bucket is gathered for others only.
-        free: frees it; None if it stays.
+        bucket: paths of the parameters that are gathered in one launch, with the explained parameter.
+        bucket_bytes: the full bytes of the bucket.
+        launch: the line that starts the gather.
+        why_launch: why the launch is there, and not earlier.
+        wait: the line that ends the gather; the parameter can be read after it.
+        first_read, last_read: the first and the last line that computes with the parameter, or with a value derived
+            from parameters alone, such as a view; None if only other parameters of the bucket are read.
+        free: the line that frees the parameter; None if it stays.
         why_free: why it is freed there, or stays.
-        sent_bytes, received_bytes: of this parameter by this rank.
+        sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives.
         nbytes: its full bytes, which it occupies from the launch to the free.
-        gathered_at_most: the most bytes of gathered parameters alive meanwhile, of all parameters.
-        wire_seconds: of its bucket on the wires; None without a device.
+        gathered_at_most: the most bytes of all gathered parameters alive between launch and free.
+        wire_seconds: how long its bucket is on the wires; None without a device.
         exposed_seconds: how long compute waits for its bucket; None without a device.
     """
 
@@ -77,16 +77,16 @@ class Reduced:
     """The gradient of the parameter.
 
     Attributes:
-        made: the line that makes the full gradient; None if it is not made by one line.
-        launch: starts its reduction; under ``no_sync``, the line that defers it.
-        across: starts the reduction of the means over copies of the model; None if there is one copy.
-        wait: ends the reduction; None if it is deferred.
-        why_wait: why it is there; why the gradient is deferred.
-        bucket: paths of the parameters whose gradients travel together, this one among them.
-        bucket_bytes: of all of these gradients, full.
-        sent_bytes, received_bytes: of this gradient by this rank.
+        made: the line that makes the full gradient; None if several lines make it.
+        launch: the line that starts its reduction; under ``no_sync``, the line that defers it.
+        across: the line that starts the reduction of the means over copies of the model; None if there is one copy.
+        wait: the line that ends the reduction; None if it is deferred.
+        why_wait: why the wait is there, or why the gradient is deferred.
+        bucket: paths of the parameters whose gradients are reduced in one launch, with the explained parameter.
+        bucket_bytes: the full bytes of the bucket's gradients.
+        sent_bytes, received_bytes: bytes of this gradient that this rank sends and receives.
         nbytes: its full bytes.
-        wire_seconds: of its bucket on the wires; None without a device.
+        wire_seconds: how long its bucket is on the wires; None without a device.
         exposed_seconds: how long compute waits for its bucket; None without a device.
     """
 
@@ -106,17 +106,17 @@ class Reduced:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What happens to one parameter in a step of one rank.
+    """The life of one parameter in a step of one rank.
 
     Attributes:
-        param: its plan: path, shape, dtypes, unit, lifetime.
+        param: the parameter's plan: path, shape, dtypes, unit, lifetime.
         plan: the plan of all parameters; it has rank and world size.
-        rows: the first row of this rank, and the one after its last; None if the rank has all of it.
-        resting_bytes: of the rows on this rank between steps, with padding.
-        lifetime: what the stage means for it, in words.
-        gathers: in the order in which they run.
-        gradient: None if it gets none.
-        why_no_gradient: "" if it gets one.
+        rows: the first row of this rank, and the row after its last; None if the rank has all of the parameter.
+        resting_bytes: the bytes of the rows on this rank between steps, with padding.
+        lifetime: what the stage means for the parameter, in words.
+        gathers: its gathers, in the order in which they run.
+        gradient: its gradient; None if it gets none.
+        why_no_gradient: why it gets no gradient; "" if it gets one.
         device: the name of the device of the forecast seconds; None without a device.
     """
 
@@ -132,54 +132,56 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends for the parameter in a step."""
-        return sum(one.sent_bytes for one in self.gathers) + (self.gradient.sent_bytes if self.gradient else 0)
+        """Bytes that this rank sends for the parameter in a step."""
+        return sum(gather.sent_bytes for gather in self.gathers) + (self.gradient.sent_bytes if self.gradient else 0)
 
     @property
     def received_bytes(self) -> int:
-        """What this rank receives for the parameter in a step."""
-        return sum(one.received_bytes for one in self.gathers) + (self.gradient.received_bytes if self.gradient else 0)
+        """Bytes that this rank receives for the parameter in a step."""
+        return sum(gather.received_bytes for gather in self.gathers) + (
+            self.gradient.received_bytes if self.gradient else 0
+        )
 
     @property
     def exposed_seconds(self) -> float | None:
         """How long compute waits for the buckets of the parameter in a step; None without a device."""
-        parts = [one.exposed_seconds for one in self.gathers]
+        parts = [gather.exposed_seconds for gather in self.gathers]
         parts += [self.gradient.exposed_seconds] if self.gradient else []
         return None if self.device is None else sum(part for part in parts if part is not None)
 
     def __repr__(self) -> str:
-        return summed_up(self, f"{_named(self.param)}; {place_of(self.plan)}; {_sum(self)}")
+        return summed_up(self, f"{_name(self.param)}; {place_of(self.plan)}; {_totals(self)}")
 
     def __str__(self) -> str:
-        """Its rows, its first gathers, its gradient and the bytes of a step, as text of 100 columns."""
+        """Return text of 100 columns: the rows, the first gathers, the gradient and the bytes of a step."""
         return "\n".join(_lines(self, MOST))
 
     def table(self) -> str:
-        """The same with all gathers."""
+        """Return the text of ``str`` with all gathers."""
         return "\n".join(_lines(self, len(self.gathers)))
 
 
 def _lines(explanation: Explanation, most: int) -> Iterator[str]:
     param, plan = explanation.param, explanation.plan
-    yield from wrap(f"{_named(param)}; {place_of(plan)}", WIDTH)
+    yield from wrap(f"{_name(param)}; {place_of(plan)}", WIDTH)
     if plan.mesh.is_sliced:
         yield from _part("slice", _slice(param, plan))
     yield from _part("at rest", _at_rest(explanation))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
         yield from _part("gathers", "none: this program does not read it")
-    for one in explanation.gathers[:most]:
-        yield from _gather(one, explanation)
+    for gathered in explanation.gathers[:most]:
+        yield from _gather_lines(gathered, explanation)
     if more := len(explanation.gathers[most:]):
         yield f"... and {more} more gathers: table() has them"
     if explanation.gradient is None:
         yield from _part("gradient", f"none: {explanation.why_no_gradient}")
     else:
-        yield from _gradient(explanation.gradient, explanation)
-    yield from _part("a step", _sum(explanation))
+        yield from _gradient_lines(explanation.gradient, explanation)
+    yield from _part("a step", _totals(explanation))
 
 
-def _named(param: Param) -> str:
+def _name(param: Param) -> str:
     dtype = name_of(param.dtype)
     also = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
@@ -187,7 +189,7 @@ def _named(param: Param) -> str:
 
 
 def _slice(param: Param, plan: Plan) -> str:
-    """What torch's tensor parallelism makes of the parameter."""
+    """Return which part of the parameter torch's tensor parallelism leaves on this rank."""
     axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
     if param.sliced is None:
         return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
@@ -215,61 +217,63 @@ def _at_rest(explanation: Explanation) -> str:
     return f"{rows} of {count:,} on this rank, {size(explanation.resting_bytes)} of {whole}{padding}{where}"
 
 
-def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
-    yield one.launch.phase
-    yield from _code("gather", one.launch)
-    yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; {one.why_launch}")
-    yield from _code("wait", one.wait)
-    if one.first_read is not None and one.last_read is not None:
-        yield from _code("first use", one.first_read, one.launch)
-        if one.last_read != one.first_read:
-            yield from _code("last use", one.last_read, one.launch)
-    if one.free is None:
-        yield from _part("  free", f"never: {one.why_free}")
+def _gather_lines(gathered: Gathered, explanation: Explanation) -> Iterator[str]:
+    yield gathered.launch.phase
+    yield from _code("gather", gathered.launch)
+    yield from _part(
+        "", f"{_company(gathered.bucket, gathered.bucket_bytes, explanation.param)}; {gathered.why_launch}"
+    )
+    yield from _code("wait", gathered.wait)
+    if gathered.first_read is not None and gathered.last_read is not None:
+        yield from _code("first use", gathered.first_read, gathered.launch)
+        if gathered.last_read != gathered.first_read:
+            yield from _code("last use", gathered.last_read, gathered.launch)
+    if gathered.free is None:
+        yield from _part("  free", f"never: {gathered.why_free}")
     else:
-        yield from _code("free", one.free, one.launch)
-        yield from _part("", one.why_free)
-    memory = f"; at most {size(one.gathered_at_most)} of all gathered parameters are alive meanwhile"
-    memory = memory if one.free is not None else ""
-    yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
+        yield from _code("free", gathered.free, gathered.launch)
+        yield from _part("", gathered.why_free)
+    memory = f"; at most {size(gathered.gathered_at_most)} of all gathered parameters are alive meanwhile"
+    memory = memory if gathered.free is not None else ""
+    yield from _part("  memory", f"{size(gathered.nbytes)} of its own{memory}")
     changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
     param = explanation.param
     form = param.frozen_format or (param.gather_format if explanation.plan.gathers_bytes(param) else None)
-    yield from _part("  bytes", f"{_travels(one, form, rounds='to nearest')}{changed}")
-    yield from _time(one, explanation)
+    yield from _part("  bytes", f"{_traffic(gathered, form, rounds='to nearest')}{changed}")
+    yield from _time(gathered, explanation)
 
 
-def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
+def _gradient_lines(reduced: Reduced, explanation: Explanation) -> Iterator[str]:
     yield "gradient"
-    if one.made is not None:
-        yield from _code("made", one.made)
-    if one.wait is None:
-        yield from _code("defer", one.launch)
-        yield from _part("", one.why_wait)
+    if reduced.made is not None:
+        yield from _code("made", reduced.made)
+    if reduced.wait is None:
+        yield from _code("defer", reduced.launch)
+        yield from _part("", reduced.why_wait)
         return
-    yield from _code("reduce", one.launch)
-    starts = "as soon as the last of these gradients is made" if len(one.bucket) > 1 else "as soon as it is made"
-    yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; it starts {starts}")
-    if one.across is not None:
-        yield from _code("across", one.across)
+    yield from _code("reduce", reduced.launch)
+    starts = "as soon as the last of these gradients is made" if len(reduced.bucket) > 1 else "as soon as it is made"
+    yield from _part("", f"{_company(reduced.bucket, reduced.bucket_bytes, explanation.param)}; it starts {starts}")
+    if reduced.across is not None:
+        yield from _code("across", reduced.across)
         yield from _part("", "its mean inside of this copy is handed on where the next reduction starts")
-    yield from _code("wait", one.wait)
-    yield from _part("", one.why_wait)
+    yield from _code("wait", reduced.wait)
+    yield from _part("", reduced.why_wait)
     param, plan = explanation.param, explanation.plan
     trades = {over: plan.reduces_bytes(param, over) for over in plan.reduced_over(param)}
     form = param.reduce_format if trades.get(SHARD) else None
-    yield from _part("  bytes", _travels(one, form, rounds="at random"))
+    yield from _part("  bytes", _traffic(reduced, form, rounds="at random"))
     if (across := param.reduce_format) is not None and trades.get(REPLICATE):
         sent, whole = (plan.reduce_sends(param, over, plan.mesh.shard.place) for over in (REPLICATE, SHARD))
         off = f"off by at most {across.error('at random')}, and {across.error('to nearest')} of the mean"
         yield from _part(
             "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {across}: {off}"
         )
-    yield from _time(one, explanation)
+    yield from _time(reduced, explanation)
 
 
-def _travels(one: Gathered | Reduced, form: Format | None, rounds: str) -> str:
-    text = f"this rank sends {one.sent_bytes:,} B and receives {one.received_bytes:,} B of it"
+def _traffic(step: Gathered | Reduced, form: Format | None, rounds: str) -> str:
+    text = f"this rank sends {step.sent_bytes:,} B and receives {step.received_bytes:,} B of it"
     return text if form is None else f"{text}, as {form}: rounded {rounds}, off by at most {form.error(rounds)}"
 
 
@@ -280,17 +284,19 @@ def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:
     return f"in a bucket of {size(nbytes)} with {others} other{'s' * (others > 1)} of {param.unit or 'the root unit'}"
 
 
-def _time(one: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
-    if one.wire_seconds is None or one.exposed_seconds is None:
+def _time(step: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
+    if step.wire_seconds is None or step.exposed_seconds is None:
         return
-    what = "its bucket" if len(one.bucket) > 1 else "it"
+    what = "its bucket" if len(step.bucket) > 1 else "it"
     exposed = (
-        f"compute waits {duration(one.exposed_seconds)} for {what}" if one.exposed_seconds else "hidden behind compute"
+        f"compute waits {duration(step.exposed_seconds)} for {what}"
+        if step.exposed_seconds
+        else "hidden behind compute"
     )
-    yield from _part("  time", f"{duration(one.wire_seconds)} on the wire of {explanation.device}, {exposed}")
+    yield from _part("  time", f"{duration(step.wire_seconds)} on the wire of {explanation.device}, {exposed}")
 
 
-def _sum(explanation: Explanation) -> str:
+def _totals(explanation: Explanation) -> str:
     count = len(explanation.gathers)
     times = ["not gathered", "gathered once", "gathered twice"][count] if count < 3 else f"gathered {count} times"
     exposed = explanation.exposed_seconds
@@ -302,7 +308,7 @@ def _sum(explanation: Explanation) -> str:
 
 
 def _code(name: str, line: Line, before: Line | None = None) -> Iterator[str]:
-    """The line, and its phase if that is another than that of the line before."""
+    """Yield a line of the trace, with its phase if ``before`` is in another phase."""
     phase = f"  (in {line.phase})" if before is not None and line.phase != before.phase else ""
     yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
 

@@ -1,4 +1,4 @@
-"""``tz.print_trace``: prints the traces of a model with the meaning of each line; the same as JSON."""
+"""``tz.print_trace``: prints traces with the meaning of each line, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def print_trace(
 ) -> None:
     """Print the trace that runs, with the meaning of each line. Where several ranks call it, one prints.
 
-    Three lines say how to read the others. A line gathers, waits, computes, frees or reduces. The columns on its right
-    have the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered parameters, and
-    of all tensors, as :func:`thunder_zero.tools.memory` forecasts them, without a loss and an optimizer unless
-    ``memory`` has them. The peak is marked. The last line sums up the printed lines. Highlighted on a terminal; plain
-    text of 100 columns elsewhere.
+    The first three lines are a legend. A line of the trace gathers, waits, computes, frees or reduces. The columns on
+    its right have the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered
+    parameters, and of all tensors. The bytes of all tensors are the forecast of :func:`thunder_zero.tools.memory`,
+    without a loss and an optimizer unless ``memory`` has them. The peak is marked. The last line sums up what was
+    printed. On a terminal the text is highlighted; elsewhere it is plain text of 100 columns.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -67,12 +67,12 @@ def print_trace(
         phase: "forward", "backward" or "both".
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
-        only: "parameters" prints the lines that handle or read a parameter, "communication" those that launch or end a
-            collective of the schedule; each with the number of lines left out. None prints all.
+        only: "parameters" prints the lines that handle or read a parameter, "communication" the lines that launch or
+            end a collective of the schedule. Both print the number of lines left out. None prints all lines.
         every_line: print each line as it runs. By default views stand where they are read, as in
-            ``aten.mm(x, w.t())``, and unpacking, and the ``del`` of activations, are left out.
+            ``aten.mm(x, w.t())``, and unpacking and the ``del`` of activations are left out.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
-        rank: of the default process group, the one that prints; a process without a group is rank 0.
+        rank: the rank of the default process group that prints; a process without a group is rank 0.
 
     Raises:
         ValueError: there is no such phase, unit, rank or ``only``; ``memory`` is a forecast of other traces.
@@ -81,19 +81,19 @@ def print_trace(
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
-    here, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank not in range(ranks):
-        raise ValueError(f"rank is {rank!r}; give the rank that prints, 0 to {ranks - 1}")
+    this_rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank not in range(world_size):
+        raise ValueError(f"rank is {rank!r}; give the rank that prints, 0 to {world_size - 1}")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    if here != rank:
+    if this_rank != rank:
         return
     console = Console(file=file)
     if memory is not None:
         require_forecast_of(traces, memory)
     forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
-    how = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
-    console.print(how, style=QUIET, highlight=False, soft_wrap=True)
+    legend = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
+    console.print(legend, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
         printed += _print_phase(name, traces, forecast, console, unit=unit, only=only, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():
@@ -102,8 +102,10 @@ def print_trace(
 
 
 def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
-    """The rows of one phase, "forward" or "backward"; none if there is no backward. Without ``every_line``, those to
-    show: each has the bytes after the lines behind it that are not shown."""
+    """Return the rows of one phase, "forward" or "backward"; no rows if there is no backward.
+
+    Without ``every_line`` some lines are not shown. A row then has the bytes alive after the hidden lines behind it.
+    """
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
@@ -116,19 +118,19 @@ def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: 
             freed.setdefault(op.source[0], []).extend(op.reads)
     with tracectx(trace):
         lines = {line.position: line for line in shown(trace, freed)}
-    at = {row.line.position: row for row in all_rows}
-    found: list[Row] = []
+    row_of = {row.line.position: row for row in all_rows}
+    shown_rows: list[Row] = []
     for row in all_rows:
         if line := lines.get(row.line.position):
-            view = at.get(row.line.position if line.view is None else line.view, row)
-            means = row if row.params else view
+            view = row_of.get(row.line.position if line.view is None else line.view, row)
+            meaning = row if row.params else view
             new = replace(row.line, code=line.code)
-            found.append(replace(row, line=new, params=means.params, gradients=means.gradients))
-        elif found:
-            before = found[-1].line
-            after = replace(before, alive=row.line.alive, peak=before.peak or row.line.peak)
-            found[-1] = replace(found[-1], line=after)
-    return tuple(found)
+            shown_rows.append(replace(row, line=new, params=meaning.params, gradients=meaning.gradients))
+        elif shown_rows:
+            last = shown_rows[-1].line
+            last = replace(last, alive=row.line.alive, peak=last.peak or row.line.peak)
+            shown_rows[-1] = replace(shown_rows[-1], line=last)
+    return tuple(shown_rows)
 
 
 def _print_phase(
@@ -141,16 +143,16 @@ def _print_phase(
     only: str | None,
     every_line: bool,
 ) -> Sequence[Row | Gap]:
-    """Print it, and return its rows."""
-    whole = rows_of(traces, phase, forecast, every_line=every_line)
-    if not whole:
+    """Print a phase and return the printed rows."""
+    all_rows = rows_of(traces, phase, forecast, every_line=every_line)
+    if not all_rows:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
-    shown = select(whole, traces.plan, unit, only)
-    print_rows(shown, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
+    chosen = select(all_rows, traces.plan, unit, only)
+    print_rows(chosen, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
     if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
         console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
-    return shown
+    return chosen
 
 
 def _forecast(traces: Traces, console: Console) -> Memory | None:
@@ -162,7 +164,7 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
 
 
 def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """The lines of a trace, without the comments that name its inputs."""
+    """Yield the lines of a trace, without the comments that name its inputs."""
     run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
     last = max(run, default=0)
     with tracectx(trace):
@@ -177,21 +179,21 @@ def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[Sou
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:
-    """``gpt.py:98  x = self.embedding(tokens)``, ``gradient of gpt.py:98  ...``; "" for a line of Thunder's own."""
+    """Return the user's line, as in ``gpt.py:98  x = self.embedding(tokens)``; "" for a line of Thunder's own."""
     name, positions = bsym.source_filename, bsym.source_positions
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""
-    if phase == "backward" and operator_of(bsym) is None:  # few have one, that of a line of forward
+    if phase == "backward" and operator_of(bsym) is None:  # the few that have a place have that of a line of forward
         return ""
-    of = "gradient of " if phase == "backward" else ""
-    return f"{of}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
+    prefix = "gradient of " if phase == "backward" else ""
+    return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
-    """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes."""
+    """Return what :func:`thunder_zero.print_trace` prints, as numbers and strings. Sizes are in bytes."""
     plan = traces.plan
     forecast = _forecast(traces, Console(quiet=True))
-    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
+    chosen = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,
@@ -199,7 +201,7 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
         "replicas": plan.mesh.replicate.size,
         "slices": plan.mesh.tensor.size,
         "units": list(plan.units),
-        "lines": [_json_of_row(name, row) for name, rows in shown.items() for row in rows],
+        "lines": [_json_of_row(name, row) for name, rows in chosen.items() for row in rows],
     }
 
 
@@ -224,7 +226,7 @@ def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
 
 
 def code_of(op: Op, traces: Traces) -> str:
-    """The statement of an operation on one line, without the comment that has its shape."""
+    """Return the statement of an operation on one line, without the comment that has its shape."""
     trace = traces.backward if op.backward else traces.forward
     if trace is None:
         raise ValueError("the timeline has a backward phase, and the traces have none")

@@ -1,4 +1,4 @@
-"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, with a profile of one."""
+"""``tz.tools.save_timeline``: writes the forecast of a step for Perfetto, with a measured profile."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
 
-    The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths
-    of parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that
-    its first launch of a collective begins where the forecast's does.
+    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Its slices name the
+    parameters; their arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that its
+    first launch of a collective begins where the forecast's does.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -56,7 +56,7 @@ def save_timeline(
     Args:
         path: the file to write, JSON in Chrome's trace event format.
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        device: of the forecast, as for :func:`thunder_zero.tools.estimate`.
+        device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file that ``torch.profiler.profile.export_chrome_trace`` wrote; ``.gz`` is unpacked.
 
     Raises:
@@ -70,11 +70,11 @@ def save_timeline(
     forecast = estimate(traces, device)
     profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
-    events = [*_forecast(forecast, traces, pid), *_moved(profile, forecast)]
+    events = [*_forecast_events(forecast, traces, pid), *_aligned(profile, forecast)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
+def _forecast_events(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
     title = f"forecast: {place_of(traces.plan)}, {forecast.device.name}"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
@@ -88,7 +88,7 @@ def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
             op = forecast.timeline.ops[span.op]
             line = rows[op.backward, op.source[0]], code_of(op, traces)
             yield _slice(span, forecast, *line, pid, lanes.index(span.lane))
-    yield from _gathered(forecast, pid)
+    yield from _gathered_counter(forecast, pid)
 
 
 def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: int) -> Event:
@@ -106,12 +106,12 @@ def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: i
     return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
 
 
-def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
-    """A counter of the bytes of gathered parameters."""
+def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
+    """Yield a counter of the bytes of gathered parameters."""
     ends = {span.op: span.end for span in forecast.spans if span.lane is Lane.COMPUTE}
     now, before = 0.0, None
-    for at, nbytes in enumerate(gathered_bytes(forecast.timeline)):
-        now = ends.get(at, now)
+    for index, nbytes in enumerate(gathered_bytes(forecast.timeline)):
+        now = ends.get(index, now)
         if nbytes != before:
             counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": nbytes}}
             yield counter | {"ts": now * MICRO}
@@ -119,7 +119,11 @@ def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Those of a profile."""
+    """Return the events of a profile's file.
+
+    Raises:
+        ValueError: the file is no profile in Chrome's trace event format.
+    """
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)
@@ -131,14 +135,18 @@ def events_of(path: Path) -> list[Event]:
     return events
 
 
-def _moved(events: Sequence[Event], forecast: Estimate) -> list[Event]:
-    """The events of a profile at the time of the forecast: from the first launch of a collective that both have, or
-    from the first event if there is none."""
+def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
+    """Return the events of a profile, moved to the times of the forecast.
+
+    They are aligned at the first launch of a collective that both have, or else at the profile's first event.
+    """
     timeline = forecast.timeline
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
     names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     first = min((event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None)
     start = min((event["ts"] for event in timed), default=0.0)
-    by = -start if first is None else names[first["name"]] - first["ts"]
-    return [event | {"ts": event["ts"] + by} if isinstance(event.get("ts"), int | float) else event for event in events]
+    offset = -start if first is None else names[first["name"]] - first["ts"]
+    return [
+        event | {"ts": event["ts"] + offset} if isinstance(event.get("ts"), int | float) else event for event in events
+    ]

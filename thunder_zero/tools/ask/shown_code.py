@@ -1,4 +1,4 @@
-"""Shortens the code of traces for printing: views stand inside of lines, no activation is deleted.
+"""Shortens the code of traces for printing: views inside lines, no ``del`` of activations.
 
 ::
 
@@ -10,7 +10,7 @@
     y = torch.ops.aten.reshape.default(addmm, [4, 4, 4])       del b, w
     del addmm
 
-Views that undo one another are left out, as in ``w.t().t()``.
+Views that undo each other are left out, as in ``w.t().t()``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mut
 
 @dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A line to show: its code, its position, and that of a view that it makes, too."""
+    """A line to show: its code, its position, and the position of a view that it makes as well."""
 
     code: str
     position: int
@@ -51,16 +51,16 @@ class ShownLine:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A view: the operator's name, its other arguments, and the shape of what it makes."""
+    """A view: the operator's name, its arguments after the first, and the shape of the result."""
 
     name: str
     args: str
     shape: tuple[Any, ...]
 
-    def of(self, code: str) -> str:
-        """Return the code of the view of what some code makes."""
-        given = ", ".join(part for part in (code, self.args) if part)
-        return f"{code}.{self.name}({self.args})" if self.name in METHODS else f"aten.{self.name}({given})"
+    def apply(self, code: str) -> str:
+        """Return the code of this view of an expression."""
+        args = ", ".join(part for part in (code, self.args) if part)
+        return f"{code}.{self.name}({self.args})" if self.name in METHODS else f"aten.{self.name}({args})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Chain:
     steps: tuple[_Step, ...] = ()
 
     def then(self, step: _Step) -> _Chain:
-        """Return the chain with one view more, without those that it undoes."""
+        """Return the chain with one more view, without views that this one undoes."""
         steps = self.steps
         if steps and steps[-1].name == step.name == "reshape":
             steps = steps[:-1]
@@ -80,36 +80,43 @@ class _Chain:
         is_same = step.name == "reshape" and step.shape == (steps[-1].shape if steps else _shape(self.root))
         return _Chain(self.root, steps if is_same else (*steps, step))
 
-    def of(self, code: str) -> str:
-        """Return the code of these views of what some code makes."""
+    def apply(self, code: str) -> str:
+        """Return the code of the last view, where ``code`` is that of the root."""
         for step in self.steps:
-            code = step.of(code)
+            code = step.apply(code)
         return code
 
 
 def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
-    """Yield the lines to show. ``freed`` are the gathered parameters whose memory a ``del`` line frees, by position."""
+    """Yield the lines to show.
+
+    Args:
+        trace: the trace of a phase.
+        freed: names of gathered parameters that are freed, by the position of the ``del`` line.
+    """
     views = _views(trace)
-    folded = {name: views.chains[name].of(views.chains[name].root.name) for name in views.folded}
+    folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
     hidden = {*views.folded, *views.instead.values()}
-    position_of = {proxy.name: at for at, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs}
+    position_of = {
+        proxy.name: position for position, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs
+    }
     for position, bsym in enumerate(trace.bound_symbols):
-        made = [proxy.name for proxy in bsym.flat_proxy_outs]
+        results = [proxy.name for proxy in bsym.flat_proxy_outs]
         if bsym.sym.id is prims.PrimIDs.DEL:
             if position in freed:
                 yield ShownLine(f"del {', '.join(freed[position])}", position)
-        elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(made):
+        elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(results):
             if operator_of(bsym) is None:
                 yield ShownLine(_line(bsym), position)
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
             if _stands_inside(bsym):
                 chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
-                call = chain.of(chain.root.name)
-            call = NAME.sub(lambda found: folded.get(found[0], found[0]), call)
+                call = chain.apply(chain.root.name)
+            call = NAME.sub(lambda match: folded.get(match[0], match[0]), call)
             view = views.instead.get(name)
             if view is not None:
-                name, call = view, views.chains[view].of(call)
+                name, call = view, views.chains[view].apply(call)
             yield ShownLine(f"{name} = {call}" if name else call, position, position_of.get(view or ""))
 
 
@@ -118,9 +125,10 @@ class _Views:
     """The views of a trace.
 
     Attributes:
-        chains: what each is a view of, by name.
-        folded: those that one operator alone reads: they stand inside of it.
-        instead: those that alone read what an operator makes, by its name: they stand in its place.
+        chains: what each view is a view of, by the view's name.
+        folded: views that only one operator reads, which are printed inside of it.
+        instead: views that are the only reader of an operator's result, by the result's name. They are printed on the
+            operator's line.
     """
 
     chains: Mapping[str, _Chain]
@@ -130,30 +138,30 @@ class _Views:
 
 def _views(trace: TraceCtx) -> _Views:
     reads: Counter[str] = Counter()
-    others: set[str] = set()  # read by what is no operator
-    made: dict[str, BoundSymbol] = {}
+    read_by_others: set[str] = set()  # by lines that call no operator
+    writer: dict[str, BoundSymbol] = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id is not prims.PrimIDs.DEL:
             names = {proxy.name for proxy in bsym.flat_proxy_args}
             reads.update(names)
-            others.update(() if operator_of(bsym) else names)
-            made.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
+            read_by_others.update(() if operator_of(bsym) else names)
+            writer.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
     chains: dict[str, _Chain] = {}
     folded: set[str] = set()
     instead: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and _stands_inside(bsym):
-            of, name = bsym.flat_proxy_args[0], bsym.output.name
-            chain = chains[name] = (chains[of.name] if of.name in folded else _Chain(of)).then(_step(bsym))
-            if reads[name] == 1 and name not in others:
+            base, name = bsym.flat_proxy_args[0], bsym.output.name
+            chain = chains[name] = (chains[base.name] if base.name in folded else _Chain(base)).then(_step(bsym))
+            if reads[name] == 1 and name not in read_by_others:
                 folded.add(name)
-            elif reads[chain.root.name] == 1 and _is_operator_of_one(made.get(chain.root.name)):
+            elif reads[chain.root.name] == 1 and _makes_one_value(writer.get(chain.root.name)):
                 instead[chain.root.name] = name
     return _Views(chains, frozenset(folded), instead)
 
 
-def _is_operator_of_one(bsym: BoundSymbol | None) -> bool:
-    """Return whether a line calls an operator that makes one value, and no view."""
+def _makes_one_value(bsym: BoundSymbol | None) -> bool:
+    """Return whether a line calls an operator whose result is one value, and no view."""
     return (
         bsym is not None
         and operator_of(bsym) is not None
@@ -163,7 +171,7 @@ def _is_operator_of_one(bsym: BoundSymbol | None) -> bool:
 
 
 def _stands_inside(bsym: BoundSymbol) -> bool:
-    """Return whether a line makes a view that may stand inside of others: not what a collective of torch's brings."""
+    """Return whether a line makes a view that may be printed inside other lines. Collectives of torch are not."""
     return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 
@@ -174,18 +182,20 @@ def _step(bsym: BoundSymbol) -> _Step:
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
-    """Return a shape that can be compared: Thunder would trace that numbers are."""
+    """Return a shape whose symbols are names, since Thunder would trace a comparison of its numbers."""
     return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
 
 
 def _line(bsym: BoundSymbol) -> str:
-    """Return the code of a line that calls no operator. What several parameters are called is said once, by the names
-    of their values; a return has what is returned and what is saved."""
+    """Return the code of a line that calls no operator.
+
+    Paths are left out where the names of several values say them. A return shows what is returned and what is saved.
+    """
     if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
-        given, paths, *over = bsym.args
-        said = [prettyprint(tuple(given))] if isinstance(given, tuple | list) else [given.name, repr(paths)]
-        axis = [f"over={each!r}" for each in over]
-        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({', '.join((*said, *axis))})"
+        values, paths, *axes = bsym.args
+        args = [prettyprint(tuple(values))] if isinstance(values, tuple | list) else [values.name, repr(paths)]
+        args += [f"over={axis!r}" for axis in axes]
+        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({', '.join(args)})"
     if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
         result, (tensors, numbers) = bsym.args
         return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *numbers))}"

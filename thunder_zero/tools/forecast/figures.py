@@ -1,4 +1,4 @@
-"""The figures of a forecast of memory. Frozen data, and as text.
+"""Holds the figures of a forecast of memory: frozen data that prints itself.
 
 ::
 
@@ -46,14 +46,14 @@ class Holds(StrEnum):
 OPTIMIZER_STEP = "optimizer step"  # the last phase, which is no trace
 LARGEST = 8  # tensors that are named
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
-SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # less of it on more ranks
-OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # less of it in smaller batches
+SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # smaller on more ranks
+OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # smaller in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ByKind(Mapping[Holds, int]):
-    """Bytes by what they hold: a mapping that nobody can change. It has a hash, and equals a dict of the same items."""
+    """An immutable mapping from what memory holds to bytes. It is hashable, and equals a dict with equal items."""
 
     items_in_order: tuple[tuple[Holds, int], ...]
 
@@ -80,12 +80,12 @@ class Storage:
     Attributes:
         kind: what it holds.
         nbytes: its size.
-        name: the path of a parameter, a gradient's parameter or a buffer; of optimizer state the path and the state,
-            such as "blocks.0.up.weight: exp_avg"; of a collective's buffer the parameters that it carries, as
-            ``print_trace`` has them; else the name of a value of the trace.
+        name: the path of a parameter, of a gradient's parameter or of a buffer. Optimizer state has the path and its
+            key, such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters that it carries, as
+            ``print_trace`` shows them. Other storages have the name of a value of the trace.
         module: path of the module whose parameter was used last when it was allocated; "" if there was none.
-        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it is there before the step.
-        freed: the index of the line that frees it; None if the step leaves it.
+        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it exists before the step.
+        freed: the index of the line that frees it; None if it outlives the step.
     """
 
     kind: Holds
@@ -105,11 +105,11 @@ class MemoryLine:
 
     Attributes:
         phase: "forward", "loss", "backward" or "optimizer step".
-        position: of a line of a trace: its position there, as in ``Op.source``; else -1.
+        position: its position in the trace of its phase, as in ``Op.source``; -1 if it is no line of a trace.
         code: its Python statement.
         alive: bytes alive after it, by kind.
-        total: their sum.
-        highest: the most bytes alive while it runs, with those that it allocates and frees itself.
+        total: the sum of ``alive``, with ``reserve``.
+        highest: the most bytes alive while it runs, with what it allocates and frees itself.
     """
 
     phase: str
@@ -134,7 +134,7 @@ class Memory:
         peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
         optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
             gradients are deferred.
-        plan: of the traces: policy (without ``unit_of``), world, rank and parameters.
+        plan: the plan of the traces, without the policy's functions such as ``unit_of``.
         at_peak: the storages that are alive at the peak, largest first.
         reserve: bytes that were added to every figure.
         excluded: what the forecast leaves out, in words.
@@ -155,15 +155,15 @@ class Memory:
         return summed_up(self, f"peak {size(self.peak)} in {line.phase}, {'; '.join(outside_of_the_peak(self))}")
 
     def __str__(self) -> str:
-        """The peak, what makes it by kind, the largest tensors, and the other figures, as text of 100 columns."""
+        """Return text of 100 columns: the peak by kind, its largest tensors, and the figures outside of the peak."""
         return _text_of(self, LARGEST)
 
     def table(self) -> str:
-        """The same with all tensors that are alive at the peak."""
+        """Return the text of ``str`` with all tensors that are alive at the peak."""
         return _text_of(self, len(self.at_peak))
 
     def _repr_html_(self) -> str:
-        """A small form for notebooks: what is alive at the peak, and the curve of memory."""
+        """Return a small form for notebooks: what is alive at the peak, and the curve of memory."""
         facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
         title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
         return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
@@ -175,7 +175,7 @@ class Memory:
 
     @cached_property
     def by_kind(self) -> ByKind:
-        """Bytes alive at the peak by kind, the most first; with ``reserve``, they add up to ``peak``."""
+        """Bytes alive at the peak by kind, largest first. With ``reserve`` they add up to ``peak``."""
         counts: Counter[Holds] = Counter()
         for storage in self.at_peak:
             counts[storage.kind] += storage.nbytes
@@ -198,23 +198,23 @@ def _text_of(memory: Memory, most: int) -> str:
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
-    """Lines with the figures at rest and in the optimizer's step, and with what is left out."""
+    """Return lines with the figures at rest and in the optimizer's step, and with what is left out."""
     step = memory.optimizer_step
-    stepping = "" if step is None else f", in the optimizer's step {size(step)}"
-    return [f"at rest {size(memory.at_rest)}{stepping}", *(f"left out: {what}" for what in memory.excluded)]
+    in_step = "" if step is None else f", in the optimizer's step {size(step)}"
+    return [f"at rest {size(memory.at_rest)}{in_step}", *(f"left out: {what}" for what in memory.excluded)]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
-    """``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; where no module computes, the phase."""
-    made = ""
+    """Return ``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; without a module, the phase."""
+    statement = ""
     if storage.line >= 0 and storage.kind in COMPUTED:
-        made = f": {_statement(memory.lines[storage.line].code)}"
+        statement = f": {_statement(memory.lines[storage.line].code)}"
     where = storage.name
     if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
         where = storage.module or memory.lines[storage.line].phase
-    return f"{size(storage.nbytes):>10}  {storage.kind:22} {where}{made}"
+    return f"{size(storage.nbytes):>10}  {storage.kind:22} {where}{statement}"
 
 
 def _statement(code: str) -> str:
-    """The first line of a statement, without the comment that has its shape."""
+    """Return the first line of a statement, without the comment that has its shape."""
     return short(code.splitlines()[0].partition("  #")[0])

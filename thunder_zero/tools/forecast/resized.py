@@ -1,8 +1,7 @@
-"""The same program for inputs of other sizes; nothing is traced or compiled.
+"""``tz.tools.resized``: shows a program for inputs of other sizes, without tracing or compiling.
 
-A program whose sizes are symbols has lines that are right for any size, and values that look as in the call that it was
-traced for. Here its lines run once on tensors without values, of the other sizes, and every value gets the shape that
-it has then::
+A program whose sizes are symbols has lines that hold for any size. Its values have the shapes of the traced call. Its
+lines run once on tensors without values, of the other sizes, and every value gets its new shape::
 
     arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
 """
@@ -33,14 +32,14 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def resized(traces: Traces, shapes: Shapes) -> Traces:
-    """Return the traces as they are for inputs of other shapes, for every tool that takes traces.
+    """Return the traces of the same program for inputs of other shapes, for every tool that takes traces.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8, dynamic=True)
     >>> tz.tools.estimate(tz.tools.resized(traces, {"tokens": (16, 4096)}), "h100")
 
     Args:
         traces: of a program whose sizes are symbols: ``dynamic=True``, or a model that was called with several lengths.
-        shapes: by the names of inputs. Others follow, where they have the same symbols, or had the same sizes.
+        shapes: shapes by the names of inputs. Inputs without a shape here follow where they share a symbol or a size.
 
     Raises:
         ValueError: there is no such input; a size is a constant of this program; sizes do not fit together.
@@ -49,9 +48,9 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
     try:
         values = _run(traces, numbers)
     except RuntimeError as error:
-        given = ", ".join(f"{name} {_shown(shape)}" for name, shape in shapes.items())
+        asked = ", ".join(f"{name} {_shown(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"the program does not run for {given}: {str(error).partition(chr(10))[0]}; give shapes that fit together"
+            f"the program does not run for {asked}: {str(error).partition(chr(10))[0]}; give shapes that fit together"
         ) from error
     forward = _with_values(traces.forward, values)
     backward = None if traces.backward is None else _with_values(traces.backward, values)
@@ -66,36 +65,40 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
 
 
 def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
-    """The inputs that are numbers, as they are for these shapes."""
+    """Return the values of the inputs that are numbers, by name, for these shapes."""
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
-    found: dict[str, int] = {}
+    asked: dict[str, int] = {}
     for name, shape in shapes.items():
         sizes = traces.sizes.get(name)
         if sizes is None or len(sizes) != len(shape):
-            inputs = (f"{name} {_shown(of)}" for name, of in traces.sizes.items() if of and name not in traces.others)
+            inputs = (
+                f"{name} {_shown(input_sizes)}"
+                for name, input_sizes in traces.sizes.items()
+                if input_sizes and name not in traces.others
+            )
             raise ValueError(
                 f"shapes has {name} {_shown(shape)}, and the program's inputs are {', '.join(inputs)}; give one of them"
             )
         for size, new in zip(sizes, shape, strict=True):
-            if new != (size if size not in hints else found.setdefault(str(size), new)):
+            if new != (size if size not in hints else asked.setdefault(str(size), new)):
                 raise ValueError(
                     f"shapes has {name} {_shown(shape)}, and the program is for {_shown(sizes)}, whose numbers are "
                     f"constants and whose symbols have one size each; trace with dynamic=True, or call the model with "
                     f"two such sizes before"
                 )
-    return hints | _of_others(traces, shapes, found) | found
+    return hints | _implied_numbers(traces, shapes, asked) | asked
 
 
-def _of_others(traces: Traces, shapes: Shapes, found: Mapping[str, int]) -> dict[str, int]:
-    """Symbols of inputs that are not given: a size that was that of a given input, in the same place, still is."""
+def _implied_numbers(traces: Traces, shapes: Shapes, asked: Mapping[str, int]) -> dict[str, int]:
+    """Return symbols of inputs without a new shape, which equalled a size of a reshaped input in the same dimension."""
     before = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
-    followed: dict[str, int] = {}
+    implied: dict[str, int] = {}
     for name, sizes in traces.sizes.items():
-        for given, shape in shapes.items():
-            for size, was, of_given, new in zip(sizes, before[name], before[given], shape, strict=False):
-                if size not in found and was == of_given:
-                    followed.setdefault(str(size), new)
-    return followed
+        for reshaped, shape in shapes.items():
+            for size, old, old_reshaped, new in zip(sizes, before[name], before[reshaped], shape, strict=False):
+                if size not in asked and old == old_reshaped:
+                    implied.setdefault(str(size), new)
+    return implied
 
 
 def _shown(shape: Sequence[int | str]) -> str:
@@ -104,7 +107,7 @@ def _shown(shape: Sequence[int | str]) -> str:
 
 @torch.no_grad()
 def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """All values of both phases, by name."""
+    """Run both phases and return all values by name."""
     values: dict[str, Any] = {}
     for proxy in traces.forward.args:
         if isinstance(proxy, NumberProxy):
@@ -124,7 +127,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
-    """Run a phase; what our lines make has the shape of a parameter, whatever the inputs."""
+    """Run the operators of a phase. Results of other lines have shapes of parameters, whatever the inputs."""
     context, lines = python_lines(trace)
     for line in lines:
         if operator_of(line.line) is not None:
@@ -140,31 +143,31 @@ def _empty(proxy: TensorProxy, shape: Sequence[Any]) -> Tensor:
 
 
 def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
-    """The trace whose proxies look like these values."""
-    made: dict[str, Proxy] = {}
+    """Return the trace whose proxies look like these values."""
+    resized_proxies: dict[str, Proxy] = {}
 
-    def swapped(leaf: Any) -> Any:
+    def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Proxy) or leaf.name not in values:
             return leaf
-        if leaf.name not in made:
+        if leaf.name not in resized_proxies:
             value = values[leaf.name]
             change = {"shape": tuple(value.shape)} if isinstance(value, Tensor) else {"value": value}
-            made[leaf.name] = leaf.replace(**change)
-        return made[leaf.name]
+            resized_proxies[leaf.name] = leaf.replace(**change)
+        return resized_proxies[leaf.name]
 
-    def line_of(bsym: BoundSymbol) -> BoundSymbol:
+    def resize_line(bsym: BoundSymbol) -> BoundSymbol:
         proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-        return bsym.from_bsym_swap_proxies({variableify(proxy): swapped(proxy) for proxy in proxies})
+        return bsym.from_bsym_swap_proxies({variableify(proxy): resize(proxy) for proxy in proxies})
 
     new = from_trace(trace)
     with detached_trace():
-        new.args = tree_map(swapped, trace.args)
-        new.bound_symbols = [line_of(bsym) for bsym in trace.bound_symbols]
+        new.args = tree_map(resize, trace.args)
+        new.bound_symbols = [resize_line(bsym) for bsym in trace.bound_symbols]
     return new
 
 
 def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, values: Mapping[str, Any]) -> Any:
-    """The timeline with the bytes and FLOPs of the values."""
+    """Return the timeline with the bytes and FLOPs of the values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
     ops = [replace(op, flops=flops_of(lines[op.backward][op.source[0]])) if op.flops else op for op in timeline.ops]

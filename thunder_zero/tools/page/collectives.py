@@ -1,4 +1,4 @@
-"""The collectives of a step, and why some are not hidden behind compute. Frozen data."""
+"""Describes the collectives of a step, and why some are not hidden behind compute. Frozen data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from thunder_zero.tools.ask.explanation import Explanation
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A piece of time on a lane: of compute, or a ring of the launch of a line.
+    """An interval on a lane: compute, or the ring of a collective.
 
     Attributes:
-        lane: such as "compute", "gather shard" or "reduce replicate": one for each kind of launch and wire; "tensor" of
+        lane: "compute", a kind of launch and its wire such as "gather shard" or "reduce replicate", or "tensor" for
             torch's tensor parallelism.
-        line: position on the page.
+        line: the position of its line on the page; a ring has the line of its launch.
         start, end: seconds since the step began.
-        waits: compute waits here for the wire.
+        waits: True if compute waits for a wire.
     """
 
     lane: str
@@ -34,16 +34,18 @@ class Collective:
     """A launch with its wait.
 
     Attributes:
-        op: position of the launch in the timeline.
-        kind: "gather", "reduce", or "tensor" of torch's tensor parallelism.
-        unit: whose parameters travel, or that computes with slices.
-        label: these in a few words, or what is sent of which value.
-        sent_bytes: by this rank.
-        launch, wait: positions of their lines on the page.
-        launched, waited: seconds since the step began, when compute starts it, and reaches its wait.
-        wire_seconds: on the wires.
+        op: the position of the launch in the timeline.
+        kind: "gather", "reduce", or "tensor" for torch's tensor parallelism.
+        backward: True if it is launched in backward.
+        unit: the unit of its parameters, or the unit that computes with slices.
+        params: paths of its parameters.
+        label: its parameters in a few words; for tensor parallelism the operation and the value.
+        sent_bytes: the bytes that this rank sends.
+        launch, wait: positions of the lines of launch and wait on the page.
+        launched, waited: when compute launches it and when compute reaches its wait, in seconds since the step began.
+        wire_seconds: how long it is on the wires.
         exposed_seconds: how long compute waits for it.
-        why: why it stands there.
+        why: why the launch is where it is.
         why_exposed: why compute waits; "" if it is hidden.
     """
 
@@ -65,7 +67,7 @@ class Collective:
 
     @property
     def hidden_share(self) -> float:
-        """The share of its time on the wires that compute does not wait for: 0 to 1."""
+        """The share of its time on the wires that compute does not wait for, from 0 to 1."""
         return 1.0 if not self.wire_seconds else max(0.0, 1 - self.exposed_seconds / self.wire_seconds)
 
 
@@ -78,20 +80,28 @@ OF_SLICES = {
 
 
 def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
-    """Why a launch is where it is, as the explanation of one of its parameters says."""
+    """Return why a launch is where it is, from the explanation of its first parameter."""
     if op.moves:
         return OF_SLICES[op.moves]
-    explained = explanations[op.params[0]]
+    explanation = explanations[op.params[0]]
     if op.kind is Kind.GATHER:
         place = "backward" if op.backward else "forward", op.source[0]
-        return next(one.why_launch for one in explained.gathers if (one.launch.phase, one.launch.position) == place)
-    reduced = explained.gradient
+        launches = ((gather.launch, gather.why_launch) for gather in explanation.gathers)
+        return next(why for launch, why in launches if (launch.phase, launch.position) == place)
+    reduced = explanation.gradient
     return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
 
 
 def why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
-    """Why compute waits for what takes ``wire`` seconds, is launched ``ahead`` of its wait, and stands in the queue of
-    its wire first, behind what is there before it."""
+    """Return why compute waits for a collective; "" if it does not.
+
+    Args:
+        wire: how long the collective is on the wires, in seconds.
+        exposed: how long compute waits for it.
+        ahead: seconds of compute between its launch and its wait.
+        queued: seconds for which its wire is busy after the launch.
+        before: what the wire carries meanwhile.
+    """
     if not exposed:
         return ""
     lies = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"

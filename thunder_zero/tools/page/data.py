@@ -1,7 +1,7 @@
-"""The page as data that JSON can hold: what ``--json`` prints, and what ``page.js`` draws.
+"""Turns a page into data that JSON can hold: what ``--json`` prints and ``page.js`` draws.
 
-Lines, bars, collectives and tensors are columns: lists of the same length, one item each. Units, parameters and
-origins are named by their positions in lists; seconds are since the step began, sizes are bytes.
+Lines, bars and tensors are tables: a list of equal length for each column. Units, parameters and origins are numbers,
+which are positions in their lists. Times are seconds since the step began; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from thunder_zero.tools.page.program import PageProgram
 from thunder_zero.tools.printing.text import place_of
 
 Data = dict[str, Any]
-DIGITS = 10  # of seconds: a tenth of a nanosecond
+DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 
 
 def data_of(program: PageProgram) -> Data:
-    """All that the page shows of one program."""
+    """Return all that the page shows of one program."""
     plan, memory = program.traces.plan, program.memory
     units = list(plan.units)
     return {
@@ -41,11 +41,11 @@ def data_of(program: PageProgram) -> Data:
         "parameters": [
             {
                 "path": path,
-                "unit": units.index(one.param.unit),
-                "elements": prod(one.param.shape),
-                "explained": str(one),
+                "unit": units.index(explanation.param.unit),
+                "elements": prod(explanation.param.shape),
+                "explained": str(explanation),
             }
-            for path, one in program.explanations.items()
+            for path, explanation in program.explanations.items()
         ],
         "phases": _phases(program),
         "lines": _lines_of(program, units),
@@ -64,15 +64,16 @@ def data_of(program: PageProgram) -> Data:
             ]
         ),
         "collectives": [
-            {**asdict(one), "params": len(one.params), "hidden_share": one.hidden_share} for one in program.collectives
+            asdict(collective) | {"params": len(collective.params), "hidden_share": collective.hidden_share}
+            for collective in program.collectives
         ],
         "memory": None if memory is None else _memory_of(program, memory),
     }
 
 
 def figures_of(program: PageProgram) -> dict[str, float | None]:
-    """The figures of a step, by name: seconds and bytes of ``estimate`` and ``memory``, counted bytes and launches."""
-    memory, found = program.memory, program.collectives
+    """Return the figures of a step by name: those of ``estimate`` and ``memory``, counted bytes and launches."""
+    memory, collectives = program.memory, program.collectives
     return {
         "step_seconds": program.estimate.seconds,
         "compute_seconds": program.estimate.compute_seconds,
@@ -81,15 +82,15 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
         "sent_bytes": program.sent_bytes,
-        "gathers": sum(one.kind == "gather" for one in found),
-        "reductions": sum(one.kind == "reduce" for one in found),
-        "slices": sum(one.kind == TENSOR for one in found),
+        "gathers": sum(collective.kind == "gather" for collective in collectives),
+        "reductions": sum(collective.kind == "reduce" for collective in collectives),
+        "slices": sum(collective.kind == TENSOR for collective in collectives),
         "mfu": program.estimate.mfu,
     }
 
 
 def text_of(name: str, value: float | None) -> str:
-    """A figure as people read it."""
+    """Return a figure as text with its unit."""
     if value is None:
         return "none"
     if name.endswith("_seconds"):
@@ -100,27 +101,27 @@ def text_of(name: str, value: float | None) -> str:
 
 
 def top_of(programs: Sequence[PageProgram]) -> list[Data]:
-    """The tiles at the top: a name, the figure of each program as text, and a note on the first."""
+    """Return the tiles at the top: a name, the figure of each program as text, and a note on the first program."""
     first, figures = programs[0], [figures_of(program) for program in programs]
-    exposed = sum(one.exposed_seconds > 0 for one in first.collectives)
-    held = figures[0]
-    rests = "" if first.memory is None else f", {text_of('at_rest_bytes', held['at_rest_bytes'])} between steps"
-    of_slices = f", {held['slices']} collectives of slices" if held["slices"] else ""
+    exposed = sum(collective.exposed_seconds > 0 for collective in first.collectives)
+    shown = figures[0]
+    at_rest = "" if first.memory is None else f", {text_of('at_rest_bytes', shown['at_rest_bytes'])} between steps"
+    slices = f", {shown['slices']} collectives of slices" if shown["slices"] else ""
     notes = {
-        "step_seconds": f"{bound_of(first)}; MFU {text_of('mfu', held['mfu'])}",
-        "peak_bytes": f"{_room_on(first)}{rests}",
-        "sent_bytes": f"by this rank, in {held['gathers']} gathers, {held['reductions']} reductions{of_slices}",
+        "step_seconds": f"{bound_of(first)}; MFU {text_of('mfu', shown['mfu'])}",
+        "peak_bytes": f"{_memory_note(first)}{at_rest}",
+        "sent_bytes": f"by this rank, in {shown['gathers']} gathers, {shown['reductions']} reductions{slices}",
         "exposed_seconds": f"{exposed} of {len(first.collectives)} collectives are not hidden behind compute",
     }
     names = ("Time of a step", "Peak memory", "Bytes sent", "Waiting for communication")
     return [
-        {"name": name, "shown": [text_of(key, one[key]) for one in figures], "note": note}
+        {"name": name, "shown": [text_of(key, column[key]) for column in figures], "note": note}
         for name, (key, note) in zip(names, notes.items(), strict=True)
     ]
 
 
-def _room_on(program: PageProgram) -> str:
-    """What the device has for a peak."""
+def _memory_note(program: PageProgram) -> str:
+    """Return how much memory the device has for the peak."""
     device, memory = program.estimate.device, program.memory
     if memory is not None and memory.peak > device.memory_bytes:
         return f"does not fit: {device.name} has {size(device.memory_bytes)}"
@@ -128,12 +129,13 @@ def _room_on(program: PageProgram) -> str:
 
 
 def bound_of(program: PageProgram) -> str:
-    """What the step's time is spent on, the most first: ``compute 66%, waiting for gathers 30%``."""
+    """Return what the step's time is spent on, largest first: ``compute 66%, waiting for gathers 30%``."""
     parts = {"compute": program.estimate.compute_seconds}
     waiting = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
-    for kind, words in ((kind, f"waiting for {name}") for kind, name in waiting.items()):
-        if waits := sum(one.exposed_seconds for one in program.collectives if one.kind == kind):
-            parts[words] = waits
+    for kind, name in waiting.items():
+        exposed = [collective.exposed_seconds for collective in program.collectives if collective.kind == kind]
+        if sum(exposed):
+            parts[f"waiting for {name}"] = sum(exposed)
     most = sorted(parts, key=lambda name: -parts[name])
     return (
         ", ".join(f"{name} {_percent(parts[name] / program.estimate.seconds)}" for name in most)
@@ -147,20 +149,20 @@ def _percent(share: float) -> str:
 
 
 def _phases(program: PageProgram) -> list[Data]:
-    found: dict[str, Data] = {}
-    for at, line in enumerate(program.lines):
-        one = found.setdefault(line.phase, {"name": line.phase, "first": at, "start": line.start})
-        one |= {"last": at, "end": line.end}
-    return list(found.values())
+    phases: dict[str, Data] = {}
+    for index, line in enumerate(program.lines):
+        phase = phases.setdefault(line.phase, {"name": line.phase, "first": index, "start": line.start})
+        phase |= {"last": index, "end": line.end}
+    return list(phases.values())
 
 
 def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
     plan, memory = program.traces.plan, program.memory
-    params = {path: at for at, path in enumerate(program.explanations)}
+    params = {path: index for index, path in enumerate(program.explanations)}
     origins: dict[str, int] = {"": 0}
     rows = []
     for line in program.lines:
-        row, at = line.row, None if line.memory is None or memory is None else memory.lines[line.memory]
+        row, held = line.row, None if line.memory is None or memory is None else memory.lines[line.memory]
         origin = origins.setdefault(row.line.origin if row else "", len(origins))
         rows.append(
             {
@@ -175,17 +177,17 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
                 "sent": row.sent if row else None,
                 "start": round(line.start, DIGITS),
                 "end": round(line.end, DIGITS),
-                "alive": at.total if at else None,
-                "highest": at.highest if at else None,
+                "alive": held.total if held else None,
+                "highest": held.highest if held else None,
             }
         )
     return {**_columns(rows), "origins": list(origins)}
 
 
 def _memory_of(program: PageProgram, memory: Memory) -> Data:
-    """The curve as changes of bytes by kind, the tensors with the lines between which they live, and the peak."""
+    """Return the curve (changes of bytes by kind), the tensors with their first and last lines, and the peak."""
     places = _places(program, memory)
-    kinds = [kind for kind in Holds if any(one.kind is kind for one in memory.storages)]
+    kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
     now: dict[Holds, int] = {}
     changes: list[list[int]] = []
     for number, line in zip(places, memory.lines, strict=True):
@@ -194,16 +196,16 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
             if step := alive.get(kind, 0) - now.get(kind, 0):
                 changes.append([number, kinds.index(kind), step])
         now = alive
-    tensors = {id(one): at for at, one in enumerate(memory.storages)}
+    tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
     return {
         "kinds": [str(kind) for kind in kinds],
         "changes": changes,
-        "tensors": _columns([_tensor(one, kinds, places) for one in memory.storages]),
+        "tensors": _columns([_tensor(storage, kinds, places) for storage in memory.storages]),
         "peak": {
             "bytes": memory.peak,
             "line": places[memory.lines.index(memory.peak_line)],
             "by_kind": {str(kind): nbytes for kind, nbytes in memory.by_kind.items()},
-            "tensors": [tensors[id(one)] for one in memory.at_peak],
+            "tensors": [tensors[id(storage)] for storage in memory.at_peak],
         },
         "reserve": memory.reserve,
         "capacity": program.estimate.device.memory_bytes,
@@ -211,19 +213,20 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
 
 
 def _places(program: PageProgram, memory: Memory) -> list[int]:
-    """The line of the page of each line of a forecast of memory."""
-    found: dict[int, int] = {}
+    """Return for each line of a forecast of memory its position on the page."""
+    places: dict[int, int] = {}
     for number, line in enumerate(program.lines):
         if line.memory is not None:
-            found.setdefault(line.memory, number)
-    return [found[at] for at in range(len(memory.lines))]
+            places.setdefault(line.memory, number)
+    return [places[index] for index in range(len(memory.lines))]
 
 
-def _tensor(one: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:
-    made = places[one.line] if one.line >= 0 else -1
-    freed = None if one.freed is None else places[one.freed]
-    where = one.name if one.module == "" or one.kind not in (Holds.SAVED, Holds.TEMPORARY) else one.module
-    return {"kind": kinds.index(one.kind), "bytes": one.nbytes, "name": where, "made": made, "freed": freed}
+def _tensor(storage: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:
+    made = places[storage.line] if storage.line >= 0 else -1
+    freed = None if storage.freed is None else places[storage.freed]
+    has_module = storage.module != "" and storage.kind in (Holds.SAVED, Holds.TEMPORARY)
+    name = storage.module if has_module else storage.name
+    return {"kind": kinds.index(storage.kind), "bytes": storage.nbytes, "name": name, "made": made, "freed": freed}
 
 
 def _columns(rows: Sequence[Data]) -> Data:

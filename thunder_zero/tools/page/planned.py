@@ -1,4 +1,4 @@
-"""The page of a model that is planned: by its name, or made by a function of a file."""
+"""Makes the page of a model that is planned: a model by its name, or made by a function of a file."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ def report_of(
     dtype: str | None,
     blocks: int | None,
 ) -> Data:
-    """The data of the page, with AdamW and the model's loss; ``thunder-zero report --help`` says what options mean."""
-    on, subject = device_of(device), subject_of(model)
+    """Return the data of the page, with AdamW and the model's loss.
+
+    ``thunder-zero report --help`` says what the arguments mean.
+    """
+    described, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
     mesh = Mesh.of(world_size, rank, replicas)
     precision = PRECISION if model in MODELS else MixedPrecision()
     if dtype is not None:
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
-    first, *others = (Policy(one, mixed_precision=precision) for one in (stage, beside) if one is not None)
+    stages = [number for number in (stage, beside) if number is not None]
+    first, *others = (Policy(number, mixed_precision=precision) for number in stages)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        captured = programs_of(module, subject.args, subject.kwargs, first, mesh, device=on)
+        captured = programs_of(module, subject.args, subject.kwargs, first, mesh, device=described)
         traces, second = captured.under(first), [captured.under(other) for other in others]
     cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(
         traces,
-        on,
+        described,
         beside=second[0] if second else None,
         loss=subject.loss,
         optimizer=torch.optim.AdamW,

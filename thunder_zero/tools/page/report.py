@@ -69,12 +69,12 @@ def report(
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: the file to write.
-        device: of the forecast, as for :func:`thunder_zero.tools.estimate`.
+        device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: the result of :func:`thunder_zero.tools.measure_times`, or a file that
             ``torch.profiler.profile.export_chrome_trace`` wrote: drawn beside the forecast.
-        beside: other traces of the same module, such as those of another stage or policy: drawn beside the first.
-        loss, optimizer: as for :func:`thunder_zero.tools.memory`; left out where they are not given.
-        title: of the page, such as the model's name (default: the model's class, if a model is given).
+        beside: other traces of the module, such as those of another stage or policy: drawn beside the first.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory`; without them the step has none.
+        title: the title of the page, such as the model's name (default: the model's class, if a model is given).
 
     Raises:
         TypeError: neither traces nor a model with ZeroTransform; what ``estimate`` or ``memory`` refuses.
@@ -97,8 +97,8 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> Data:
-    """The page as data that JSON can hold; arguments and errors are those of :func:`report`."""
-    on = device_of(device)
+    """Return the page as data that JSON can hold; arguments and errors are those of :func:`report`."""
+    described = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 
     def forecast(name: str, traces: Traces) -> PageProgram:
@@ -106,9 +106,9 @@ def page_of(
         try:
             memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
         except NoForecast as error:
-            time = estimate(traces, on, loss=loss, optimizer=optimizer)
+            time = estimate(traces, described, loss=loss, optimizer=optimizer)
             return PageProgram(name, traces, time, None, f"There is no forecast of memory: {error}.")
-        time = step_time(timeline, on, fused=counts_fused(traces, on), model=traces.lifted)
+        time = step_time(timeline, described, fused=counts_fused(traces, described), model=traces.lifted)
         return PageProgram(name, traces, time, memory)
 
     programs = [forecast(STAGES[traces.plan.policy.stage].name, traces)]
@@ -124,7 +124,7 @@ def page_of(
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or name,
-        "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {on.name}"],
+        "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {described.name}"],
         "top": top_of(programs),
         "programs": [data_of(program) for program in programs],
         "differences": differences(programs),
@@ -132,7 +132,7 @@ def page_of(
 
 
 def _measured(first: PageProgram, measured: Measured) -> PageProgram:
-    """The same program, with measured times."""
+    """Return a program with measured times in place of the forecast's."""
     if isinstance(measured, Times):
         return replace(first, name="measured times", estimate=by_times(first.estimate, measured), note=BY_TIMES)
     time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
@@ -140,9 +140,9 @@ def _measured(first: PageProgram, measured: Measured) -> PageProgram:
 
 
 def html_of(data: Any) -> str:
-    """The file: the template with its style, its script and the data inside."""
+    """Return the HTML file: the template with its style, its script and the data inside."""
     parts = {name: files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
     template = files(__package__).joinpath("page.html.jinja").read_text("utf-8")
     inline = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    made = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    return made.render(page=data, data=Markup(inline), style=Markup(parts["page.css"]), script=Markup(parts["page.js"]))
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    return page.render(page=data, data=Markup(inline), style=Markup(parts["page.css"]), script=Markup(parts["page.js"]))

@@ -1,5 +1,5 @@
 """Explains timelines to people, as text; knows no Thunder.
 
-``line_meanings.py`` is the door: a timeline alone, or a trace with its timeline, which ``trace_printer.py`` prints
-(``tz.print_trace``). ``text.py`` has what all tools print with; ``progress.py`` says what long work does now.
+``line_meanings.py`` says what lines mean: of a timeline alone, or of a trace with its timeline. ``trace_printer.py``
+prints them (``tz.print_trace``). All tools print with ``text.py``. ``progress.py`` shows what long work does now.
 """

@@ -29,10 +29,12 @@ VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared l
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """The operations in order: kind, writes and reads, parameters, and "again" for a copy. Long names make long lines.
-    A border separates the phases."""
+    """Return the operations in order, a line each: kind, writes, reads, parameters.
+
+    Recomputed operations end with "again". A border separates the phases. Long names make long lines.
+    """
     lines = [_line(op) for op in timeline.ops]
-    border = next((at for at, op in enumerate(timeline.ops) if op.backward), None)
+    border = next((index for index, op in enumerate(timeline.ops) if op.backward), None)
     if border is not None:
         lines.insert(border, BORDER)
     return "\n".join(lines)
@@ -55,7 +57,7 @@ class SourceLine:
         code: its Python statement.
         position: its position in the trace of its phase, as in ``Op.source``.
         origin: the line of the user's program that it comes from; "" if unknown.
-        alive: bytes of all tensors alive after it, as forecast; None if there is no forecast.
+        alive: forecast bytes of all tensors alive after it; None if there is no forecast.
         peak: the most bytes alive while it runs, if that is the peak of the step; else None.
     """
 
@@ -71,13 +73,14 @@ class Row:
     """A line and its meaning.
 
     Attributes:
-        kind: of its operation; None for lines that have none (unpacking, the ``del`` of an activation, codes).
-        does: what it does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism
-            and the wait for it; "" for lines outside the schedule.
+        line: the line.
+        kind: the kind of its operation; None for lines without one (unpacking, the ``del`` of an activation, codes).
+        does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism and the wait
+            for it; "" for lines outside the schedule.
         params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
-        gradients: it handles the gradients of the parameters, not the parameters.
+        gradients: True if it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
-        deferred: bytes of a full gradient that is held until a later backward reduces it.
+        deferred: bytes of full gradients that are held until a later backward reduces them.
         gathered: bytes of gathered parameters alive after the line.
         form: the format in which a collective sends bytes, such as "int8/128"; "" if it sends what it reads.
     """
@@ -98,7 +101,7 @@ class Row:
         return f"{names} as {self.form}" if self.form else names
 
 
-CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # the other line of an operation
+CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # the second line of an operation
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
@@ -108,50 +111,55 @@ ONLY: Mapping[str, Callable[[Row], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A number of lines that are not shown."""
+    """Lines that are not shown, by their number."""
 
     lines: int
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """The lines of one phase of a timeline, each with its meaning."""
+    """Return the lines of one phase of a timeline, each with its meaning.
+
+    Raises:
+        ValueError: the timeline has an operation whose line is missing.
+    """
     alive = gathered_bytes(timeline)
-    values, gradients = _parameters_in(timeline), _gradients(timeline)
-    places: dict[int, list[int]] = {}
+    params_of_value, params_of_gradient = _parameters_in(timeline), _gradients(timeline)
+    ops_of_line: dict[int, list[int]] = {}
     codes: dict[int, Op] = {}
-    for at, op in enumerate(timeline.ops):
+    for index, op in enumerate(timeline.ops):
         if op.backward is backward:
-            places.setdefault(op.source[0], []).append(at)
+            ops_of_line.setdefault(op.source[0], []).append(index)
             codes |= dict.fromkeys(op.source[1:], op)
-    first = min((at for ats in places.values() for at in ats), default=0)
-    now = alive[first - 1] if first else 0
-    out: list[Row] = []
+    first = min((index for indices in ops_of_line.values() for index in indices), default=0)
+    gathered = alive[first - 1] if first else 0
+    result: list[Row] = []
     for line in lines:
         if line.position in codes:
-            out.append(_code(line, codes.pop(line.position), timeline, now))
+            result.append(_code_row(line, codes.pop(line.position), timeline, gathered))
             continue
-        ats = places.pop(line.position, [])
-        ops = [timeline.ops[at] for at in ats]
-        now = alive[ats[-1]] if ats else now
-        read = _merged(op.params if op.kind is not Kind.COMPUTE else _of(op.reads, values) for op in ops)
-        made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
+        indices = ops_of_line.pop(line.position, [])
+        ops = [timeline.ops[index] for index in indices]
+        gathered = alive[indices[-1]] if indices else gathered
+        read = _merged(op.params if op.kind is not Kind.COMPUTE else _lookup(op.reads, params_of_value) for op in ops)
+        made = _merged(_lookup(op.writes, params_of_gradient) for op in ops if op.kind is Kind.COMPUTE)
         reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
         is_torchs = any(op.is_torchs for op in ops)
         launches = any(op.kind in LAUNCHES or op.sends for op in ops)
         sent = sum(map(timeline.bytes_sent, ops)) if launches else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
-        of_gradients = reduces or (not read and bool(made))
+        gradients = reduces or (not read and bool(made))
         kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
         form = ", ".join(sorted(forms))
         does = TENSOR if is_torchs else str(kind or "")
-        out.append(Row(line, kind, does, read or made, of_gradients, sent, deferred, now, form))
-    if places:
-        raise ValueError(f"the timeline has operations at positions {sorted(places)}, but the trace has no lines there")
-    return tuple(out)
+        result.append(Row(line, kind, does, read or made, gradients, sent, deferred, gathered, form))
+    if ops_of_line:
+        missing = sorted(ops_of_line)
+        raise ValueError(f"the timeline has operations at positions {missing}, but the trace has no lines there")
+    return tuple(result)
 
 
-def _code(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
-    """The row of a line that encodes what a launch sends, or decodes what a wait brings."""
+def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
+    """Return the row of a line that encodes what a launch sends, or decodes what a wait returns."""
     launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
     is_gradient = launch.kind is Kind.REDUCE
@@ -167,27 +175,30 @@ def format_of(op: Op, timeline: Timeline) -> str:
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
-    """Return the rows of one unit, or of all (None); of these, if ``only`` names one of ``ONLY``, those that fit it.
+    """Return the rows of a unit (of all if it is None) that ``ONLY[only]`` selects (all if it is None).
 
-    The rows of a unit are those from the first to the last that waits for its parameters or computes with them, and its
-    other collectives and frees, which may be far from these.
+    A unit has the rows from the first to the last that waits for its parameters or computes with them. Its collectives
+    and frees elsewhere belong to it as well. Rows that are left out become gaps.
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
     if only is not None and only not in ONLY:
         raise ValueError(f"only is {only!r}; choose {' or '.join(map(repr, ONLY))}, or None for all lines")
     candidates = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
-    chosen = [at for at in candidates if only is None or ONLY[only](rows[at])]
-    out: list[Row | Gap] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
-    for before, at in pairwise(chosen):
-        between = rows[before + 1 : at]
-        out += [*between, rows[at]] if len(between) < 2 else [Gap(len(between)), rows[at]]  # a gap takes a line too
-    return tuple(out)
+    chosen = [index for index in candidates if only is None or ONLY[only](rows[index])]
+    shown: list[Row | Gap] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
+    for before, index in pairwise(chosen):
+        between = rows[before + 1 : index]
+        gap = between if len(between) < 2 else [Gap(len(between))]  # a gap takes a line, too
+        shown += [*gap, rows[index]]
+    return tuple(shown)
 
 
 def total(rows: Iterable[Row | Gap]) -> str:
-    """The number of collectives, the bytes that this rank sends and the peak of gathered bytes, in one line; a second
-    line has the bytes of deferred gradients."""
+    """Return a line with the number of collectives, the bytes that this rank sends and the peak of gathered bytes.
+
+    Collectives of tensor parallelism, and deferred gradients, have a line each.
+    """
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
     sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.does == TENSOR and row.sent]
@@ -204,7 +215,7 @@ def total(rows: Iterable[Row | Gap]) -> str:
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
-    """Parameters in a few words: a path, two names of one module, or a unit and a number."""
+    """Return parameters in a few words: a path, two names of one module, or a unit and a number."""
     units = {plan.by_name[path].unit for path in params}
     parents = {path.rpartition(".")[0] for path in params}
     grad = "grad " if gradients else ""
@@ -218,39 +229,40 @@ def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
 
 
 def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
-    own = {param.path for param in plan.params if param.unit == unit}
-    touching = [at for at, row in enumerate(rows) if not own.isdisjoint(row.params)]
+    paths = {param.path for param in plan.params if param.unit == unit}
+    touching = [index for index, row in enumerate(rows) if not paths.isdisjoint(row.params)]
     using = [
-        at
-        for at in touching
-        if rows[at].kind is Kind.COMPUTE or (rows[at].kind is Kind.WAIT and not rows[at].gradients)
+        index
+        for index in touching
+        if rows[index].kind is Kind.COMPUTE or (rows[index].kind is Kind.WAIT and not rows[index].gradients)
     ]
     return sorted({*touching, *(range(using[0], using[-1]) if using else ())})
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """The parameters that each gathered value, each replicated input and each derived value depends on."""
+    """Return the parameters on which each gathered value, replicated input and derived value depends."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
         elif op.kind is Kind.COMPUTE:
             derived = [name for name in op.writes if name in timeline.derived]
-            params_in.update(dict.fromkeys(derived, _of(op.reads, params_in)))
+            params_in.update(dict.fromkeys(derived, _lookup(op.reads, params_in)))
     return params_in
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """The parameters whose full gradient each value is; several if one value is the gradient of all of them."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the parameters whose full gradient each value is; several if one value is the gradient of all of them."""
+    gradients: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
         if op.kind in (Kind.REDUCE, Kind.DEFER):
-            one_each = len(op.reads) == len(op.params)
-            found.update((name, (op.params[at],) if one_each else op.params) for at, name in enumerate(op.reads))
-    return found
+            one_to_one = len(op.reads) == len(op.params)
+            for index, name in enumerate(op.reads):
+                gradients[name] = (op.params[index],) if one_to_one else op.params
+    return gradients
 
 
-def _of(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _lookup(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     return _merged(params.get(name, ()) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar, or lines that say what is done now."""
+"""Shows progress on stderr: a bar, or lines that say what is done now."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rich.table import Column
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar if stderr is a terminal; yields a function: call it with the bytes done since the last call."""
+    """Show a bar if stderr is a terminal. Yield a function that takes the bytes done since its last call."""
     console = Console(stderr=True)
     if not console.is_terminal:  # rich would print an empty line
         yield lambda count: None
@@ -36,7 +36,7 @@ def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]
 
 @contextmanager
 def show_status(what: str) -> Iterator[Callable[[str], None]]:
-    """Show one line if stderr is a terminal; yields a function: call it with what is done now."""
+    """Show one line if stderr is a terminal. Yield a function that takes what is done now."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda now: None
@@ -47,23 +47,23 @@ def show_status(what: str) -> Iterator[Callable[[str], None]]:
 
 @dataclass
 class Steps:
-    """Shows what is done now, and how many steps are done."""
+    """Long work: it shows what is done now, and how many steps are done."""
 
     show: Callable[[str, int], None]
     done: int = 0
 
     def tell(self, now: str) -> None:
-        """Something else is done now."""
+        """Show what is done now."""
         self.show(now, self.done)
 
     def advance(self) -> None:
-        """One step more is done."""
+        """Count one more step as done."""
         self.done += 1
 
 
 @contextmanager
 def show_steps(what: str, total: int) -> Iterator[Steps]:
-    """Show a bar if stderr is a terminal, otherwise a line each time that something else is done."""
+    """Show a bar if stderr is a terminal, otherwise a line for each call of ``tell``."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Steps(lambda now, done: print(f"{what} {done}/{total} {now}", file=sys.stderr, flush=True))

@@ -1,4 +1,4 @@
-"""Text that fits into a width: the console, texts that are cut, Python statements that are folded.
+"""Fits text into a width: the console, clipped text, tables, folded Python statements.
 
 ::
 
@@ -24,8 +24,8 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.printing.words import WIDTH
 
 INDENT = " " * 4  # of continuation lines
-WHOLE_LINES = 2  # a statement of at most so many lines is shown whole
-OPERATOR_ITEMS = 4  # so many items of each collection in a call of an operator are shown at least
+WHOLE_LINES = 2  # a statement of at most this many lines is shown whole
+OPERATOR_ITEMS = 4  # at least this many items of each collection in a call of an operator are shown
 TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
     r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
@@ -36,14 +36,21 @@ MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 
 
 def stdout_console() -> Console:
-    """The standard output; without a terminal it is 100 columns wide."""
+    """Return a console on the standard output; without a terminal it is 100 columns wide."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def table_of(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",), *, apart: int = 2
 ) -> Table:
-    """A table without lines; columns are ``apart``, aligned to the right, but for those with the heads ``left``."""
+    """Return a table without lines.
+
+    Args:
+        heads: the heads of the columns.
+        rows: the cells of each row.
+        left: heads of columns that are aligned to the left; other columns are aligned to the right.
+        apart: spaces between columns.
+    """
     table = Table(box=None, padding=(0, apart, 0, 0), pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
@@ -53,7 +60,7 @@ def table_of(
 
 
 def text_of_table(table: Table, width: int) -> str:
-    """Its lines, of at most ``width`` columns."""
+    """Return the lines of a table, of at most ``width`` columns."""
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
         console.print(table)
@@ -61,20 +68,26 @@ def text_of_table(table: Table, width: int) -> str:
 
 
 def place_of(plan: Plan) -> str:
-    """``ZeRO-3, rank 0 of 8, one of 2 copies``."""
+    """Return whose program it is, such as ``ZeRO-3, rank 0 of 8, one of 2 copies``."""
     copies = f", one of {count} copies" if (count := plan.mesh.replicate.size) > 1 else ""
     return f"{STAGES[plan.policy.stage].name}, {plan.mesh}{copies}"
 
 
 def short(code: str) -> str:
-    """The code with torch's operators as ``aten.mm``, not ``torch.ops.aten.mm.default``."""
+    """Return the code with torch's operators as ``aten.mm``, not ``torch.ops.aten.mm.default``."""
     return OPERATOR.sub(r"aten.\1(", code)
 
 
 def fold(code: str, widths: Sequence[int]) -> list[str]:
-    """Lines that show the statements of ``code``, without its comments. ``widths`` are the most characters of each
-    line, the last those of all that follow. A long statement shows the first items of its collections and arguments,
-    as many as fit into the least number of lines, and the number of the others; operators show all arguments."""
+    """Return lines that show the statements of ``code``, without its comments.
+
+    A long statement shows the first items of its collections and arguments, and how many are left out: as many as fit
+    into the least number of lines. Operators show all arguments.
+
+    Args:
+        code: Python statements.
+        widths: the most characters of each line; the last width holds for all lines after it.
+    """
     lines: list[str] = []
     for statement in ast.parse(code).body:
         lines += _fold(statement, widths[min(len(lines), len(widths) - 1) :])
@@ -82,8 +95,13 @@ def fold(code: str, widths: Sequence[int]) -> list[str]:
 
 
 def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list[str]:
-    """Joins pieces into lines, of which later ones are indented. ``widths`` are the most characters of each line, the
-    last those of all that follow. Pieces stay whole, but for one that is longer than any line."""
+    """Join pieces into lines. Pieces stay whole, unless one is longer than any line.
+
+    Args:
+        pieces: parts of a text.
+        widths: the most characters of each line; the last width holds for all lines after it.
+        indent: begins each line but the first.
+    """
     lines: list[str] = []
     line = ""
     for piece in pieces:
@@ -97,7 +115,7 @@ def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list
 
 
 def clip(text: str, width: int) -> str:
-    """The text; if it is too long, its beginning and an ellipsis."""
+    """Return the text; if it is too long, its beginning and an ellipsis."""
     return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
@@ -123,7 +141,7 @@ def _is_operator(node: ast.AST) -> bool:
 
 
 def _shortened(code: str, items: int) -> str:
-    """The statement with the first items of each collection, and the number of the others."""
+    """Return a statement with the first items of each collection, and the number of items left out."""
     (statement,) = ast.parse(code).body
     for node in ast.walk(statement):
         collection = _collection(node)
@@ -141,17 +159,20 @@ def _collection(node: ast.AST) -> list[ast.expr]:
 
 
 def _unparse(statement: ast.stmt) -> str:
-    """The statement on one line, with parentheses around tuples of targets in every version of Python."""
+    """Return the statement on one line, with parentheses around tuples of targets in every version of Python."""
     if isinstance(statement, ast.Assign):
         return " = ".join(map(ast.unparse, [*statement.targets, statement.value]))
     return ast.unparse(statement)
 
 
 def _pieces(code: str, widths: Sequence[int]) -> list[str]:
-    """Parts between which a line may break: "del", the equals sign, arguments of the outermost call, and items of
-    arguments that fit into no line. The arguments of a method stay together."""
-    breaks = [(len("del "), 1)] if code.startswith("del ") else []  # place, depth
-    methods: list[bool] = []  # of the parentheses that are open
+    """Return the parts between which a line may break.
+
+    It may break after "del", the equals sign, and arguments of the outermost call. Arguments that fit into no line
+    break between their items. The arguments of a method stay together.
+    """
+    breaks = [(len("del "), 1)] if code.startswith("del ") else []  # position, depth
+    methods: list[bool] = []  # for each open parenthesis, whether a method opened it
     for token in TOKENS.finditer(code):
         kind = token.lastgroup
         if kind == "opens":
@@ -166,7 +187,7 @@ def _pieces(code: str, widths: Sequence[int]) -> list[str]:
         part, room = code[start:stop], (min(widths) if depth < 2 else max(widths)) - len(INDENT)
         if len(part.rstrip()) <= room or all(deep < depth for _, deep in breaks):
             return [part]
-        places = [start, *(place for place, deep in breaks if deep == depth and start < place < stop), stop]
-        return [piece for ends in pairwise(places) for piece in split(*ends, depth + 1)]
+        ends = [start, *(position for position, deep in breaks if deep == depth and start < position < stop), stop]
+        return [piece for span in pairwise(ends) for piece in split(*span, depth + 1)]
 
     return split(0, len(code), 0)

@@ -5,7 +5,7 @@
     # forward, ZeRO-3, rank 0 of 4               does    parameters        sent gathered    alive
     ft1 = zero_all_gather(t_w, 'h.0.w')          gather  h.0.w         1.50 KiB 2.00 KiB 12.0 KiB
 
-The column of bytes alive is there if the lines have a forecast of memory.
+The last column, bytes alive, exists if the lines have a forecast of memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ STYLES: dict[str, str] = {
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
-    """Print a table: a title with the phase, such as "backward under no_sync", then each row with its code folded to
-    the width. The console decides about colours, and on a terminal about the width."""
+    """Print a table of rows, with their code folded to the width.
+
+    Args:
+        rows: the rows and gaps of a phase.
+        plan: the plan of the traces.
+        phase: the phase for the title, such as "backward under no_sync".
+        console: decides about colours, and on a terminal about the width.
+    """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
@@ -86,7 +92,7 @@ def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
 
 
 def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> None:
-    """The heading of a phase, on a line of its own if it is long, and the heads of the columns."""
+    """Print the title of a phase, on a line of its own if it is long, and the heads of the columns."""
     title = Text(f"# {phase}, {place_of(plan)}", "bold")
     if len(title) > columns.code:
         _print(console, title)
@@ -103,8 +109,11 @@ def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *, changed: bool) -> Iterator[Text]:
-    """The lines of a row: code on the left, its meaning on the right; either side may need several lines. Where nothing
-    is on the right, the code uses the whole width. If nothing is sent, the parameters use that column too."""
+    """Yield the lines of a row: code on the left, its meaning on the right. Both sides may need several lines.
+
+    Lines without a meaning on the right use the width ``whole`` for code. If nothing is sent, the parameters use that
+    column as well.
+    """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
     words = re.split(r"(?<= )", row.label(plan))

@@ -1,4 +1,4 @@
-"""Short texts of at most 100 columns, without rich: ``<Estimate: step 3 ms>``, ``1.23 T``."""
+"""Makes short texts of at most 100 columns, without rich: ``<Estimate: step 3 ms>``, ``1.23 T``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ WIDTH = 100  # columns, without a terminal
 
 
 def summed_up(thing: object, words: str) -> str:
-    """``<Estimate: step 3 ms on H100>``, folded: what ``repr`` of large data says."""
+    """Return ``<Estimate: step 3 ms on H100>``, folded: the ``repr`` of large data."""
     return folded(f"<{type(thing).__name__}: {words}>")
 
 
 def folded(words: str) -> str:
-    """Lines of at most 100 columns."""
+    """Return words in lines of at most 100 columns."""
     return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
 
 
 def count(number: float) -> str:
-    """``1.23 G``."""
+    """Return a number such as ``1.23 G``."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"

@@ -3,7 +3,7 @@
 ::
 
     optimizer.step()    data, forward, loss, backward    optimizer.step()    data, ...
-                    begin()   the model's clock runs                      end() -> Taken; begin()
+                    begin()   the model's clock runs                      end() -> MeasuredStep; begin()
 
 Torch's hooks around each optimizer's step say where a step ends.
 """
@@ -38,16 +38,16 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A step.
+class MeasuredStep:
+    """A measured step.
 
     Attributes:
-        seconds: of the whole step.
-        optimizer: those of the optimizer.
-        waits: seconds of waits, by whether they end a gather, and the first parameter.
+        seconds: how long the step took.
+        optimizer: how long the optimizer's step took, in seconds.
         core: seconds in which the process had a core.
-        forwards: how many forwards it had.
-        peak: the most bytes: of CUDA tensors, or of the process's resident memory; 0 if the system does not tell.
+        waits: seconds of waits, keyed by whether the wait ends a gather and by the first parameter's path.
+        forwards: the number of forwards.
+        peak: the most bytes of CUDA tensors, or of the process's resident memory; 0 if the system does not tell.
     """
 
     seconds: float
@@ -60,15 +60,23 @@ class Taken:
 
 @dataclass
 class Followed:
-    """A model whose steps are measured, from one step of its first optimizer to the next."""
+    """A model whose steps are measured, from one step of its first optimizer to the next.
+
+    Attributes:
+        steps: the steps that were measured.
+        programs: what the model has compiled.
+        traces: two lists with the traces of each graph: of programs that reduce gradients, and that defer them.
+        at_rest: bytes of the optimizer's states.
+        open: is closed when a step ends; it stops the model's clock.
+    """
 
     model: ref[ZeroModule]
     state: State
     optimizer: ref[Optimizer]
-    taken: list[Taken] = field(default_factory=list)
+    steps: list[MeasuredStep] = field(default_factory=list)
     programs: Sequence[CompiledProgram] = ()
-    traces: Sequence[Sequence[Traces]] = ()  # of each kind, of each graph: those that reduce, those that defer
-    at_rest: int = 0  # bytes of the optimizer's states
+    traces: Sequence[Sequence[Traces]] = ()
+    at_rest: int = 0
     open: ExitStack = field(default_factory=ExitStack)
     waits: list[Waited] = field(default_factory=list)
     begun: Moment | None = None
@@ -77,7 +85,7 @@ class Followed:
     forwards: int = 0
 
     def end(self) -> None:
-        """End a step, and note what the model looks like after it."""
+        """End a step, and record the model's programs and the bytes of its optimizer."""
         now = self.state.clock.now()
         self.open.close()
         if self.begun is not None and self.stepping is not None:
@@ -87,12 +95,12 @@ class Followed:
                 waits[wait.gather, wait.path] = seconds + wait.called.until(wait.returned)
             seconds, optimizer = self.begun.until(now), self.stepping.until(now)
             core, forwards = process_time() - self.core, self.state.training_forwards - self.forwards
-            self.taken.append(Taken(seconds, optimizer, core, waits, forwards, _peak(self.state.device)))
-        model, optimizer_ = self.model(), self.optimizer()
-        if model is not None and optimizer_ is not None:
+            self.steps.append(MeasuredStep(seconds, optimizer, core, waits, forwards, _peak(self.state.device)))
+        model, stepped = self.model(), self.optimizer()
+        if model is not None and stepped is not None:
             self.programs = programs(model) if isinstance(model, DynamoModule) else ()
             self.traces = [list(_traces(model, synced)) for synced in (True, False)]
-            self.at_rest = sum(map(_nbytes, (value for each in optimizer_.state.values() for value in each.values())))
+            self.at_rest = sum(_nbytes(value) for values in stepped.state.values() for value in values.values())
 
     def begin(self) -> None:
         """Begin the next step."""
@@ -129,31 +137,31 @@ def _forget_peak(device: torch.device) -> None:
 
 @contextmanager
 def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
-    """Measure each model that an optimizer steps; show it after so many steps, or at the end of the block."""
-    found: dict[State, Followed] = {}
+    """Measure each model that an optimizer steps; call ``show`` after ``steps`` steps or at the end of the block."""
+    followed_models: dict[State, Followed] = {}
     shown: WeakSet[State] = WeakSet()
 
-    def of(optimizer: Optimizer) -> Followed | None:
+    def stepped_by(optimizer: Optimizer) -> Followed | None:
         owner = next(filter(None, owners_of(parameters_of(optimizer))), None)
         if owner is None or owner[0] in shown:
             return None
-        if owner[0] not in found:
-            models = (each for each in gc.get_objects() if issubclass(type(each), ZeroModule))
-            model = next(each for each in models if each.state is owner[0])
-            found[owner[0]] = Followed(ref(model), owner[0], ref(optimizer))
-        followed = found[owner[0]]
+        if owner[0] not in followed_models:
+            models = (item for item in gc.get_objects() if issubclass(type(item), ZeroModule))
+            model = next(model for model in models if model.state is owner[0])
+            followed_models[owner[0]] = Followed(ref(model), owner[0], ref(optimizer))
+        followed = followed_models[owner[0]]
         return followed if followed.optimizer() is optimizer else None
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (followed := of(optimizer)) is not None:
+        if (followed := stepped_by(optimizer)) is not None:
             followed.stepping = followed.state.clock.now()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (followed := of(optimizer)) is not None:
+        if (followed := stepped_by(optimizer)) is not None:
             followed.end()
-            if len(followed.taken) == steps:
+            if len(followed.steps) == steps:
                 shown.add(followed.state)
-                show(found.pop(followed.state))
+                show(followed_models.pop(followed.state))
             else:
                 followed.begin()
 
@@ -163,6 +171,6 @@ def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    for followed in found.values():
+    for followed in followed_models.values():
         followed.open.close()
         show(followed)

@@ -1,4 +1,4 @@
-"""``thunder-zero why``: runs a training script, and prints its measured step beside the forecast.
+"""``thunder-zero why``: runs a training script and prints its measured step beside the forecast.
 
 In: a script with its arguments, on every rank. Out: on rank 0 a page for each model that an optimizer of the script
 steps: seconds and bytes of a step, forecast and measured; the programs; and the largest difference, in a sentence.
@@ -28,7 +28,7 @@ from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, folded
-from thunder_zero.tools.why.follow import Followed, Taken, following
+from thunder_zero.tools.why.follow import Followed, MeasuredStep, following
 
 COMPUTE, WAITS, OPTIMIZER = "forward, backward", "waits for collectives", "the optimizer's step"
 CAUSES = {
@@ -38,13 +38,17 @@ CAUSES = {
 
 
 def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | None) -> None:
-    """Run a script as Python does; rank 0 prints a page for each model, after so many steps or at the end."""
+    """Run a script as Python does. Rank 0 prints a page for each model, after ``steps`` steps or at the end.
+
+    Raises:
+        SystemExit: there is no such script; ``steps`` is out of range; there is no such device; the script fails.
+    """
     if not script.is_file():
         raise SystemExit(f"thunder-zero: there is no file {script}; give a script that trains, and its arguments")
     if steps < 1:
         raise SystemExit(f"thunder-zero: --steps is {steps}; give how many steps to measure, 1 or more")
     try:
-        on = None if device is None else device_of(device)
+        described = None if device is None else device_of(device)
     except (OSError, ValueError) as error:
         raise SystemExit(f"thunder-zero: {error}") from None
     sys.argv = [str(script), *arguments]
@@ -52,7 +56,7 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
     before, pages = resident_bytes(), list[str]()
 
     def show(followed: Followed) -> None:
-        pages.append(page(followed, before, on or _device_here()))
+        pages.append(page(followed, before, described or _device_here()))
         print(pages[-1], flush=True)
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -67,75 +71,81 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
 
 
 def page(followed: Followed, before: int, device: Device | None) -> str:
-    """Return the text of a model; ``before`` are the resident bytes of the process before the script."""
-    plan, taken, (synced, deferred) = followed.state.plan, followed.taken, followed.traces or ((), ())
+    """Return the page of a model; ``before`` is the resident memory of the process before the script, in bytes."""
+    plan, steps, (synced, deferred) = followed.state.plan, followed.steps, followed.traces or ((), ())
     name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
-    if not taken or not synced:
+    if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
-    more = round(median(step.forwards for step in taken)) - 1
-    runs = [*synced, *[each for _ in range(more) for each in deferred or synced]]  # the programs of one step
+    more = round(median(step.forwards for step in steps)) - 1
+    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the programs of one step
     forecast, cannot = _forecast(runs, device)
     measured = {
-        COMPUTE: median(step.seconds - step.optimizer - sum(step.waits.values()) for step in taken),
-        WAITS: median(sum(step.waits.values()) for step in taken),
-        OPTIMIZER: median(step.optimizer for step in taken),
+        COMPUTE: median(step.seconds - step.optimizer - sum(step.waits.values()) for step in steps),
+        WAITS: median(sum(step.waits.values()) for step in steps),
+        OPTIMIZER: median(step.optimizer for step in steps),
     }
-    seconds = median(step.seconds for step in taken)
+    seconds = median(step.seconds for step in steps)
     rows = [
         ("a step", duration(sum(forecast.values())) if forecast else "", duration(seconds)),
         *(
             (f"  {part}", duration(forecast[part]) if part in forecast else "", duration(measured[part]))
             for part in measured
         ),
-        ("  with a core (process)", "", duration(median(step.core for step in taken))),
-        ("sent by this rank", size(sum(each.timeline.bytes_sent(op) for each in runs for op in each.timeline.ops)), ""),
+        ("  with a core (process)", "", duration(median(step.core for step in steps))),
+        (
+            "sent by this rank",
+            size(sum(traces.timeline.bytes_sent(op) for traces in runs for op in traces.timeline.ops)),
+            "",
+        ),
         ("most memory of tensors", *_memory(followed, synced, before)),
     ]
-    head = f"{name}, median of {len(taken)} step{'s' * (len(taken) > 1)}" + f" of {more + 1} forwards each" * (more > 0)
+    head = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}" + f" of {more + 1} forwards each" * (more > 0)
     table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
-    listed = f"programs\n{ProgramTable(followed.programs)!r}" if followed.programs else ""
-    return "\n".join(filter(None, (head, table, folded(cannot), _largest(forecast, measured, followed.taken), listed)))
+    programs = f"programs\n{ProgramTable(followed.programs)!r}" if followed.programs else ""
+    return "\n".join(filter(None, (head, table, folded(cannot), _largest(forecast, measured, steps), programs)))
 
 
 def _device_here() -> Device | None:
-    """Return this GPU, if it is described."""
-    here = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((device for name, device in DEVICES.items() if name in here), None)
+    """Return the description of this GPU; None if there is none."""
+    gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((device for name, device in DEVICES.items() if name in gpu), None)
 
 
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return the seconds of the parts of a step that are forecast, or why none are."""
+    """Return the forecast seconds of the parts of a step, and "", or nothing and why there is no forecast."""
     if device is None:
         return {}, (
             "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
             "--device machine.json"
         )
     try:
-        found = [estimate(each, device) for each in runs]
-    except ValueError as error:  # of other ranks, or without a dtype
+        estimates = [estimate(traces, device) for traces in runs]
+    except ValueError as error:  # calibrated with other ranks, or without a dtype
         return {}, f"no forecast of time: {error}"
     return {
-        COMPUTE: sum(each.compute_seconds for each in found),
-        WAITS: sum(each.exposed_seconds for each in found),
+        COMPUTE: sum(forecast.compute_seconds for forecast in estimates),
+        WAITS: sum(forecast.exposed_seconds for forecast in estimates),
     }, ""
 
 
 def _memory(followed: Followed, traces: Sequence[Traces], before: int) -> tuple[str, str]:
-    """Return the most bytes, forecast and measured. Of a process's resident memory is left out what was there before
-    the script, and what compiling has left."""
-    peak = round(median(step.peak for step in followed.taken))
+    """Return the most bytes, forecast and measured, as text.
+
+    On a CPU the resident memory before the script, and what compiling has left, are subtracted.
+    """
+    peak = round(median(step.peak for step in followed.steps))
     if peak and followed.state.device.type == "cpu":
-        peak = max(peak - before - sum(each.nbytes for each in followed.programs), 0)
+        peak = max(peak - before - sum(program.nbytes for program in followed.programs), 0)
     try:
         forecast = size(memory(traces[0]).peak + followed.at_rest) if len(traces) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"
-    of = ", the process" if followed.state.device.type == "cpu" else ""
-    return forecast, f"{size(peak)}{of}" if peak else "unknown"
+    where = ", the process" if followed.state.device.type == "cpu" else ""
+    return forecast, f"{size(peak)}{where}" if peak else "unknown"
 
 
-def _largest(forecast: Mapping[str, float], measured: Mapping[str, float], taken: Sequence[Taken]) -> str:
-    """Say what differs most from the forecast, or without one what takes longest, and which wait is the longest."""
+def _largest(forecast: Mapping[str, float], measured: Mapping[str, float], steps: Sequence[MeasuredStep]) -> str:
+    """Return the largest difference from the forecast (without one the longest part), and the longest wait."""
     differences = {part: measured[part] - seconds for part, seconds in forecast.items()}
     part = max(differences or measured, key=lambda part: abs((differences or measured)[part]))
     if not differences:
@@ -144,7 +154,7 @@ def _largest(forecast: Mapping[str, float], measured: Mapping[str, float], taken
         words = f"the largest difference: {part} take {duration(differences[part])} longer; {CAUSES[part]}"
     else:
         words = f"the largest difference: {part} take {duration(-differences[part])} less than the forecast"
-    waits = {wait: median(step.waits.get(wait, 0.0) for step in taken) for wait in taken[-1].waits}
+    waits = {wait: median(step.waits.get(wait, 0.0) for step in steps) for wait in steps[-1].waits}
     if waits:
         (is_gather, path), longest = max(waits.items(), key=lambda item: item[1])
         words += (
