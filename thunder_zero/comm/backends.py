@@ -28,9 +28,9 @@ from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Plan
 
 Make = Callable[[ProcessGroup, int], Transport]
-# (device type, backend) -> transport; PerTensor for all others
+# (device type, backend) -> transport; other pairs get PerTensor
 BACKENDS: Mapping[tuple[str, str], Make] = {
-    ("cpu", "gloo"): PairwiseGloo,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
+    ("cpu", "gloo"): PairwiseGloo,  # gloo's own reduce-scatter sends twice the minimum of bytes
     ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
     ("cuda", "fake"): CoalescedNccl,  # stands in for NCCL: the same kernels and memory, no peers
 }

@@ -42,7 +42,7 @@ from thunder_zero.plan.mesh import SHARD
 BYTES = 256  # length of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
 TAG_BITS = 22
-TAG = 0x63746167  # "ctag": users hardly send under it
+TAG = 0x63746167  # "ctag", a tag that users are unlikely to send under
 SOMETHING = "a small collective of thunder_zero"
 
 
@@ -176,7 +176,7 @@ class AnnouncedTag:
                 sends = [channel.send([message], peer, TAG) for peer in peers.values()]
             self._posted += zip(peers.items(), slots, receives, sends, strict=True)
 
-        # The sender thread holds the connection while it writes; gloo's thread would poll for it if this one did.
+        # On the sender thread: it holds the connection while it writes. If this thread wrote, gloo's would poll for it.
         self._end_of_post: Callable[[], None] | None = in_background(SENDER, post).result  # None: confirmed
         _unconfirmed[channel] = self
 
@@ -349,5 +349,5 @@ class _Confirmed:
             self._announced.confirm()
         try:
             return self._handle.wait()
-        except LostRank as lost:  # as naming_tag, which would cost more, and every wait comes here
+        except LostRank as lost:  # not naming_tag, which costs more: every wait comes here
             raise lost.at(self._tag.text) from lost.__cause__

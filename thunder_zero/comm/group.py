@@ -244,7 +244,7 @@ def tell_launcher() -> None:
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
         return
     sentence = "".join(traceback.format_exception_only(error)).strip()
-    with suppress(OSError):  # what follows at exit matters more
+    with suppress(OSError):  # the handlers at exit that follow matter more
         file.write_text(json.dumps({"message": sentence, "timestamp": str(int(time.time()))}))
 
 

@@ -66,7 +66,7 @@ class Handle:
 
     def __init__(self, parts: Iterable[BucketPart], results: Sequence[Tensor], pending: set[Handle]) -> None:
         self._parts = deque(parts)
-        self._results: Sequence[Tensor] | None = results  # a part may make them
+        self._results: Sequence[Tensor] | None = results  # may be filled by a part
         self._pending = pending
         pending.add(self)
 
@@ -87,7 +87,7 @@ class Handle:
 
 
 SENDER, AVERAGER = "sender", "averager"
-EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
+EXIT_SECONDS = 1.0  # how long an exiting rank waits for its threads
 
 
 class Task(Generic[Result]):
@@ -111,7 +111,7 @@ class Task(Generic[Result]):
         except BaseException as error:
             self._error = error
         finally:
-            del call, self  # which the traceback would hold, and the error holds that
+            del call, self  # or the error would hold them, by its traceback
 
     def end(self) -> None:
         """Wake the threads that wait for the task."""
@@ -131,7 +131,7 @@ class Task(Generic[Result]):
         try:
             raise error
         finally:
-            del error, self  # which the traceback would hold, and the error holds that
+            del error, self  # or the error would hold them, by its traceback
 
 
 def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:

@@ -24,7 +24,7 @@ CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
 LOST_TYPES = (DistNetworkError, DistStoreError)  # torch's classes: a socket failed; a rank left the store
-# What the backends say of a lost rank, in errors of other types.
+# Words of the backends about a lost rank, in errors of other types.
 LOST_WORDS = (
     # gloo: a connection ended, broke, or was silent too long
     "Connection closed by peer",

@@ -25,7 +25,7 @@ class _Native(Launching):
     """A base of both transports: buffers, padding and handles."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
-    means: frozenset[torch.dtype] = frozenset()  # of these dtypes the collective itself takes the mean
+    means: frozenset[torch.dtype] = frozenset()  # dtypes of which the collective itself takes the mean
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         super().__init__()

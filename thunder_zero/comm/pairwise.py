@@ -50,7 +50,7 @@ StartMessage = Callable[[Tensor, int, ProcessGroup, int], Wait]  # :func:`send` 
 # Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
-TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 26 tags after it are ours as well
+TAG = 0x7A000000  # "z", the first of 2 ** 26 tags that users are unlikely to send under
 BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
@@ -459,9 +459,9 @@ def _cut(
     dim: int,
 ) -> None:
     """Cut a packed message into new tensors; put them into ``results`` at the positions ``members``."""
-    split: Any = torch.split_with_sizes_copy  # which torch's types give no result
+    split: Any = torch.split_with_sizes_copy  # torch's stubs give it no result
     for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
-        # It has as many elements, and a view would hold a tensor more. Most biases have their shape already.
+        # Not a view, which would hold one more tensor. Most biases have their shape already.
         results[index] = piece if piece.shape == shape else piece.resize_(shape)
 
 

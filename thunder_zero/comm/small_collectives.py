@@ -112,7 +112,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """Return the full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
-        part: Any = value.to(value.device_mesh.device_type)  # which may be in host memory
+        part: Any = value.to(value.device_mesh.device_type)  # the DTensor may be in host memory
         if value.dtype.itemsize == 1:  # gloo has no float8
             part = part.view(torch.uint8)
         full: Tensor = part.full_tensor()

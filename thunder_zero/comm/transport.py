@@ -33,7 +33,7 @@ def outside_autograd(function: Function) -> Function:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # A program runs without gradients anyway, and to enter both modes again costs more than to ask.
+        # Programs run without gradients anyway, and entering both modes costs more than asking.
         inside = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
         return (outside if inside else function)(*args, **kwargs)
 
@@ -49,7 +49,7 @@ class Transport(ABC):
 
     averages: frozenset[torch.dtype]
     world_size: int  # ranks of its group
-    rank: int  # this one's number among them
+    rank: int  # this rank's number among them
 
     @abstractmethod
     def all_gather(

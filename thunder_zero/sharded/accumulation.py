@@ -67,7 +67,7 @@ class Accumulation:
         """Add a full gradient to the parameter's deferred one."""
         self._grew = True
         deferred = self.take(path)
-        # A clone: the gradient may be a view, or somebody else's.
+        # Cloned, since the gradient may be a view, or may have another owner.
         self._deferred[path] = grad.clone() if deferred is None else deferred.add_(grad)
 
     def take(self, path: str) -> Tensor | None:

@@ -41,7 +41,7 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
     @cache
     def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool, sliced: int | None) -> DTensorSpec:
-        # Parameters that look alike share it: torch compares specs in each call of an operator, the same one at once.
+        # Cached: torch compares specs in each call of an operator, and is fast if they are one object.
         of_rows = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
         of_slices = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
         of_copies = [Replicate()] * (mesh.ndim - 1 - len(of_slices))
@@ -195,7 +195,7 @@ def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str
             or not isinstance(value, Tensor)
             or isinstance(value, DTensor)
         ):
-            continue  # a part, an extra state, or what torch refuses
+            continue  # a part, an extra state, or a value that torch refuses
         if value.shape != like.shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(like.shape)} in the model; load "
@@ -207,7 +207,8 @@ def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str
 
 def load_parts(module: nn.Module, full: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Load a state dict of full tensors into a module whose state dict has parts; not a collective."""
-    with implicit_replication():  # what the module renames reaches the parameter in full: it takes its rows
+    # A value under an old name, which the module renames, reaches the parameter in full, and DTensor cuts it.
+    with implicit_replication():
         return module.load_state_dict(parts_of(full, state_dict), strict)
 
 

@@ -1,9 +1,9 @@
 """What all optimizers share: parameters, exact loads, whole steps; hooks around every step.
 
-Before a step, hooks refuse one that would be lost or wrong: of parameters that a transform replaced, of shards whose
-gradients are not reduced yet or that hold averages, with states of another rank. After it they raise the versions of
-the rows, by which autograd refuses a backward whose forward read them before. They also mark other ranks' rows of
-ZeRO-1's buffers as stale. The step of a DTensor does neither. If torch fails in a step, a note names ``tz.whole``.
+Before a step, hooks refuse parameters that a transform replaced, shards whose gradients are not reduced yet, shards
+that hold averages, and states of another rank. After it they raise the versions of the rows, by which autograd refuses
+a backward whose forward read them before. They also mark other ranks' rows of ZeRO-1's buffers as stale. The step of a
+DTensor does neither. If torch fails in a step, a note names ``tz.whole``.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
         _take_own_states(optimizer)
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
             optimizer.register_load_state_dict_post_hook(_take_own_states)
-            optimizer.register_state_dict_pre_hook(lambda it: refuse_optimizer_file(type(it).__name__))
+            optimizer.register_state_dict_pre_hook(lambda asked: refuse_optimizer_file(type(asked).__name__))
 
 
 def _take_own_states(optimizer: Optimizer) -> None:

@@ -50,7 +50,7 @@ class ValuesNeeded(RuntimeError):
 class Placeholder(nn.Parameter):
     """A parameter of full shape without values; computing with it, or writing to it, raises."""
 
-    path: str  # in the module
+    path: str  # of the parameter
 
     @classmethod
     def __torch_function__(
@@ -164,7 +164,7 @@ class ParameterSlots:
     def _hold(self, tensors: Mapping[str, Tensor]) -> None:
         for holder, key, path in self._slots:
             holder[key] = tensors[path]
-        for part in self._recurrent:  # which has its parameters in a list, too
+        for part in self._recurrent:  # recurrent layers have their parameters in a list, too
             part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
 
     def require_at_rest(self) -> None:

@@ -31,7 +31,7 @@ from thunder_zero.sharded.writes import Versions, digests_of
 class RankMemory:
     """The tensors that a rank holds at rest, by parameter path."""
 
-    rows: dict[str, Tensor]  # what programs read: this rank's with padding, or the full parameter if it is replicated
+    rows: dict[str, Tensor]  # what programs read: this rank's rows with padding, or a replicated parameter in full
     buffers: dict[str, Tensor]  # ZeRO-1's full parameters, padded
     shared: tuple[str, ...]  # paths of the buffers whose own rows are ``rows`` themselves, not copies of them
 
@@ -139,13 +139,13 @@ class ResidentParameters(StayingParameters):
         if not self._buffers:
             return
         self._stale.update(filter(self._versions.changed, self._buffers))
-        before, now = self._digests, self._digests_now()
-        written = None if before is None or now is None else before != now
+        old_digests, new_digests = self._digests, self._digests_now()
+        is_written = None if old_digests is None or new_digests is None else old_digests != new_digests
         if self._may_step or self._stale:
-            self._stale = set(on_any_rank(tuple(self._buffers), self._stale, written))
-            self._may_step, self._digests = False, now
-        elif written is not None and written.any():
-            path = tuple(self._buffers)[int(written.int().argmax())]
+            self._stale = set(on_any_rank(tuple(self._buffers), self._stale, is_written))
+            self._may_step, self._digests = False, new_digests
+        elif is_written is not None and is_written.any():
+            path = tuple(self._buffers)[int(is_written.int().argmax())]
             raise RuntimeError(
                 f"parameter {path!r} was written to in a way that PyTorch does not see (.data, numpy, a kernel), with "
                 f"no backward since ranks last compared their rows, so ZeRO-1 cannot know whether all ranks did so; "
@@ -157,9 +157,11 @@ class ResidentParameters(StayingParameters):
 
         It may for parameters that are not resident, and for buffers that are copies in another dtype or place.
         """
-        before, now = self._digests, self._digests_now()
-        written = [False] * len(self._digested) if before is None or now is None else (before != now).tolist()
-        unseen = {path for path, is_written in zip(self._digested, written, strict=True) if is_written}
+        old_digests, new_digests = self._digests, self._digests_now()
+        unseen: set[str] = set()
+        if old_digests is not None and new_digests is not None:
+            flags = (old_digests != new_digests).tolist()
+            unseen = {path for path, is_written in zip(self._digested, flags, strict=True) if is_written}
         return [
             path not in self.shared or path in self._stale or path in unseen or self._versions.changed(path)
             for path in paths
@@ -176,7 +178,7 @@ class ResidentParameters(StayingParameters):
         return (*_at(due, sent, params), [self._buffers[params[index].path] for index in due])
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
-        # Not before: if the launch fails, the rows are still out of date.
+        # Only after the launch: if it fails, the rows are still stale.
         self._stale.difference_update(param.path for param in params)
 
     def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
@@ -189,7 +191,7 @@ class KeptUnsharded(StayingParameters):
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
         self._shards, self._versions = shards, versions
         self._held: dict[str, Tensor] = {}
-        self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
+        self._digests: dict[str, Tensor] = {}  # digests of shards when they were gathered
 
     def require_unwritten(self) -> None:
         """Raise if a shard was written to without a version since it was gathered.
@@ -199,10 +201,10 @@ class KeptUnsharded(StayingParameters):
         paths = [path for path in self._held if not self._versions.changed(path)]
         if not paths:
             return
-        before = torch.stack([self._digests[path] for path in paths])
-        written = before != digests_of([self._shards[path] for path in paths])
-        if written.any():
-            path = paths[int(written.int().argmax())]
+        old_digests = torch.stack([self._digests[path] for path in paths])
+        is_written = old_digests != digests_of([self._shards[path] for path in paths])
+        if is_written.any():
+            path = paths[int(is_written.int().argmax())]
             raise RuntimeError(
                 f"parameter {path!r} was written to in the middle of an accumulation, in a way that PyTorch does not "
                 f"see (.data, numpy, a kernel), and reshard_after_backward=False still holds its old values; write to "

@@ -27,7 +27,7 @@ from thunder_zero.plan.params import Plan
 
 FIRST, EVERY = 8, 16  # forwards that are compared: the first 8, and then one of 16
 SAMPLED = 1 << 16  # elements of a tensor at most, evenly spaced
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 64 bits that a product spreads well
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor that spreads bits well
 KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # shown by their values
 
 

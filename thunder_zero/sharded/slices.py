@@ -30,7 +30,7 @@ class _SliceWithoutValues(Tensor):
     path: str  # of the parameter
 
     @classmethod
-    @torch.compiler.disable  # or dynamo would say of it that it ends a graph
+    @torch.compiler.disable  # or dynamo would report that it ends a graph
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         part = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, _SliceWithoutValues))
         raise ValuesNeeded(cannot_use(str(func), part.path), part.path)
@@ -45,7 +45,7 @@ def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: t
     rows.path = path
     spec = DTensorSpec(param.device_mesh, param.placements, contiguous(tuple(param.shape), dtype))
     stand_in: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
-    vars(stand_in).update(vars(param))  # by an attribute torch knows that it is a parameter
+    vars(stand_in).update(vars(param))  # among them the attribute by which torch knows a parameter
     return cast(nn.Parameter, stand_in)
 
 

@@ -166,8 +166,8 @@ class State(LocalState):
 
     def leave_group(self) -> None:
         """Drop all references to the process groups; the model cannot be called again."""
-        vars(self.transport).clear()  # compiled programs hold it, too
-        for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold it, too
+        vars(self.transport).clear()  # not deleted: compiled programs hold it, too
+        for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold the meshes, too
             let_go_of_groups(mesh)
         del self.ranks, self.group, self.transport, self.same_batch
 

@@ -1,7 +1,7 @@
 """Finds gradients that differ between ranks of slices although their parameters are not sliced.
 
 A parameter that is no DTensor may be used where activations are slices, as a norm of each head is. Each rank then has
-the gradient of its own slice, nothing sums these, and the ranks drift apart. Nobody sees that in the module::
+the gradient of its own slice, nothing sums these, and the ranks drift apart. Nothing in the module shows it::
 
     q_norm.weight (8,)     rank 0: of heads 0 and 1     rank 1: of heads 2 and 3     -> RuntimeError
     norm.weight (8,)       rank 0: of all               rank 1: of all, the same
@@ -21,8 +21,8 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
 SAME = 0.05  # of a gradient's norm: far more than an order of sums changes, far less than other heads do
-NOISE = 1e-6  # of the largest norm: gradients that are zero in exact arithmetic
-_compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # paths of parameters; shared by all who ask
+NOISE = 1e-6  # of the largest norm, for gradients that are zero in exact arithmetic
+_compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # paths of parameters, for all callers
 
 
 def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
@@ -42,15 +42,16 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
     ]
     if not params:
         return
-    numbers = torch.zeros(len(params), 2, device=state.device)
-    for number, param in zip(numbers, params, strict=True):
+    summaries = torch.zeros(len(params), 2, device=state.device)
+    for summary, param in zip(summaries, params, strict=True):
         if (grad := shards[param.path].grad) is not None:
-            number.copy_(_summary(local(grad).detach()))
+            summary.copy_(_summary(local(grad).detach()))
     with doing(f"the first use of gradients of {state.name}"):
-        found = torch.stack(all_gather_tensor(numbers, state.group)).view(-1, plan.mesh.tensor.size, len(params), 2)
-    norms = found[..., 0].amax(1)
-    off = (found.amax(1) - found.amin(1)).amax(-1)
-    differ = (off > SAME * norms + NOISE * norms.amax()).any(0).tolist()
+        of_ranks = torch.stack(all_gather_tensor(summaries, state.group))
+    by_copy = of_ranks.view(-1, plan.mesh.tensor.size, len(params), 2)
+    norms = by_copy[..., 0].amax(1)
+    spread = (by_copy.amax(1) - by_copy.amin(1)).amax(-1)
+    differ = (spread > SAME * norms + NOISE * norms.amax()).any(0).tolist()
     for param, differs in zip(params, differ, strict=True):
         if differs:
             raise RuntimeError(
@@ -58,7 +59,7 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
                 f"of its own slice of an activation, and nothing sums these; place the parameter's module by torch's "
                 f"SequenceParallel, along the dimension of the slices"
             )
-    if norms.any():  # otherwise nothing was compared: no backward has run yet
+    if norms.any():  # or no backward has run yet, and nothing was compared
         compared.update(param.path for param in params)
 
 

@@ -9,8 +9,8 @@
     reduce         what is sent     ->  means; or bytes for the own part
     decode_grad    means, or bytes, which are added up in float32  ->  cast, copied to where the shards rest
 
-Each is a line of a trace, if the plan has it do anything. Casts and copies are of shards, never of full tensors: before
-a gather, whose copies live only while their bytes travel, and after a reduction. On CUDA, shards in host memory are
+Each is a line of a trace, if the plan has it do anything. Only shards are cast and copied, never full tensors: before a
+gather, and after a reduction. A copy lives only while its bytes travel. On CUDA, shards in host memory are
 pinned. Casts run on the device, since a copy that also casts makes the host wait. The copies run in the stream of
 compute, and ``HostCopies`` knows when they have ended. ``encodings/`` writes and reads the bytes; a frozen base rests
 as bytes, which are sent as they are.
@@ -47,7 +47,7 @@ class HostCopies:
     def __init__(self, device: torch.device, *, offloaded: bool) -> None:
         self._device = device
         self._are_asynchronous = offloaded and device.type == "cuda"
-        self._last: torch.cuda.Event | None = None  # in the stream after the last copy
+        self._last: torch.cuda.Event | None = None  # recorded after the last copy
 
     def note(self) -> None:
         """Note that copies were started."""
@@ -312,8 +312,8 @@ class Wire:
         """Decode the means of this rank's rows from the bytes of all copies."""
         shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
-        for part, written in zip(mean, payload.chunk(copies), strict=True):
-            reduce_format_of(param).decode(written, part, piece=self._piece)
+        for part, bytes_of_copy in zip(mean, payload.chunk(copies), strict=True):
+            reduce_format_of(param).decode(bytes_of_copy, part, piece=self._piece)
         return mean.view(-1)[: prod(shape)].view(shape)
 
     def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
@@ -364,6 +364,6 @@ def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
 def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
     """Return the rows averaged over copies, with the padding of the mean inside of a copy."""
     if rows.shape == mean.shape:
-        return rows  # not copied into the mean, which may be the gradient itself
+        return rows  # the mean may be the gradient itself, so nothing is written into it
     mean[: len(rows)].copy_(rows)
     return mean

@@ -42,11 +42,11 @@ class Versions:
 
 
 WORD_BYTES = 8
-BLOCK = 1024  # words that one sum takes in; the sums are summed again
+BLOCK = 1024  # words in one sum; the sums are summed again
 LEVELS = 5  # of sums, enough for 1024 ** 5 words
 MULTIPLY_INTEGERS = ("cpu",)  # devices on which matmul takes integers
-CACHED = 64  # blocks whose temporary copy stays in the caches of such a device
-SLICE = 4096  # blocks that are copied at once elsewhere
+CACHED = 64  # blocks at a time on such a device, so that their temporary copy stays in its caches
+SLICE = 4096  # blocks at a time on other devices
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def initial_values(
         agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
-    saved = module.state_dict() if are_read else {}  # it has no buffers that are not persistent
+    saved = module.state_dict() if are_read else {}  # has no buffers that are not persistent
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
     missing = {tensor for tensor in model.names if tensor.is_meta and not model.arrives(tensor) and tensor not in read}
     sharder = Sharder(model, are_read=are_read)
@@ -135,7 +135,7 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
         value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
     )
     first_value, second_value = (
-        x.to(narrow).double() if narrow.is_floating_point else x.to(narrow) for x in (value, expected)
+        tensor.to(narrow).double() if narrow.is_floating_point else tensor.to(narrow) for tensor in (value, expected)
     )
     unlike = ((first_value != second_value) & ~(first_value.isnan() & second_value.isnan())).nonzero()
     if len(unlike):

@@ -51,10 +51,8 @@ class UnplannedValue:
 class InitialValues:
     """The initial values of a module."""
 
-    at_rest: dict[str, Tensor]  # by path, each planned parameter as it is at rest: in full, or this rank's rows
-    unplanned: list[
-        UnplannedValue
-    ]  # of tensors outside the plan that were on the meta device or are read from a state dict
+    at_rest: dict[str, Tensor]  # planned parameters by path, in full or this rank's rows
+    unplanned: list[UnplannedValue]  # for tensors on the meta device, and those read from a state dict
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
-In its turn a module has full tensors of its own, ``reset_parameters`` or ``init`` writes them, and they are cut to this
-rank's rows before the next module's turn. Every rank draws everything and keeps its rows, so that the number of ranks
+Modules take turns. In its turn a module has its own tensors in full, and ``reset_parameters`` or ``init`` writes them.
+Then they are cut to this rank's rows. Every rank draws everything and keeps its rows, so that the number of ranks
 does not change the values.
 """
 
@@ -269,7 +269,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
         full = buffer if full is None else buffer.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
-    return parameter_like(meta, full)  # initialisers ask for attributes
+    return parameter_like(meta, full)  # with its attributes, which initialisers read
 
 
 class LostWrites(TorchDispatchMode):
