@@ -89,8 +89,8 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
     if mesh is None:
         if dims is not None:
             raise ValueError("dp_mesh_dims is given without a mesh; give the mesh whose dimensions it names")
-        alone = process_group(group)
-        return Ranks(alone, alone, alone, None, tuple(range(alone.size())))
+        world = process_group(group)
+        return Ranks(world, world, world, None, tuple(range(world.size())))
     if group is not None:
         raise ValueError(
             "process_group and mesh are both given; give only one of them (a mesh has its own process groups)"
@@ -162,6 +162,7 @@ def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
 
 
 def _require_in(mesh: DeviceMesh) -> None:
+    """Refuse a mesh without this rank."""
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
@@ -170,8 +171,7 @@ def _require_in(mesh: DeviceMesh) -> None:
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh, or one of the same groups with the ranks of each group in ascending order, as groups number
-    them."""
+    """Return the mesh with the ranks of each row in ascending order, as process groups number them."""
     rows = mesh.mesh.sort(dim=-1).values
     if rows.equal(mesh.mesh):
         return mesh

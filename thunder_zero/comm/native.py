@@ -43,7 +43,7 @@ class _Native(Launching):
             fulls = [shard.new_empty(shape) for shard, shape in zip(shards, padded, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            rows_here = [self._own_rows(full, shape[0]) for full, shape in zip(fulls, shapes, strict=True)]
+            rows_here = [self._rows_here(full, shape[0]) for full, shape in zip(fulls, shapes, strict=True)]
         calls: list[tuple[Any, ...]] = [
             (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, rows_here, strict=True)
         ]
@@ -123,7 +123,7 @@ class _Native(Launching):
         else:
             torch.div(grad, before, out=out)
 
-    def _own_rows(self, full: Tensor, rows: int) -> Tensor:
+    def _rows_here(self, full: Tensor, rows: int) -> Tensor:
         start, stop = layout.stored_range(rows, self.world_size, self.rank)
         return full[start:stop]
 
@@ -153,8 +153,8 @@ class PerTensor(_Native):
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
 
-    def _own_rows(self, full: Tensor, rows: int) -> Tensor:
-        return super()._own_rows(full, rows).clone()  # MPI forbids an input that lies inside the output
+    def _rows_here(self, full: Tensor, rows: int) -> Tensor:
+        return super()._rows_here(full, rows).clone()  # MPI forbids an input that lies inside the output
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:

@@ -126,8 +126,8 @@ class Rows(torch.autograd.Function):
         """Return gradients of the shards; None for rows whose gradient is deferred, or that have none.
 
         A first gradient is put into ``.grad`` here, as in FSDP2: autograd would make one more DTensor of each. A single
-        row's gradient is not: autograd adds in place what else a loss reads of the parameter, such as a penalty, and
-        DTensor takes one row for a dimension to broadcast.
+        row's gradient is an exception, since autograd may add another one to it in place, such as that of a penalty.
+        DTensor would take the one row for a dimension to broadcast.
         """
         state: HoldsRows = ctx.state
         puts = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
@@ -189,12 +189,9 @@ def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str
     """
     parts = dict(full)
     for name, value in full.items():
-        require_own(value, state_dict.get(name), repr(name))
-        if (
-            not isinstance(like := state_dict.get(name), Tensor)
-            or not isinstance(value, Tensor)
-            or isinstance(value, DTensor)
-        ):
+        like = state_dict.get(name)
+        require_own(value, like, repr(name))
+        if not isinstance(like, Tensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue  # a part, an extra state, or a value that torch refuses
         if value.shape != like.shape:
             raise ValueError(

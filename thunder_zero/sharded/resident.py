@@ -123,6 +123,7 @@ class ResidentParameters(StayingParameters):
             self._stale.update(self._buffers.keys() & set(paths))
 
     def _digests_now(self) -> Tensor | None:
+        """Return the digests of the shards as they are now; None if nothing is digested."""
         return digests_of(tuple(self._digested.values())) if self._digested else None
 
     def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:

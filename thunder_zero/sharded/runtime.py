@@ -75,19 +75,19 @@ class ModelRuntime:
             raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
 
     def enter(self, phase: str, schedule: str) -> None:
-        """Set the collective tag; our first line in each phase. Peers whose launches there have another digest are
-        refused."""
+        """Set the collective tag of a phase; each phase calls it first. Peers whose launches there have another digest
+        are refused."""
         self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return what the gather of these shards sends."""
         params = self._params_of(paths)
-        stays = self._stays(params)
-        if stays is None:
+        keeper = self._keeper_of(params)
+        if keeper is None:
             return self._wire.encode(shards, params)
-        sent, due = list(shards), stays.due(params)
+        sent, due = list(shards), keeper.due(params)
         if due:
-            for index, encoded in zip(due, self._wire.encode(*stays.select(due, shards, params)), strict=True):
+            for index, encoded in zip(due, self._wire.encode(*keeper.select(due, shards, params)), strict=True):
                 sent[index] = encoded
         return sent
 
@@ -103,39 +103,39 @@ class ModelRuntime:
 
     def _gather(self, sent: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Gather the parameters that are due. The handle returns all parameters of the bucket."""
-        stays = self._stays(params)
-        if stays is None:
+        keeper = self._keeper_of(params)
+        if keeper is None:
             return self._wire.gather(sent, params)
-        due, last = stays.due(params), self.synced
-        full = {index: stays.full(param) for index, param in enumerate(params) if index not in due}
-        handle = self._wire.gather(*stays.select(due, sent, params)) if due else None
-        stays.launched(params, due, last=last)
+        due, last = keeper.due(params), self.synced
+        full = {index: keeper.full(param) for index, param in enumerate(params) if index not in due}
+        handle = self._wire.gather(*keeper.select(due, sent, params)) if due else None
+        keeper.launched(params, due, last=last)
 
         def wait() -> tuple[Tensor, ...]:
             arrived = full | dict(zip(due, handle.wait() if handle else (), strict=True))
             results = tuple(arrived[index] for index in range(len(params)))
             if not self._plan.decodes(*params):
-                stays.arrived(params, results, last=last)
+                keeper.arrived(params, results, last=last)
             return results
 
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return full parameters, decoded where a gather has brought bytes. Parameters that had stayed are among
-        them."""
+        """Return full parameters, decoded if a gather has brought bytes. Parameters that were kept in full are returned
+        as they are."""
         params = self._params_of(paths)
-        stays = self._stays(params)
-        if stays is None:
+        keeper = self._keeper_of(params)
+        if keeper is None:
             return self._wire.decode(arrived, params)
         due = [index for index, tensor in enumerate(arrived) if tensor.dtype is torch.uint8]
         results = list(arrived)
         if due:
-            for index, full in zip(due, self._wire.decode(*stays.select(due, arrived, params)), strict=True):
+            for index, full in zip(due, self._wire.decode(*keeper.select(due, arrived, params)), strict=True):
                 results[index] = full
-        stays.arrived(params, results, last=self.synced)
+        keeper.arrived(params, results, last=self.synced)
         return results
 
-    def _stays(self, params: Sequence[Param]) -> StayingParameters | None:
+    def _keeper_of(self, params: Sequence[Param]) -> StayingParameters | None:
         """Return the object that keeps these parameters in full; None if they are freed after their use."""
         if params[0].resident:
             return self._state.resident
@@ -143,7 +143,7 @@ class ModelRuntime:
         return self._state.kept_unsharded if keeps else None
 
     def _params_of(self, paths: Sequence[str]) -> tuple[Param, ...]:
-        """Return the parameters of a bucket, whose paths are a constant of a program."""
+        """Return the parameters of a bucket. Its paths are a constant of a program, so the result is cached."""
         if paths not in self._buckets:
             self._buckets[paths] = tuple(self._plan.by_name[path] for path in paths)
         return self._buckets[paths]
@@ -217,8 +217,8 @@ class ModelRuntime:
         for path in self._state.on_any_rank(paths, self._accumulation.paths):
             param = self._plan.by_name[path]
             total = self._accumulation.take(path)
-            nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
-            full = nothing if total is None else total
+            zeros = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
+            full = zeros if total is None else total
             (means[path],) = self._wire.average_now([full], [param])
         self.wait_offloaded(list(means.values()))
         if means and self._plan.policy.check_gradients:

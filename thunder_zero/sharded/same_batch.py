@@ -45,7 +45,8 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward, if it is one of those that are compared; then a small collective.
+        """Compare the arguments of a forward between ranks by a small collective, if this forward is one that is
+        compared.
 
         Raises:
             RuntimeError: naming an argument that differs, on every rank.
@@ -78,8 +79,8 @@ class SameBatch:
             raise RuntimeError(self.unlike)
 
     def _first_unlike(self, digests: Tensor) -> tuple[int, int] | None:
-        """Return two neighbouring ranks, by their numbers, that compute with slices of one model and have different
-        digests."""
+        """Return the numbers of two neighbouring ranks that hold slices of one model and have different digests; None
+        if none have."""
         slices = self._plan.mesh.tensor.size
         neighbours = pairwise(enumerate(digests.tolist()))
         return next(

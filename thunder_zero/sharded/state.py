@@ -174,7 +174,7 @@ class State(LocalState):
     def agree_on_stale(self) -> None:
         """Let ranks agree on what the next forward must gather.
 
-        See :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
+        Calls :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
         :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`.
         """
         self.kept_unsharded.require_unwritten()

@@ -99,18 +99,18 @@ class Wire:
         self.transport = transport
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self._plan, self._device = plan, device
-        self._writes_bytes = True
+        self._uses_formats = True
         self._reduced: Counter[str] = Counter()  # number of reductions, by path
         self._piece = piece_on(device)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Send nothing in a format inside the block; all ranks enter it together."""
-        before, self._writes_bytes = self._writes_bytes, False
+        before, self._uses_formats = self._uses_formats, False
         try:
             yield
         finally:
-            self._writes_bytes = before
+            self._uses_formats = before
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -123,13 +123,13 @@ class Wire:
 
     # Gathers. All parameters of a bucket have one format, or none has any.
 
-    def _writes(self, param: Param) -> bool:
+    def _gathers_bytes(self, param: Param) -> bool:
         """Return whether a gather of this parameter sends bytes."""
-        return self._writes_bytes and self._plan.gathers_bytes(param)
+        return self._uses_formats and self._plan.gathers_bytes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
         """Return the values that all ranks decode from this rank's rows."""
-        if not self._writes(param):
+        if not self._gathers_bytes(param):
             return rows
         form = self._encoding(param)
         payload = form.encode(rows, piece=self._piece)
@@ -137,7 +137,7 @@ class Wire:
 
     def _encoding(self, param: Param) -> Encoding:
         """Return how rows are encoded for a gather. Those of a frozen base rest as bytes already."""
-        if param.gather_format is not None and self._writes(param):
+        if param.gather_format is not None and self._gathers_bytes(param):
             return param.gather_format
         return Encoding(param.rest_dtype if param.frozen_format else param.compute_dtype)
 
@@ -149,7 +149,7 @@ class Wire:
 
         Without a format the rows may go to their places in ``into``, buffers of all rows with padding.
         """
-        if into is None or self._writes(params[0]):
+        if into is None or self._gathers_bytes(params[0]):
             sent = [
                 self._encoding(param).encode(self._on_device(shard, param), piece=self._piece)
                 for shard, param in zip(shards, params, strict=True)
@@ -164,7 +164,7 @@ class Wire:
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
         """Gather full parameters, into ``into`` if that is given; or the bytes of all ranks."""
-        if self._writes(params[0]):
+        if self._gathers_bytes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
         return self.transport.all_gather(sent, [param.rest_shape for param in params], into)
@@ -177,7 +177,7 @@ class Wire:
         if params[0].frozen_format:
             pairs = zip(arrived, params, strict=True)
             return tuple(decode_frozen(payload, param, param.compute_dtype, self._piece) for payload, param in pairs)
-        if not self._writes(params[0]):
+        if not self._gathers_bytes(params[0]):
             return tuple(arrived)
         world, fulls = self._plan.mesh.shard.size, []
         for index, (payload, param) in enumerate(zip(arrived, params, strict=True)):
@@ -189,7 +189,7 @@ class Wire:
         return tuple(fulls)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
-        """Gather and decode full parameters at once."""
+        """Return full parameters: encode, gather, wait and decode."""
         return self.decode(self.gather(self.encode(shards, params), params).wait(), params)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
@@ -198,14 +198,14 @@ class Wire:
 
     # Reductions, each over one axis of the mesh.
 
-    def _trades(self, param: Param, over: str) -> bool:
+    def _reduces_bytes(self, param: Param, over: str) -> bool:
         """Return whether a reduction over this axis sends bytes."""
-        return self._writes_bytes and self._plan.reduces_bytes(param, over)
+        return self._uses_formats and self._plan.reduces_bytes(param, over)
 
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
         """Return what is reduced: gradients, or means inside of a copy, as they are or in parts."""
-        if not self._trades(params[0], over):
+        if not self._reduces_bytes(params[0], over):
             return tuple(grads)
         return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
 
@@ -231,7 +231,7 @@ class Wire:
         The handle has means, or what :meth:`decode_grad` makes means of. Inside of a copy that is this rank's part from
         all ranks; between copies it is the bytes of all parts of the means.
         """
-        if not self._trades(params[0], over):
+        if not self._reduces_bytes(params[0], over):
             if over in OF_MEANS:
                 return self._reduce_rows(sent, params, over)
             return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
@@ -269,7 +269,7 @@ class Wire:
         @outside_autograd
         def send_means(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
-            means = [(self._mean(part, param, axis), reduce_format_of(param)) for part, param in parts]
+            means = [(self._average_parts(part, param, axis), reduce_format_of(param)) for part, param in parts]
             payloads = [form.encode(mean, piece=self._piece) for mean, form in means]
             return transport.all_gather(payloads, [(axis.size * payload.numel(),) for payload in payloads])
 
@@ -277,7 +277,7 @@ class Wire:
             lambda transport: transport.trade(trade.outgoing, trade.incoming), send_means, over
         )
 
-    def _mean(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
+    def _average_parts(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
         """Add up the parts of all ranks, in their order, and divide by their number."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
         for rank in range(axis.size):
@@ -294,8 +294,8 @@ class Wire:
         A copy to host memory may still run then: ``ModelRuntime.wait_offloaded`` waits for all of them.
         """
         means = list(arrived)
-        if self._trades(params[0], over):
-            decode_mean = self._scattered if over == SHARD else self._spread
+        if self._reduces_bytes(params[0], over):
+            decode_mean = self._average_rows if over == SHARD else self._decode_means
             means = [decode_mean(item, param) for item, param in zip(arrived, params, strict=True)]
         if over != self._plan.reduced_over(params[0])[-1]:
             return tuple(means)
@@ -304,12 +304,12 @@ class Wire:
             for mean, param in zip(means, params, strict=True)
         )
 
-    def _scattered(self, parts: GradientParts, param: Param) -> Tensor:
-        """Return the mean of this rank's rows."""
-        return self._mean(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
+    def _average_rows(self, parts: GradientParts, param: Param) -> Tensor:
+        """Return the mean of this rank's rows from the parts of all ranks."""
+        return self._average_parts(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
 
-    def _spread(self, payload: Tensor, param: Param) -> Tensor:
-        """Decode the means of this rank's rows from the bytes of all copies."""
+    def _decode_means(self, payload: Tensor, param: Param) -> Tensor:
+        """Return the means of this rank's rows, which arrive as bytes from all copies."""
         shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
         for part, bytes_of_copy in zip(mean, payload.chunk(copies), strict=True):
