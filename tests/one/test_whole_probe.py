@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.whole_steps import Changes
-from thunder_zero.optim.probe import SIDE, STEPS, Found, probed
-from thunder_zero.optim.stepper import GroupedParams, made
+from thunder_zero.optim.probe import SIDE, STEPS, ProbeResult, probe_optimizer
+from thunder_zero.optim.stepper import GroupedParams, make_optimizer
 
 SHAPES = ((9, 4), (5,))
 Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients
@@ -96,7 +96,7 @@ class MovesAll(Changes):
         super().step()
 
 
-def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None = None, **options: Any) -> Found:
+def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None = None, **options: Any) -> ProbeResult:
     """Try a class.
 
     Args:
@@ -115,11 +115,11 @@ def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None 
     taken = [{key: of for key, of in group.items() if key not in ("shapes", "names")} for group in of_groups]
 
     def make_on(its_groups: Sequence[Mapping[str, Any]], of: GroupedParams) -> optim.Optimizer:
-        return made(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
+        return make_optimizer(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
 
     like = make_on(taken, members)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
-    result = probed(make_on, like, torch.device("cpu"))
+    result = probe_optimizer(make_on, like, torch.device("cpu"))
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     assert (states[2] == numpy.random.get_state()[1]).all()
@@ -232,7 +232,7 @@ def test_hooks_of_the_user_are_not_called() -> None:
 def test_a_package_of_optimizers() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     for name in ("Lion", "ScheduleFreeAdamW", "Lamb", "Shampoo", "SOAP", "ScalableShampoo"):
-        assert found(getattr(package, name)) == Found(moving=found(getattr(package, name)).moving), name
+        assert found(getattr(package, name)) == ProbeResult(moving=found(getattr(package, name)).moving), name
     for name in ("AdaGC", "AvaGrad", "Prodigy", "DAdaptAdaGrad", "DAdaptLion"):
         assert found(getattr(package, name)).couples, name
     for name in ("Kron", "Gravity"):

@@ -1,4 +1,4 @@
-"""What ranks compare around a step of whole parameters, so that all refuse what one refuses."""
+"""What ranks compare around a step of whole parameters, so that all ranks refuse what one rank refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
-from thunder_zero.optim.options import hyper_parameters, in_words
+from thunder_zero.optim.options import describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member
 from thunder_zero.sharded.state import State
 
@@ -19,26 +19,34 @@ LATER = (
 )
 
 
-def begin(
+def agree_on_step(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Find out what a step is to do; one small collective where all ranks agree, and an error on every rank where they
-    do not. ``known``: they have agreed on members, in the order in which these travel, and groups in an earlier step.
+    """Agree with all ranks on what a step does; one small collective if they agree.
+
+    Args:
+        kind: the name of the optimizer's class.
+        members: in the order in which they travel.
+        known: ranks have agreed on members and groups in an earlier step.
 
     Returns:
-        The paths of the parameters that have a gradient, and of those that every rank has in full as they are now, the
-        same on all ranks.
+        The paths of the parameters that have a gradient, and the paths of those of which every rank has the present
+        values in full. Both are equal on all ranks.
+
+    Raises:
+        RuntimeError: ranks differ; on every rank.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
         require_same(facts, state.group)
     paths = [member.param.path for member in members]
-    given = [member.shard.grad is not None for member in members]
+    has_grad = [member.shard.grad is not None for member in members]
     digest = _digest(facts)
-    total, squares, *found = _sums([digest, digest**2, *map(int, (*given, *state.resident.out_of_date(paths)))], state)
+    numbers = [digest, digest**2, *map(int, (*has_grad, *state.resident.out_of_date(paths)))]
+    total, squares, *sums = _sum_over_ranks(numbers, state)
     if state.plan.ranks * squares != total**2:  # equal if and only if all digests are
         require_same(facts, state.group)
-    counts, out_of_date = found[: len(paths)], found[len(paths) :]
+    counts, out_of_date = sums[: len(paths)], sums[len(paths) :]
     for path, count in zip(paths, counts, strict=True):
         if 0 < count < state.plan.ranks:
             raise RuntimeError(
@@ -50,7 +58,7 @@ def begin(
 
 
 def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """What has to be the same on all ranks."""
+    """List what must be equal on all ranks."""
     facts = [Fact("the optimizer's class", kind, remedy)]
     facts += [
         Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
@@ -60,26 +68,26 @@ def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, A
 
 
 def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List the options of an optimizer's groups, which have to be the same on all ranks."""
+    """List the options of an optimizer's groups, which must be equal on all ranks."""
     return [
-        Fact(f"{key!r} of group {number} of {kind}", words, remedy)
+        Fact(f"{key!r} of group {number} of {kind}", text, remedy)
         for number, group in enumerate(groups)
-        for key, words in in_words(hyper_parameters(group)).items()
+        for key, text in describe_values(hyper_parameters(group)).items()
     ]
 
 
 def _digest(facts: Sequence[Fact]) -> int:
-    """24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
+    """Return 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
-    """Raise on every rank if one has failed in its part of a step; one small collective."""
-    if _sums([int(failure is not None)], state)[0]:
+    """Raise on every rank if a rank has failed in its part of a step; one small collective."""
+    if _sum_over_ranks([int(failure is not None)], state)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:
                 raise failure
 
 
-def _sums(numbers: Sequence[int], state: State) -> list[int]:
+def _sum_over_ranks(numbers: Sequence[int], state: State) -> list[int]:
     return all_reduce_sum(numbers, state.group, state.device) if state.plan.ranks > 1 else list(numbers)

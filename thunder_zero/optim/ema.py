@@ -4,7 +4,7 @@ In: a sharded model, now and after each step. Out: averages, laid out as paramet
 by rows::
 
     update     average = decay * average + (1 - decay) * parameter     each rank its own part, nothing is sent
-    applied    parameters and averages change places, and back         ranks agree first that all can
+    applied    parameters and averages are exchanged, and back         ranks agree first that all can
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from thunder_zero.sharded.sharded_model import sharded_model
 
 @dataclass
 class Counts:
-    """How often an EMA was updated, with the methods of a state that a checkpoint restores."""
+    """How often an EMA was updated; a checkpoint saves and restores it by its state dict."""
 
-    calls: int = 0  # of ``update``
-    averaged: int = 0  # how many of them averaged
+    calls: int = 0  # how often ``update`` was called
+    averaged: int = 0  # how many of these calls averaged
 
     def state_dict(self) -> dict[str, int]:
-        """The counts by name."""
+        """Return the counts by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take counts from :meth:`state_dict`."""
+        """Restore counts from :meth:`state_dict`."""
         self.calls, self.averaged = state["calls"], state["averaged"]
 
 
 class EMA:
-    """Exponential moving averages of a sharded model's parameters, as ``AveragedModel`` has them with
-    ``get_ema_multi_avg_fn(decay)`` on one process.
+    """Exponential moving averages of a sharded model's parameters.
 
-    The first update copies the parameters; each later one makes an average ``decay * average + (1 - decay) *
-    parameter``. Averages are laid out as parameters are, as DTensors from stage 1 on; each rank averages its part, and
+    The values are those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` on one process.
+
+    The first update copies the parameters. A later update sets each average to ``decay * average + (1 - decay) *
+    parameter``. Averages are laid out as parameters are, as DTensors from stage 1 on. Each rank averages its part, and
     nothing is sent.
 
     >>> ema = tz.EMA(model, decay=0.999)
@@ -57,9 +58,10 @@ class EMA:
     ...     evaluate(model)
     >>> tz.save("runs/step-100", model, optimizer, extra={"ema": ema})
 
-    Averaged are the parameters that require gradients when the EMA is made, ignored ones too. The others, and buffers,
-    are the model's own in ``applied`` as well: run statistics of BatchNorm again there, or leave them as they are.
-    An average has its parameter's dtype, or float32 where that is a half: small updates would be lost in it.
+    The parameters that require gradients when the EMA is made are averaged, ignored ones too. Inside ``applied`` other
+    parameters, and buffers, keep the model's values: compute statistics of BatchNorm again there, or leave them as they
+    are. An average has its parameter's dtype. If that has 16 bits, the average is float32, as small updates would be
+    lost.
 
     Args:
         model: a model with ZeroTransform.
@@ -67,14 +69,14 @@ class EMA:
         every: average in every so many calls of ``update``, 1 or more.
 
     Attributes:
-        averages: by the names of the parameters.
+        averages: the averages by name of the parameter.
         counts: how often it was updated.
-        state: the model's.
+        state: the model's state.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
+        TypeError: ``model`` has no ZeroTransform.
         ValueError: ``decay`` or ``every`` is out of its range; no parameter requires gradients.
-        RuntimeError: the parameters are averages now, inside ``applied``.
+        RuntimeError: the parameters are averages at present, inside ``applied``.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
@@ -92,14 +94,14 @@ class EMA:
             )
 
     def __repr__(self) -> str:
-        """The settings, and how often it averaged."""
+        """Describe the settings, and how often it averaged."""
         return (
             f"EMA(decay={self.decay}, every={self.every}) of {self.state.name}, {self.counts.averaged} times averaged"
         )
 
     @property
     def decay(self) -> float:
-        """The weight of the old average; may be set between updates, on all ranks alike."""
+        """The weight of the old average. It may be set between updates, equally on all ranks."""
         return self._decay
 
     @decay.setter
@@ -110,7 +112,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the parameters as they are now; call it after each step of the optimizer, on every rank.
+        """Average the present values of the parameters. Call it after each step of the optimizer, on every rank.
 
         Raises:
             RuntimeError: inside ``applied``; a parameter was frozen when the EMA was made, and is trained now.
@@ -126,8 +128,8 @@ class EMA:
         if self.counts.calls % self.every:
             return
         self.counts.averaged += 1
-        for name, whole in self.averages.items():
-            average, value = local(whole), local(self._params[name])
+        for name, dtensor in self.averages.items():
+            average, value = local(dtensor), local(self._params[name])
             if self.counts.averaged == 1:
                 average.copy_(value)
             else:
@@ -135,32 +137,34 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the model's parameters are the averages: to evaluate, generate or export.
+        """Replace the model's parameters by the averages inside the block: to evaluate, generate or export.
 
-        A collective at its start: all ranks enter the block, and leave it. Parameters and averages change places, one
-        at a time, so this takes the memory of one of a rank's parameters; one of half precision keeps a copy. ZeRO-1
-        refreshes the other ranks' rows once in the block and once after it. Steps of an optimizer, updates of an EMA,
-        ``tz.save``, ``tz.load`` and other loads are refused inside; state dicts and ``full_parameters`` have averages.
+        A collective: all ranks must enter the block, and leave it. Parameters and averages are exchanged one at a time,
+        which takes the memory of one of a rank's parameters, and a copy of each parameter of 16 bits. ZeRO-1 refreshes
+        the other ranks' rows once in the block and once after it.
+
+        Inside the block state dicts and ``full_parameters`` have averages. Steps of an optimizer, updates of an EMA,
+        ``tz.save``, ``tz.load`` and other loads are refused.
 
         Raises:
-            RuntimeError: there is no average yet; inside another such block, ``full_parameters`` or an accumulation;
-                ranks have updated different numbers of times. On every rank.
+            RuntimeError: there is no average yet; the call is inside another such block, ``full_parameters`` or an
+                accumulation; ranks have updated different numbers of times. It raises on every rank.
         """
         with doing(f"EMA.applied of {self.state.name}"):
             with all_or_none(self.state.group, "EMA.applied"):
                 self._require_applicable()
             require_same([self.fact("the EMA")], self.state.group)
-        kept: dict[str, Tensor] = {}
-        self._swap(kept)
+        values: dict[str, Tensor] = {}
+        self._exchange(values)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
         try:
             yield
         finally:
             self.state.averaged = frozenset()
-            self._swap(kept)
+            self._exchange(values)
 
     def fact(self, name: str) -> Fact:
-        """What ranks have to agree on, under this name."""
+        """Return what ranks must agree on; ``name`` begins the message if they differ."""
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Fact(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
@@ -175,18 +179,24 @@ class EMA:
         self.state.require_reduced("enter EMA.applied")
 
     @torch.no_grad()
-    def _swap(self, kept: dict[str, Tensor]) -> None:
-        """Exchange parameters and averages; ``kept`` holds values of parameters of another dtype than their average."""
+    def _exchange(self, values: dict[str, Tensor]) -> None:
+        """Exchange parameters and averages.
+
+        Args:
+            values: in the first call empty, and filled with the values of parameters whose average has another dtype;
+                in the second call these values are restored.
+        """
         for name, average in self.averages.items():
             param = self._params[name]
             before = param.detach().clone()
-            param.copy_(kept.pop(name, average))  # raises the shard's version, by which ZeRO-1 sees it
+            param.copy_(values.pop(name, average))  # raises the shard's version, by which ZeRO-1 sees the change
             if average.dtype is param.dtype:
                 average.copy_(before)
             else:
-                kept[name] = before
+                values[name] = before
 
 
 def _copy(param: Tensor) -> Tensor:
+    """Copy a parameter, in float32 if it has 16 bits or fewer."""
     half = param.dtype.itemsize < torch.float32.itemsize
     return param.detach().to(torch.float32 if half else param.dtype, copy=True)

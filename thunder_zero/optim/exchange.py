@@ -6,8 +6,8 @@
     rank 1: rows 2 3                                                                                 rows 2 3
     rank 2: row  4                                                                                   row  4
 
-In ZeRO-1 every rank has the parameter in full, so of the way there only the gradient's rows travel. A replicated
-parameter is on every rank with its gradient: only the way back has messages, of the whole parameter.
+In ZeRO-1 every rank has the parameter in full, so only the gradient's rows travel to the owner. If a parameter is
+replicated, every rank has it and its gradient in full: nothing travels to the owner, and the whole parameter back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.optim.owners import Member, Values
+from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
@@ -29,49 +29,57 @@ ByPeer = defaultdict[int, list[Tensor]]  # by the rank to or from which they tra
 
 
 class ToOwners:
-    """The rows of a bucket's parameters, and of the gradients of ``paths``, on their way to the owners. Of those
-    parameters that every rank has in full (``at_hand``, ZeRO-1) only gradients travel."""
+    """The rows of a bucket's parameters and gradients, in flight to the owners.
+
+    Args:
+        paths: the parameters that have a gradient.
+        at_hand: the parameters that every rank has in full (ZeRO-1), so that only their gradients travel.
+    """
 
     def __init__(
         self, state: State, members: Sequence[Member], paths: Collection[str], at_hand: Collection[str]
     ) -> None:
         self._state, plan, shard = state, state.plan, state.plan.mesh.shard
-        self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
+        self._owned: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
         outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
             param, values = member.param, local(member.shard).detach()
             grad = _gradient(member) if param.path in paths else None
             if not (geometry := plan.geometry(param)).is_spread:
                 if member.owner == shard.place:
-                    self._values[param.path] = (param, values, grad)
+                    self._owned[param.path] = (param, values, grad)
                 continue
-            sent = [of for of in (None if param.path in at_hand else values, grad) if of is not None]
+            to_send = [rows for rows in (None if param.path in at_hand else values, grad) if rows is not None]
             if member.owner == shard.place:
-                whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in sent]
-                for full, rows in zip(whole, sent, strict=True):
+                whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in to_send]
+                for full, rows in zip(whole, to_send, strict=True):
                     full[geometry.rows].copy_(rows)
                     for peer in shard.peers:
                         incoming[peer].append(full[geometry.rows_of(peer)].view(-1))
-                first = state.resident.full(param).clone() if param.path in at_hand else whole[0]
-                self._values[param.path] = (param, first, None if grad is None else whole[-1])
+                full_param = state.resident.full(param).clone() if param.path in at_hand else whole[0]
+                self._owned[param.path] = (param, full_param, None if grad is None else whole[-1])
             else:
-                rows_here = [rows.to(state.device).contiguous() for rows in sent]
-                outgoing[member.owner] += [of.view(-1) for of in rows_here]
-        self._handle = _launched(state, outgoing, incoming)
+                rows_here = [rows.to(state.device).contiguous() for rows in to_send]
+                outgoing[member.owner] += [rows.view(-1) for rows in rows_here]
+        self._handle = _launch(state, outgoing, incoming)
 
-    def wait(self) -> dict[str, Values]:
-        """The whole parameters that this rank owns, by path."""
+    def wait(self) -> dict[str, ParamAndGrad]:
+        """Return the whole parameters that this rank owns, by path, once they have arrived."""
         self._handle.wait()
-        found = {}
-        for path, (param, full, grad) in self._values.items():
-            place = rest_device(param, self._state.plan, self._state.device)
-            found[path] = Values(full.to(place), None if grad is None else grad.to(place))
-        self._values.clear()
-        return found
+        arrived = {}
+        for path, (param, full, grad) in self._owned.items():
+            device = rest_device(param, self._state.plan, self._state.device)
+            arrived[path] = ParamAndGrad(full.to(device), None if grad is None else grad.to(device))
+        self._owned.clear()
+        return arrived
 
 
 class FromOwners:
-    """A bucket's updated rows, on their way to all ranks; ``updated`` has what this one stepped, by path."""
+    """A bucket's updated rows, in flight to all ranks.
+
+    Args:
+        updated: the parameters that this rank has stepped, by path.
+    """
 
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
         plan, shard = state.plan, state.plan.mesh.shard
@@ -88,10 +96,10 @@ class FromOwners:
                 rows = torch.empty(local(member.shard).shape, dtype=param.dtype, device=state.device)
                 incoming[member.owner].append(rows.view(-1))
             self._rows.append((member, rows))
-        self._handle = _launched(state, outgoing, incoming)
+        self._handle = _launch(state, outgoing, incoming)
 
     def wait(self) -> None:
-        """Write the rows into the shards."""
+        """Write the rows into the shards, once they have arrived."""
         self._handle.wait()
         for member, rows in self._rows:
             local(member.shard).detach().copy_(rows)
@@ -100,10 +108,10 @@ class FromOwners:
 
 def _gradient(member: Member) -> Tensor:
     grad = member.shard.grad
-    assert grad is not None, "these have a gradient on all ranks"
+    assert grad is not None, "the member has a gradient on all ranks"
     return local(grad).detach()
 
 
-def _launched(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
-    """The messages on their way; nothing where one rank has everything."""
+def _launch(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
+    """Launch the messages; none if a single rank has everything."""
     return state.transport.trade(outgoing, incoming) if state.plan.mesh.shard.size > 1 else WaitsBy(tuple)

@@ -1,7 +1,7 @@
-"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items alike.
+"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items equally.
 
-In: a model with gradients, or a rank's loss and its number of items. Out: the same number, or a loss that means the
-same, on all ranks; one small message from each::
+In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
+whose gradients average to those of all items; each rank sends one small message::
 
     clip_grad_norm_    norm of this rank's rows     -> all ranks' norms -> one norm -> gradients scaled in place
     global_mean        number of this rank's items  -> their sum        -> total * ranks / sum
@@ -30,17 +30,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    That works, too, and returns a DTensor; this returns a plain tensor, knows of ``no_sync``, and leaves out parameters
-    that the policy ignores, which are no DTensors.
+    torch's own function works, too, and returns a DTensor. This function returns a plain tensor, refuses gradients that
+    ``no_sync`` has not reduced, and leaves out parameters that the policy ignores, which are no DTensors.
 
-    A collective: all ranks must call it, after the backward that reduces; each sends one small message. A tied
+    A collective: all ranks must call it, after the backward that reduces. Each rank sends one small message. A tied
     parameter counts once.
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
     Args:
         model: a model with ZeroTransform.
-        max_norm: the largest norm; gradients with a larger one are scaled down to it.
+        max_norm: the largest norm; gradients whose norm is larger are scaled down to it.
         norm_type: p of the p-norm, more than 0; ``math.inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or Inf; otherwise such gradients become NaN or 0, as torch's do.
 
@@ -48,7 +48,7 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, equal on all ranks.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
+        TypeError: ``model`` has no ZeroTransform.
         ValueError: ``max_norm`` or ``norm_type`` is out of its range.
         RuntimeError: there is no gradient yet; no_sync holds unreduced gradients; the norm is NaN or Inf and
             ``error_if_nonfinite``.
@@ -62,8 +62,10 @@ def clip_grad_norm_(
 
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
-    Raises on every rank, or on none."""
+    """Scale all gradients in place so that their global norm is at most ``max_norm``; return the norm before.
+
+    It raises on every rank, or on none.
+    """
     if state.plan.mesh.is_sliced:
         require_equal_gradients_once(state, set(map(id, state.shards.values())))
     norm, statuses = total_norm(state, norm_type)
@@ -86,52 +88,53 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
 
 
 def _local_parts(state: State) -> list[Tensor]:
-    """This rank's part of each shard that has a gradient, with its part of that."""
-    found = []
+    """Return this rank's part of each shard that has a gradient; its ``grad`` is this rank's part of the gradient."""
+    parts = []
     for shard in state.shards.values():
         if shard.grad is not None:
             part = local(shard).detach()
             part.grad = local(shard.grad)
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
-    """The norm of all gradients as one vector, the same bits on every rank, and each rank's status; one small
-    collective.
+    """Return the norm of all gradients as one vector, and each rank's status; one small collective.
 
-    Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
-    counts on rank 0, and what torch's tensor parallelism does not slice counts on the first of its ranks. torch's own
-    function hangs for an infinite ``norm_type`` where a rank has no rows.
+    The norm has equal bits on every rank. In one copy of the model, each row of a sharded parameter counts on the rank
+    that has it, and a replicated parameter counts on rank 0. A parameter that torch's tensor parallelism does not slice
+    counts on the first rank of the slices.
+
+    torch's own function hangs for an infinite ``norm_type`` if a rank has no rows.
     """
     grads = {param: state.shards[param.path].grad for param in state.plan.params}
-    there = {param: local(grad) for param, grad in grads.items() if grad is not None}
+    present = {param: local(grad) for param, grad in grads.items() if grad is not None}
     mesh = state.plan.mesh
     counted = [
         rows
-        for param, rows in there.items()
+        for param, rows in present.items()
         if rows.numel()
         and (param.sharded or mesh.shard.place == 0)
         and (param.sliced is not None or mesh.tensor.place == 0)
     ]
-    dtype = torch.float32  # or more, and the same on ranks that have no gradient
+    dtype = torch.float32  # or more; equal on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
-    mine = get_total_norm(counted, norm_type).to(state.device, dtype)
-    status = OPEN if state.accumulation.paths else READY if there else NO_GRADIENT
-    message = torch.stack([mine, torch.full_like(mine, status)])
+    local_norm = get_total_norm(counted, norm_type).to(state.device, dtype)
+    status = OPEN if state.accumulation.paths else READY if present else NO_GRADIENT
+    message = torch.stack([local_norm, torch.full_like(local_norm, status)])
     norms, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
-    norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # the others have the same
+    norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # all copies are equal
     return norm, [int(status) for status in statuses.tolist()]
 
 
 @tagged("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
-    """A loss that trains on the mean over all ranks' items, where ranks have different numbers of them.
+    """Return a loss that trains on the mean over all ranks' items, where ranks have different numbers of items.
 
-    Gradients are averaged over ranks, so with each rank's own mean, the tokens (or rows) of a rank with few of them
-    would weigh more. This is ``total * W / (count of all ranks)``: its mean over ranks is the mean over all items. A
-    collective: all ranks must call it; each sends one small message.
+    Gradients are averaged over ranks. If each rank took its own mean, the tokens (or rows) of a rank with few tokens
+    would weigh more. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all
+    items. A collective: all ranks must call it; each rank sends one small message.
 
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
@@ -139,14 +142,14 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     Args:
         model: a model with ZeroTransform.
         total: 0-dim; the sum of the losses of this rank's items.
-        count: number of items of this rank in the step, in all its micro-batches if it accumulates. May be 0.
+        count: the number of this rank's items in the step, in all micro-batches if it accumulates. May be 0.
 
     Returns:
         The loss to call ``backward`` on.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
-        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item; on every rank.
+        TypeError: ``model`` has no ZeroTransform.
+        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item. It raises on every rank.
     """
     state = sharded_model(model).state
     valid = is_count(count)
@@ -155,4 +158,4 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.ranks / everywhere)  # ranks that have one batch, for tensor parallelism, each count it
+    return total * (state.plan.ranks / everywhere)  # ranks of slices have one batch, and each of them counts it

@@ -1,14 +1,14 @@
 """Finds the model and the parameters of ``tz.whole``; makes the optimizer that it stands for.
 
-In: what ``tz.whole`` was given. Out: the model; the ordinary optimizer, made and tried; parameters in buckets, each
+In: what ``tz.whole`` was given. Out: its model; the ordinary optimizer, made and probed; parameters in buckets, each
 with its owner; or a refusal::
 
-    params -> listed -> groups -> model_of      State of the one model that they are of
-                               -> ordinary      an optimizer of parameters without memory, and what probe.py found
-                               -> members_of    [[Member, Member], [Member]], a list for each bucket
+    params -> groups_of_params -> model_of       State of the model that all of them belong to
+                               -> make_ordinary  an optimizer of parameters without memory, and what probe.py found
+                               -> members_of     [[Member, Member], [Member]], a list for each bucket
 
-This runs when an optimizer is made and when it gets a group; :func:`ordinary` also in a step, after options or groups
-have changed.
+This runs when an optimizer is made and when it gets a group. :func:`make_ordinary` also runs in a step, after options
+or groups have changed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ from torch.optim import Optimizer
 
 from thunder_zero.optim.options import hyper_parameters, names_of
 from thunder_zero.optim.owners import Member, Piece, assign, work_of_shape
-from thunder_zero.optim.probe import Found, probed
-from thunder_zero.optim.stepper import Given, GroupedParams, Groups, Make, blank, copied, made
+from thunder_zero.optim.probe import ProbeResult, probe_optimizer
+from thunder_zero.optim.stepper import (
+    GroupedParams,
+    Groups,
+    MakeOptimizer,
+    UserOptions,
+    blank_param,
+    copy_values,
+    make_optimizer,
+)
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced
 from thunder_zero.sharded.state import State
 
 
 def require_maker(make: object) -> None:
-    """Refuse what makes no optimizers."""
+    """Raise TypeError unless an object can make optimizers."""
     if isinstance(make, Optimizer) or not callable(make):
         raise TypeError(
             f"tz.whole was given a {type(make).__name__} to make optimizers with; give the class itself and then the "
@@ -39,15 +47,23 @@ def require_maker(make: object) -> None:
         )
 
 
-def listed(params: Iterable[Any]) -> Groups:
-    """The groups of parameters, named parameters or groups, with lists of parameters."""
+def groups_of_params(params: Iterable[Any]) -> Groups:
+    """Return groups with lists of parameters, from parameters, named parameters or groups."""
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return Optimizer(params, {}).param_groups
 
 
 def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
-    """The model that all of these parameters belong to; ``state`` is the model's, if it is known."""
+    """Return the model that all shards belong to.
+
+    Args:
+        state: the model's, if it is known.
+
+    Raises:
+        ValueError: a shard belongs to no model or to another one; there are none.
+        RuntimeError: torch's tensor parallelism slices the model.
+    """
     for shard in shards:
         owner = owner_of(shard)
         if owner is None:
@@ -70,44 +86,52 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
     return state
 
 
-def ordinary(
-    make: Make,
+def make_ordinary(
+    make: MakeOptimizer,
     groups: Groups,
-    given: Given,
+    user_options: UserOptions,
     options: Mapping[str, Any],
     state: State,
     moving: Collection[str] = (),
     *,
     trusted: bool,
-) -> tuple[Optimizer, Found]:
-    """Make the ordinary optimizer, and try it, on every rank alike: all get the same defaults, and the same errors.
+) -> tuple[Optimizer, ProbeResult]:
+    """Make the ordinary optimizer, and probe it. All ranks get equal defaults and equal errors.
 
     Args:
-        given: of each group the options that the user gave.
-        moving: the options of groups that its steps have changed: a new one has its own, if nobody gave them.
-        trusted: it steps every parameter alone, whatever is found.
+        user_options: for each group the options that the user set.
+        moving: the options of groups that steps have changed; a new optimizer has its own values of them, unless the
+            user set them.
+        trusted: it steps every parameter alone, whatever the probe finds.
 
     Returns:
-        One over parameters of full shapes, which take no memory; what was found.
+        An optimizer over parameters of full shapes, which take no memory; what the probe found.
+
+    Raises:
+        ValueError: its step needs an argument, or it cannot step groups without parameters.
+        RuntimeError: unless ``trusted``: it couples parameters, cannot be probed, or draws random numbers where the
+            model has several copies.
     """
-    kept = [
-        {key: of for key, of in hyper_parameters(group).items() if key in keys or key not in moving}
-        for group, keys in zip(groups, given, strict=True)
+    kept_options = [
+        {key: value for key, value in hyper_parameters(group).items() if key in keys or key not in moving}
+        for group, keys in zip(groups, user_options, strict=True)
     ]
 
-    def make_on(of_groups: Groups, members: GroupedParams) -> Optimizer:
-        own = [copied(dict(group)) for group in of_groups]  # steps may change tensors in place
-        return made(make, copied(dict(options)), own, given, members, named="param_names" in groups[0])
+    def make_on(options_of_groups: Groups, params: GroupedParams) -> Optimizer:
+        own_options = [copy_values(dict(group)) for group in options_of_groups]  # steps may change tensors in place
+        named = "param_names" in groups[0]
+        return make_optimizer(make, copy_values(dict(options)), own_options, user_options, params, named=named)
 
-    like = make_on(kept, [(of, name, blank(param, shard)) for param, shard, of, name in _entries(groups)])
-    _require_steppable(like)
-    found = probed(make_on, like, state.device)
-    _require_apart(type(like).__name__, found, state, trusted)
-    return like, found
+    blanks = [(number, name, blank_param(param, shard)) for param, shard, number, name in _planned_shards(groups)]
+    optimizer = make_on(kept_options, blanks)
+    _require_steppable(optimizer)
+    result = probe_optimizer(make_on, optimizer, state.device)
+    _require_separable(type(optimizer).__name__, result, state, trusted)
+    return optimizer, result
 
 
-def _entries(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
-    """Of each shard in groups its entry in the plan, itself, the number of its group, and its name there."""
+def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
+    """List the shards of groups: entry in the plan, shard, number of the group, name in the group."""
     return [
         (owner[1], shard, number, name)
         for number, group in enumerate(groups)
@@ -116,19 +140,23 @@ def _entries(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
     ]
 
 
-def _require_steppable(like: Optimizer) -> None:
-    kind = type(like).__name__
-    for of in signature(like.step).parameters.values():
-        if of.default is not Parameter.empty or of.kind is not Parameter.POSITIONAL_OR_KEYWORD:
+def _require_steppable(optimizer: Optimizer) -> None:
+    """Raise ValueError if a step needs an argument."""
+    kind = type(optimizer).__name__
+    for argument in signature(optimizer.step).parameters.values():
+        if argument.default is not Parameter.empty or argument.kind is not Parameter.POSITIONAL_OR_KEYWORD:
             continue
         raise ValueError(
-            f"a step of {kind} needs the argument {of.name!r}, such as a closure that evaluates the loss, and tz.whole "
-            f"has one gradient a step; use an optimizer whose step needs no argument"
+            f"a step of {kind} needs the argument {argument.name!r}, such as a closure that evaluates the loss, and "
+            f"tz.whole has one gradient a step; use an optimizer whose step needs no argument"
         )
 
 
-def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None:
-    """Refuse what cannot be stepped in parts. Of most groups, most ranks own no parameter in most buckets."""
+def _require_separable(kind: str, found: ProbeResult, state: State, trusted: bool) -> None:
+    """Raise unless each rank can step some of the parameters.
+
+    In most buckets most ranks own no parameter of most groups, so groups without parameters must work, too.
+    """
     plan = state.plan
     if found.couples and plan.mesh.shard.size > 1 and not trusted:
         raise RuntimeError(
@@ -142,7 +170,7 @@ def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None
             f"others own all of its parameters; use a class that skips them"
         )
     if found.moving_if_any:
-        raise ValueError(moves_with_parameters_only(kind, min(found.moving_if_any)))
+        raise ValueError(describe_uneven_option(kind, min(found.moving_if_any)))
     if found.draws and (copies := plan.mesh.replicate.size) > 1 and not trusted:
         raise RuntimeError(
             f"{kind} draws random numbers ({found.draws}), and the {copies} copies of the model would draw "
@@ -155,8 +183,8 @@ def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None
         )
 
 
-def moves_with_parameters_only(kind: str, name: str) -> str:
-    """It changes an option only in groups with parameters or gradients, which are on some ranks."""
+def describe_uneven_option(kind: str, name: str) -> str:
+    """Return the error about an option that a step changes only in groups with parameters or gradients."""
     return (
         f"{kind} changes {name!r} of a group only where it has parameters of the group to step, and ranks step "
         f"different ones, so each would have another value; let its step change it in every group, or keep it in the "
@@ -165,15 +193,23 @@ def moves_with_parameters_only(kind: str, name: str) -> str:
 
 
 def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
-    """The trained parameters of these groups, from number ``offset`` on, in buckets, with owners; ``loads`` is the work
-    that each rank has already."""
+    """Return the trained parameters of groups in buckets, with owners.
+
+    Args:
+        offset: the number of the first group.
+        loads: the work that each rank has already.
+    """
     plan = state.plan
-    found = [(of, shard, offset + at, name) for of, shard, at, name in _entries(groups) if shard.requires_grad]
+    trained = [
+        (param, shard, offset + number, name)
+        for param, shard, number, name in _planned_shards(groups)
+        if shard.requires_grad
+    ]
     pieces = [
         Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
-        for number, (param, *_) in enumerate(found)
+        for number, (param, *_) in enumerate(trained)
     ]
     return [
-        [Member(*found[at], owner) for at, owner in zip(bucket.numbers, bucket.owners, strict=True)]
+        [Member(*trained[number], owner) for number, owner in zip(bucket.numbers, bucket.owners, strict=True)]
         for bucket in assign(pieces, plan.mesh.shard.size, plan.sizes.bucket_bytes, loads)
     ] or [[]]

@@ -1,16 +1,16 @@
 """``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
 
 In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
-``step`` has the result of one process. With two buckets, time goes down, and what stands in one row overlaps::
+``step`` has the result of one process. A step of two buckets; time goes down, and what stands in one row overlaps::
 
-    begin: ranks compare groups, and which parameters have gradients         agreement.py
+    agree_on_step: ranks compare groups, and which parameters have gradients agreement.py
     bucket 0 to its owners                                                   exchange.ToOwners
     bucket 1 to its owners          this rank steps what it owns of 0        stepper.BucketStepper
     bucket 0 back to all ranks      this rank steps what it owns of 1        exchange.FromOwners
     bucket 1 back to all ranks
     raise_on_all: did a rank fail?                                           agreement.py
 
-Groups, owners and the order of a step are here; ``members.py`` makes the ordinary optimizer first, and tries it.
+This file has groups, owners and the order of a step; ``members.py`` makes the ordinary optimizer, and probes it.
 """
 
 from __future__ import annotations
@@ -23,45 +23,49 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.collective_tags import CollectiveTag, doing
-from thunder_zero.optim.agreement import begin, raise_on_all
+from thunder_zero.optim.agreement import agree_on_step, raise_on_all
 from thunder_zero.optim.exchange import FromOwners, ToOwners
 from thunder_zero.optim.members import (
-    listed,
+    describe_uneven_option,
+    groups_of_params,
+    make_ordinary,
     members_of,
     model_of,
-    moves_with_parameters_only,
-    ordinary,
     require_maker,
 )
-from thunder_zero.optim.options import OF_BASE, changed, hyper_parameters, in_words, look_of
+from thunder_zero.optim.options import OF_BASE, changed_names, describe_for_probe, describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member, work_of_shape
-from thunder_zero.optim.probe import Found
-from thunder_zero.optim.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
+from thunder_zero.optim.probe import ProbeResult
+from thunder_zero.optim.stepper import BucketStepper, Groups, MakeOptimizer, UserOptions, copy_values, params_entry
 from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
 from thunder_zero.sharded.state import State
 
 SHOWN = 8  # ranks, and parameters of each, in a repr
 
 
-def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any) -> Whole:
+def whole(
+    optimizer: MakeOptimizer, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any
+) -> Whole:
     """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
 
     Each parameter has one owner among the ranks that share it. In ``step`` the rows of the parameter and of its
-    gradient go to the owner, which steps the ordinary optimizer on the whole and sends the updated rows back; the
-    result is that of one process. Shards, their gradients, the schedule and the model's checkpoints stay as they are.
+    gradient go to the owner. The owner steps the ordinary optimizer on the whole parameter, and sends the updated rows
+    back. The result is that of one process. Shards, their gradients, the schedule and the model's checkpoints stay as
+    they are.
 
     >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
 
-    A step is a collective: all ranks must call it. With u = (W - 1) / W of the parameters' bytes, a rank sends on
-    average 3 u / W bytes a step in stages 2 and 3 (gradient and parameter to the owner, the parameter back), 2 u / W in
-    stage 1, where the owner has the parameter, and u where parameters are replicated. Each state is on the owner alone.
-    Two buckets of whole parameters and gradients, and a third one's parameters, are in memory at most, spread over the
-    ranks.
+    A step is a collective: all ranks must call it. Let B = (W - 1) / W of the parameters' bytes, for W ranks. A rank
+    sends on average 3 B / W bytes a step in stages 2 and 3: gradient and parameter to the owner, the parameter back. It
+    sends 2 B / W in stage 1, where the owner has the parameter, and B where parameters are replicated.
+
+    Each state is on the owner alone. At most two buckets of whole parameters and gradients, and the parameters of a
+    third one, are in memory, spread over the ranks.
 
     Args:
         optimizer: an optimizer's class, or a function that makes one of parameter groups and options.
         params: parameters of one sharded model, named ones, or groups of them, as for any optimizer of torch.
-        trust_optimizer: take your word that it steps every parameter alone, and draws what all copies draw.
+        trust_optimizer: True promises that it steps every parameter alone, and draws equal numbers in all copies.
         options: of the optimizer.
 
     Returns:
@@ -71,26 +75,29 @@ def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = 
 
     Raises:
         TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
-        ValueError: a parameter of no sharded model, or of another one; an optimizer that needs a closure.
-        RuntimeError: unless ``trust_optimizer``: the optimizer couples parameters, cannot be tried, or draws random
+        ValueError: a parameter belongs to no sharded model, or to another one; the optimizer needs a closure.
+        RuntimeError: unless ``trust_optimizer``: the optimizer couples parameters, cannot be probed, or draws random
             numbers where the model has several copies.
-        Exception: raised by the optimizer, such as for a parameter that is no matrix.
+        Exception: the optimizer raised it, for example because a parameter is no matrix.
     """
     return Whole(optimizer, params, options, trust_optimizer)
 
 
 def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    """Give groups what a step has made of their options."""
+    """Write the options after a step into groups."""
     for group, options in zip(groups, after, strict=True):
         for key, value in options.items():
-            if isinstance(own := group.get(key), Tensor) and isinstance(value, Tensor):
-                own.copy_(value)  # a user or a scheduler may have it
+            if isinstance(held := group.get(key), Tensor) and isinstance(value, Tensor):
+                held.copy_(value)  # in place: a user or a scheduler may hold it
             else:
                 group[key] = value
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook of :class:`Whole` before it loads a state dict: refuses a state of a parameter that another rank owns."""
+    """Raise ValueError if a state dict has the state of a parameter that another rank owns.
+
+    A hook of :class:`Whole`, called before it loads a state dict.
+    """
     assert isinstance(optimizer, Whole)
     rank, shards = optimizer.model.plan.mesh.shard.place, parameters_of(optimizer)
     for number, values in state_dict["state"].items():
@@ -107,14 +114,17 @@ def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None
             )
 
 
-class Closed(StepsWhole):
-    """Refuses what would reach only a part of the ordinary optimizers: their attributes, copies."""
+class GuardedOptimizer(StepsWhole):
+    """An optimizer that refuses to be copied, and refuses attributes of the ordinary optimizer.
 
-    kind = "..."  # while it is not known
+    Each rank has several ordinary optimizers, and an attribute would reach only some of them.
+    """
+
+    kind = "..."  # until the ordinary optimizer is made
     _foreign: frozenset[str] = frozenset()  # the attributes that the ordinary optimizer alone has
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what a ``torch.optim.Optimizer`` does not have."""
+        """Refuse an attribute that a ``torch.optim.Optimizer`` does not have."""
         raise AttributeError(
             f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
             f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
@@ -122,7 +132,7 @@ class Closed(StepsWhole):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse an attribute that the ordinary optimizer has, which would not see it."""
+        """Refuse to set an attribute that the ordinary optimizer has, and would not see."""
         if name in self._foreign:
             raise AttributeError(
                 f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
@@ -139,33 +149,43 @@ class Closed(StepsWhole):
         )
 
 
-class Whole(Closed):
-    """See :func:`whole`. ``kind`` is the name of the ordinary optimizer's class; ``members`` are the parameters that it
-    trains, in the order in which they travel."""
+class Whole(GuardedOptimizer):
+    """An optimizer over shards that steps whole parameters: see :func:`whole`.
 
-    def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
+    Attributes:
+        kind: the name of the ordinary optimizer's class.
+        members: the parameters that it trains, in the order in which they travel.
+        model: the state of the model that they belong to.
+    """
+
+    def __init__(self, make: MakeOptimizer, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
         require_maker(make)
         self._make, self._options, self._trusted = make, dict(options), trusted
         self._buckets: list[BucketStepper] = []
         self._steps = 0
         self._is_compared = False
-        self._made: frozenset[BucketStepper] = frozenset()  # buckets whose optimizers all owners have made
+        self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose optimizers all owners have made
         self.members: list[Member] = []
         self._owners: dict[int, int] = {}  # by the shard's id
-        groups = listed(params)
+        groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
-        self._given: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
-        like, found = self._tried(groups, self._given)
-        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(like).__name__
-        made = zip(groups, like.param_groups, strict=True)
-        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], like.defaults)
+        self._user_options: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
+        ordinary, found = self._make_ordinary(groups, self._user_options)
+        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(ordinary).__name__
+        pairs = zip(groups, ordinary.param_groups, strict=True)
+        super().__init__(
+            [{**hyper_parameters(made), **params_entry(group)} for group, made in pairs], ordinary.defaults
+        )
         self._give_owners(self.param_groups)
-        self._foreign = frozenset(dir(like)).difference(OF_BASE, dir(self))
+        self._foreign = frozenset(dir(ordinary)).difference(OF_BASE, dir(self))
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, unless steps have changed attributes of the ordinary optimizer, such as a count. Its parameters
-        get owners, those of others stay."""
+        """Add a group, and give its parameters owners. The owners of other parameters stay.
+
+        Raises:
+            RuntimeError: steps have changed attributes of the ordinary optimizer, such as a count.
+        """
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
@@ -175,16 +195,18 @@ class Whole(Closed):
                 f"that are added after a step; give tz.whole all groups before the first step, or make another "
                 f"optimizer of the new ones"
             )
-        groups = listed([param_group])
+        groups = groups_of_params([param_group])
         model_of(groups[0]["params"], self.model)
-        given = [frozenset(hyper_parameters(groups[0]))]
-        like, _ = self._tried(groups, given)
-        super().add_param_group({**hyper_parameters(like.param_groups[0]), **parameters_in(groups[0])})
-        self._given += given
+        user_options = [frozenset(hyper_parameters(groups[0]))]
+        ordinary, _ = self._make_ordinary(groups, user_options)
+        super().add_param_group({**hyper_parameters(ordinary.param_groups[0]), **params_entry(groups[0])})
+        self._user_options += user_options
         self._give_owners(self.param_groups[-1:])
 
-    def _tried(self, groups: Groups, given: Given, moving: frozenset[str] = frozenset()) -> tuple[Optimizer, Found]:
-        return ordinary(self._make, groups, given, self._options, self.model, moving, trusted=self._trusted)
+    def _make_ordinary(
+        self, groups: Groups, user_options: UserOptions, moving: frozenset[str] = frozenset()
+    ) -> tuple[Optimizer, ProbeResult]:
+        return make_ordinary(self._make, groups, user_options, self._options, self.model, moving, trusted=self._trusted)
 
     def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Give owners to the parameters of the last groups."""
@@ -199,22 +221,26 @@ class Whole(Closed):
             self._owners |= {id(member.shard): member.owner for member in members}
             self._buckets.append(BucketStepper(self._make, self._options, members, shard.place, named=named))
         self._is_compared = False
-        self._listed = tuple(map(id, parameters_of(self)))
-        self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
+        self._param_ids = tuple(map(id, parameters_of(self)))
+        self._probed = describe_for_probe(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
-        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+        """Return the rank that steps a parameter, among the ranks of a copy of the model; None if it is frozen."""
         return self._owners.get(id(shard))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient; a collective. If ranks differ, or the ordinary optimizer raises on
-        one of them, every rank raises."""
+        """Step all parameters that have a gradient; a collective.
+
+        Raises:
+            RuntimeError: there is a closure; groups were changed by hand; ranks differ. On every rank.
+            Exception: the ordinary optimizer raised it on a rank; every rank raises.
+        """
         if closure is not None:
             raise RuntimeError(
                 f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
             )
-        if self._listed != tuple(map(id, parameters_of(self))):
+        if self._param_ids != tuple(map(id, parameters_of(self))):
             raise RuntimeError(
                 f"the parameters in the groups of tz.whole({self.kind}) were changed by hand; use add_param_group, or "
                 f"make a new optimizer of other parameters"
@@ -222,50 +248,58 @@ class Whole(Closed):
         self._steps += 1
         what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
         with doing(what):
-            paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
+            paths, at_hand = agree_on_step(
+                self.kind, self.members, self.param_groups, self.model, known=self._is_compared
+            )
             self._is_compared = True
             self._probe_again()
             self.model.transport.enter(CollectiveTag(what, repr((sorted(paths), sorted(at_hand)))))
             raise_on_all(self._step(paths, at_hand), self.kind, self.model)
-            self._made = frozenset(self._buckets)
+            self._stepped = frozenset(self._buckets)
             if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
                 self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
-        """After a change of options or groups: on all ranks alike, since they have compared those."""
-        if self._look != look_of(self.param_groups, self._moving):
-            _, found = self._tried(self.param_groups, self._given, self._moving)
+        """Probe again if options or groups have changed. Ranks have compared them, so all ranks do the same."""
+        if self._probed != describe_for_probe(self.param_groups, self._moving):
+            _, found = self._make_ordinary(self.param_groups, self._user_options, self._moving)
             self._moving, self._moves_all = self._moving | found.moving, found.moves_all
-            self._look = look_of(self.param_groups, self._moving)
+            self._probed = describe_for_probe(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
-        """Step these parameters, bucket by bucket. After an error, which is returned, the rest travels as it is: the
-        other ranks wait for it."""
+        """Step parameters, bucket by bucket.
+
+        After an error, which is returned, the other buckets travel unchanged: other ranks wait for them.
+
+        Args:
+            paths: the parameters that have a gradient.
+            at_hand: the parameters that every rank has in full.
+        """
         failure: Exception | None = None
         groups = after = [hyper_parameters(group) for group in self.param_groups]
-        buckets, words = self._buckets, list[dict[str, str]]()
+        buckets, texts = self._buckets, list[dict[str, str]]()
 
         def send(bucket: BucketStepper) -> ToOwners:
-            # while owners make their optimizers those may keep the values
-            everything = self._moves_all or bucket not in self._made
-            return ToOwners(self.model, bucket.members if everything else bucket.of_paths(paths), paths, at_hand)
+            # Owners that still have to make their optimizers get all values: a constructor may keep them.
+            sends_all = self._moves_all or bucket not in self._stepped
+            return ToOwners(self.model, bucket.members if sends_all else bucket.members_at(paths), paths, at_hand)
 
         arriving, leaving = send(buckets[0]), None
-        for at, bucket in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             values = arriving.wait()
-            if at + 1 < len(buckets):
-                arriving = send(buckets[at + 1])
+            if index + 1 < len(buckets):
+                arriving = send(buckets[index + 1])
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
-                    updated, after = bucket.step(values, copied(groups), self._given, self.state)
-                    before, words = words, list(map(in_words, after))
-                    if differ := changed(before or words, words):
-                        raise RuntimeError(moves_with_parameters_only(self.kind, min(differ)))
+                    updated, after = bucket.step(values, copy_values(groups), self._user_options, self.state)
+                    texts_before, texts = texts, list(map(describe_values, after))
+                    if differing := changed_names(texts_before or texts, texts):
+                        raise RuntimeError(describe_uneven_option(self.kind, min(differing)))
                 except Exception as error:
                     failure = error
             del values
-            back = FromOwners(self.model, bucket.members if self._moves_all else bucket.of_paths(paths), updated)
+            back = FromOwners(self.model, bucket.members if self._moves_all else bucket.members_at(paths), updated)
             if leaving is not None:
                 leaving.wait()
             leaving = back
@@ -275,14 +309,14 @@ class Whole(Closed):
         return failure
 
     def __repr__(self) -> str:
-        """The groups, then the first ranks' shares of the work, and the first parameters that each owns."""
+        """Describe the groups, then the first ranks: their parts of the work, and the first parameters they own."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
-        works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
+        works = {member.param.path: work_of_shape(member.param.shape) for member in self.members}
         for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:
-            mine = [of.param.path for of in self.members if of.owner == rank]
-            share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
-            paths = ", ".join(mine[:SHOWN]) + f" and {len(mine) - SHOWN} more" * (len(mine) > SHOWN)
-            lines.append(f"    rank {rank} owns {share:.0%} of the work: {paths or 'nothing'}")
+            owned = [member.param.path for member in self.members if member.owner == rank]
+            part = sum(map(works.__getitem__, owned)) / max(sum(works.values()), 1)
+            paths = ", ".join(owned[:SHOWN]) + f" and {len(owned) - SHOWN} more" * (len(owned) > SHOWN)
+            lines.append(f"    rank {rank} owns {part:.0%} of the work: {paths or 'nothing'}")
         if ranks > SHOWN:
             lines.append(f"    and {ranks - SHOWN} more ranks")
         return "\n".join(lines)

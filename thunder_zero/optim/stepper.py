@@ -1,7 +1,7 @@
 """Steps an ordinary optimizer on the whole parameters of one bucket that this rank owns.
 
-Between steps its parameters have their shapes and no memory; its states are those of the optimizer over the shards, by
-reference, and its hyper-parameters are copied from there before each step.
+Between steps its parameters have their shapes and no memory. Its states belong to the optimizer over the shards and are
+shared by reference; hyper-parameters are copied from there before each step.
 """
 
 from __future__ import annotations
@@ -15,47 +15,67 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from thunder_zero.compat.torch.optimizers import step_alone
-from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words
-from thunder_zero.optim.owners import Member, Values
+from thunder_zero.optim.options import attributes_of, describe_values, hyper_parameters
+from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
 
-Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
+MakeOptimizer = Callable[..., Optimizer]  # called as torch's classes are: with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
-Given = Sequence[Collection[str]]  # of each group the options that the user gave; schedulers and classes add others
-GroupedParams = Sequence[
-    tuple[int, str | None, Tensor]
-]  # the number of a group, a name if groups have names, a parameter
+UserOptions = Sequence[Collection[str]]  # for each group the options that the user set; schedulers and classes add more
+GroupedParams = Sequence[tuple[int, str | None, Tensor]]  # a group's number, a name if groups have names, a parameter
 
 
-def copied(value: Any) -> Any:
-    """A copy of what a step may change in place: tensors and collections."""
+def copy_values(value: Any) -> Any:
+    """Copy the tensors and collections of a value, which a step may change in place."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's parameters, as an optimizer's constructor takes them: with their names, if they have any."""
+def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's parameters as an optimizer's constructor takes them: with their names, if they have any."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
 
-def as_given(
-    group: Mapping[str, Any], given: Collection[str], number: int, members: GroupedParams, *, named: bool
+def group_to_construct(
+    group: Mapping[str, Any], user_options: Collection[str], number: int, params: GroupedParams, *, named: bool
 ) -> dict[str, Any]:
-    """A group as a constructor takes it, of those members that are of this number: with the options that the user gave,
-    as they are now, since constructors may refuse others; with names if groups have names."""
-    own = [(name, param) for of, name, param in members if of == number]
-    names = {"param_names": [name for name, _ in own]} if named else {}
-    return {"params": [param for _, param in own], **names, **{key: group[key] for key in given if key in group}}
+    """Build a group for a constructor: its parameters, and the present values of the options that the user set.
+
+    Other options are left out, since a constructor may refuse them.
+
+    Args:
+        number: selects the parameters of this group.
+        named: groups have names of parameters.
+    """
+    members = [(name, param) for group_number, name, param in params if group_number == number]
+    names = {"param_names": [name for name, _ in members]} if named else {}
+    options = {key: group[key] for key in user_options if key in group}
+    return {"params": [param for _, param in members], **names, **options}
 
 
-def made(
-    make: Make, options: Mapping[str, Any], groups: Groups, given: Given, members: GroupedParams, *, named: bool
+def make_optimizer(
+    make: MakeOptimizer,
+    options: Mapping[str, Any],
+    groups: Groups,
+    user_options: UserOptions,
+    params: GroupedParams,
+    *,
+    named: bool,
 ) -> Optimizer:
-    """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
-    groups the others later."""
-    of_groups = range(len(groups))
-    optimizer = make([as_given(groups[at], given[at], at, members, named=named) for at in of_groups], **options)
+    """Make an optimizer of parameters as a user does: the constructor gets only the options that the user set.
+
+    The groups' other options are set afterwards.
+
+    Raises:
+        TypeError: ``make`` returns something else.
+        ValueError: the optimizer has another number of groups.
+    """
+    to_construct = [
+        group_to_construct(group, keys, number, params, named=named)
+        for number, (group, keys) in enumerate(zip(groups, user_options, strict=True))
+    ]
+    optimizer = make(to_construct, **options)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"tz.whole was given {make!r:.80}, which makes a {type(optimizer).__name__}; give a class of "
@@ -67,80 +87,96 @@ def made(
             f"given, so tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the "
             f"optimizers that it combines"
         )
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        own.update(group)
+    for own_group, group in zip(optimizer.param_groups, groups, strict=True):
+        own_group.update(group)
     return optimizer
 
 
-def blank(param: Param, shard: Tensor) -> nn.Parameter:
-    """A parameter like its shard, of the full shape, that takes the memory of one element."""
+def blank_param(param: Param, shard: Tensor) -> nn.Parameter:
+    """Return a parameter like its shard, of the full shape, that takes the memory of one element."""
     return parameter_like(shard, torch.zeros((), dtype=param.dtype, device=shard.device).expand(param.shape))
 
 
 class BucketStepper:
-    """Parameters that travel together, and the ordinary optimizer of those that this rank owns; it is made in the first
-    step, when there are values."""
+    """Parameters that travel together, and the ordinary optimizer that steps those that this rank owns.
+
+    The optimizer is made in the first step, when there are values.
+    """
 
     def __init__(
-        self, make: Make, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
+        self, make: MakeOptimizer, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
     ) -> None:
         self.members, self._make, self._options, self._named = members, make, options, named
-        self._owned = [(of, blank(of.param, of.shard)) for of in members if of.owner == rank]
+        self._owned = [(member, blank_param(member.param, member.shard)) for member in members if member.owner == rank]
         self._optimizer: Optimizer | None = None
         self._attributes: dict[str, str] = {}
 
-    def of_paths(self, paths: Collection[str]) -> list[Member]:
-        """The parameters of these paths."""
+    def members_at(self, paths: Collection[str]) -> list[Member]:
+        """Return the members whose parameters have one of these paths."""
         return [member for member in self.members if member.param.path in paths]
 
     def step(
-        self, values: Mapping[str, Values], groups: Groups, given: Given, states: MutableMapping[Any, Any]
+        self,
+        values: Mapping[str, ParamAndGrad],
+        groups: Groups,
+        user_options: UserOptions,
+        states: MutableMapping[Any, Any],
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Step the parameters that have values; returns them by path, and the groups' hyper-parameters after the step.
-        It may write to the values, and updates ``states``, by shard or by whatever else the optimizer keeps."""
-        for of, param in self._owned:
-            if (found := values.get(of.param.path)) is not None:
-                param.data, param.grad = found.param, found.grad
-            with_attributes_of(param, of.shard)
+        """Step the parameters that have values.
+
+        Args:
+            values: by path; a step may write to them.
+            states: by shard, or by any other key that the optimizer has; updated in place.
+
+        Returns:
+            The stepped parameters by path, and the groups' hyper-parameters after the step.
+        """
+        for member, param in self._owned:
+            if (arrived := values.get(member.param.path)) is not None:
+                param.data, param.grad = arrived.param, arrived.grad
+            with_attributes_of(param, member.shard)
         try:
-            optimizer = self._with_groups(groups, given, states)
+            optimizer = self._with_groups(groups, user_options, states)
             self._give_states(optimizer, states)
             step_alone(optimizer)  # hooks of all optimizers belong to the one over the shards
             self._take_states(optimizer, states)
-            updated = {of.param.path: param.data for of, param in self._owned if of.param.path in values}
+            updated = {member.param.path: param.data for member, param in self._owned if member.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
         finally:
-            for of, param in self._owned:
+            for member, param in self._owned:
                 param.grad = None
-                param.data = blank(of.param, of.shard).data
+                param.data = blank_param(member.param, member.shard).data
 
     def moved_attributes(self) -> list[str]:
-        """The attributes of the optimizer that its steps have changed, such as a count."""
-        now = {} if self._optimizer is None else in_words(attributes_of(self._optimizer))
+        """Return the names of the optimizer's attributes that its steps have changed, such as a count."""
+        now = {} if self._optimizer is None else describe_values(attributes_of(self._optimizer))
         return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
 
-    def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
-        members = [(of.group, of.name, param) for of, param in self._owned]
+    def _with_groups(self, groups: Groups, user_options: UserOptions, states: MutableMapping[Any, Any]) -> Optimizer:
+        """Return the ordinary optimizer with the present groups; make it if there is none."""
+        params = [(member.group, member.name, param) for member, param in self._owned]
         if self._optimizer is None:
-            self._optimizer = made(self._make, self._options, groups, given, members, named=self._named)
-            self._attributes = in_words(attributes_of(self._optimizer))
-            for of, param in self._owned:
-                if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
-                    states.setdefault(of.shard, self._optimizer.state[param])
-        for at in range(len(self._optimizer.param_groups), len(groups)):
-            self._optimizer.add_param_group(as_given(groups[at], given[at], at, members, named=self._named))
-        for own, group in zip(self._optimizer.param_groups, groups, strict=True):
-            own.update(group)
+            self._optimizer = make_optimizer(self._make, self._options, groups, user_options, params, named=self._named)
+            self._attributes = describe_values(attributes_of(self._optimizer))
+            for member, param in self._owned:
+                if param in self._optimizer.state:  # the constructor made it; a loaded state goes before
+                    states.setdefault(member.shard, self._optimizer.state[param])
+        for number in range(len(self._optimizer.param_groups), len(groups)):
+            self._optimizer.add_param_group(
+                group_to_construct(groups[number], user_options[number], number, params, named=self._named)
+            )
+        for own_group, group in zip(self._optimizer.param_groups, groups, strict=True):
+            own_group.update(group)
         return self._optimizer
 
     def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-        for of, param in self._owned:
-            if of.shard in states:
-                optimizer.state[param] = states[of.shard]
+        for member, param in self._owned:
+            if member.shard in states:
+                optimizer.state[param] = states[member.shard]
             else:
                 optimizer.state.pop(param, None)
 
     def _take_states(self, optimizer: Optimizer, states: MutableMapping[Any, Any]) -> None:
-        shards: dict[Any, Tensor] = {param: of.shard for of, param in self._owned}
+        shards: dict[Any, Tensor] = {param: member.shard for member, param in self._owned}
         for key, state in optimizer.state.items():
             states[shards.get(key, key)] = state
