@@ -24,7 +24,7 @@ from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.contents import is_cut, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.load import Loaded, load_extras, own_extras
+from thunder_zero.checkpoint.load import Loaded, extras_to_load, own_extras
 from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.sharded.dtensors import local
 
@@ -162,6 +162,6 @@ def test_the_extras_of_each_rank(saved: Saved) -> None:
     assert own_extras(alike, 4, 5) == {"epoch": 4}
     assert own_extras((), 0, 1) == {}
     differs = "'position' on 2 ranks: it differs between the 3 ranks that saved"
-    says(lambda: load_extras({"position": None}, Loaded({}, extras), 2), differs)
+    says(lambda: extras_to_load({"position": None}, Loaded({}, extras), 2), differs)
     unknown = "no extra 'rng': it has ['position']; leave it out of"
-    says(lambda: load_extras({"rng": None}, Loaded(extras[0], extras), 3), unknown)
+    says(lambda: extras_to_load({"rng": None}, Loaded(extras[0], extras), 3), unknown)

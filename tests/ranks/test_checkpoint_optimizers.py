@@ -20,7 +20,7 @@ from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import folder, load
-from thunder_zero.checkpoint.contents import pickled
+from thunder_zero.checkpoint.contents import pickle_value
 from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
 from thunder_zero.checkpoint.save import finish_checkpoint
 
@@ -201,7 +201,9 @@ def moving(rank: int, world_size: int, root: Path) -> None:
         dist.barrier()
         if rank == 0:  # as another job would, under the same name
             folder.prepare(where)
-            part = write_planned(folder.staging_of(where), 0, WritePlanner({("rank0", "extra"): pickled("it", {})}))
+            part = write_planned(
+                folder.staging_of(where), 0, WritePlanner({("rank0", "extra"): pickle_value("it", {})})
+            )
             finish_checkpoint(where, [part], None)
         dist.barrier()
         return read_checkpoint(where, *args)

@@ -22,17 +22,17 @@ Write = Callable[[Entries, dist.ProcessGroup], Path]
 
 
 class BackgroundSaves:
-    """A model's asynchronous saves, one after the other: their thread, their process group, and the last of them."""
+    """The asynchronous saves of a model. They run one after the other in a thread, with their own process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
         self._group = group_like(group, device)
-        # A new thread's current CUDA device is the first one: what it did on it would take memory there.
-        choose = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", choose)
+        # A new thread's current CUDA device is the first one, and the thread would take memory there.
+        set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
 
     def start(self, entries: Entries, write: Write) -> Future[Path]:
-        """Save in the thread; warn of an error at once, and raise it from the next save, too."""
+        """Save in the thread. An error is a warning at once, and the next save raises it."""
         self.last = self._thread.submit(write, entries, self._group)
         self.last.add_done_callback(_warn_of_error)
         return self.last
@@ -42,7 +42,7 @@ _saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
 
 
 def save_in_thread(state: State, entries: Entries, write: Write) -> Future[Path]:
-    """Write copies of the entries, which training does not change; a collective."""
+    """Start to write copies of entries, which training does not change; a collective."""
     if state not in _saves:
         _saves[state] = BackgroundSaves(state.group, state.device)
     with all_or_none(state.group, "to save"):
@@ -53,13 +53,13 @@ def save_in_thread(state: State, entries: Entries, write: Write) -> Future[Path]
 
 
 def wait_for_last(state: State) -> BaseException | None:
-    """Wait for an asynchronous save of a model that is running; return its error, if it failed."""
+    """Wait for the last asynchronous save of a model; return its error, or None."""
     last = _saves[state].last if state in _saves else None
     return None if last is None else last.exception()
 
 
 def raise_error_of_last(state: State) -> None:
-    """Wait for the last asynchronous save of a model, and raise its error once, if it failed."""
+    """Wait for the last asynchronous save of a model; if it failed, raise its error, once."""
     if (error := wait_for_last(state)) is not None:
         _saves[state].last = None
         raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error

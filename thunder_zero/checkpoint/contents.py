@@ -1,7 +1,8 @@
 """What one rank has of a model, of averages of it and of extras, by the names of a checkpoint.
 
-They are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}``, with the
-plain module's names. Each rank's own values (extras, ignored parameters and their states) are under ``"rank<number>"``.
+The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}``,
+with the plain module's names of parameters. Values that each rank has for itself (extras, ignored parameters and their
+states) are under ``"rank<number>"``.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 EMAS = "ema"  # averages of parameters, by the name of their extra
-COUNTS = "_counts"  # those of an EMA, next to its averages
-EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
+COUNTS = "_counts"  # the counts of an EMA, next to its averages
+EXTRA_STATE = "_extra_state"  # ends the name of a module's extra state; other values that hooks add are not saved
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank has of a model, or of the averages of one.
+    """What one rank has of a model, or of the averages of a model.
 
     Attributes:
-        params: the parameters by name, a tied one under its first: DTensors, or full tensors (stage 0).
-        aliases: the other names of tied parameters, with their first.
-        ignored: parameters that the policy ignores, so that each rank has its own, by name.
-        paths: in the plain module, by name; torch's wrappers take their own names out of state dicts.
+        params: the parameters by name, a tied one under its first name: DTensors, or full tensors (stage 0).
+        aliases: the first name of a tied parameter by each further name.
+        ignored: parameters that the policy ignores, by name; each rank has its own values.
+        paths: the path in the plain module by name; torch's wrappers leave their own names out of state dicts.
         buffers: the buffers of the state dict, by name; rank 0's are saved.
-        states: the modules' extra states, by name, with what loads them; rank 0's are saved.
-        rank, ranks: this rank's number among all ranks, and how many they are.
-        in_copy: its number among the ranks that share a copy of the model, and how many they are.
-        writes: whether its copy is the one that is written (hybrid sharding has several).
-        root: the path of all names.
-        what: it is, in a message.
+        states: the modules' extra states, by name, and the object that loads each; rank 0's are saved.
+        rank, ranks: this rank's number among all ranks, and how many ranks there are.
+        in_copy: this rank's number among the ranks that share a copy of the model, and how many share it.
+        writes: True if this rank's copy is written (hybrid sharding has several copies).
+        root: the beginning of the path of all names.
+        what: what this is, in a message.
     """
 
     params: Mapping[str, Tensor]
@@ -68,42 +69,53 @@ class Contents:
         """The first part of the keys of values that belong to this rank alone."""
         return f"rank{self.rank}"
 
-    def share(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
-        """What this rank writes of a value: its part, if it is cut; all, if this is the rank whose turn it is among
-        those that have the same; all under its own path, if each rank has another (None)."""
+    def entries_of(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
+        """Return what this rank writes of a value.
+
+        Of a DTensor that is cut, every rank writes its part. Any other value is written by one rank of those that have
+        it: ranks take turns.
+
+        Args:
+            what: the value's name in a message.
+            turn: numbers the values, to take turns. None: each rank has another value, and writes it under a path of
+                its own.
+        """
         if turn is None:
-            return {(self.rank_prefix, *path): written(what, value)}
-        at, size = self.in_copy
-        is_mine = self.writes and (is_cut(value) or turn % size == at)
-        return {path: written(what, value)} if is_mine else {}
+            return {(self.rank_prefix, *path): as_entry(what, value)}
+        place, size = self.in_copy
+        is_mine = self.writes and (is_cut(value) or turn % size == place)
+        return {path: as_entry(what, value)} if is_mine else {}
 
     def entries(self) -> Entries:
-        """What this rank writes of it."""
+        """Return what this rank writes of the model."""
         states = {name: value for name, (value, _) in self.states.items()}
-        of_each_rank, of_rank_0 = self.ignored.items(), (*self.buffers.items(), *states.items())
-        turns = [
+        by_turn: list[tuple[int | None, tuple[str, Any]]] = [
             *enumerate(self.params.items()),
-            *((None, one) for one in of_each_rank),
-            *((0, one) for one in of_rank_0),
+            *((None, item) for item in self.ignored.items()),
+            *((0, item) for item in (*self.buffers.items(), *states.items())),
         ]
         entries: Entries = {(*self.root, alias): (*self.root, name) for alias, name in self.aliases.items()}
-        for turn, (name, value) in turns:
-            entries |= self.share(name, (*self.root, name), value, turn)
+        for turn, (name, value) in by_turn:
+            entries |= self.entries_of(name, (*self.root, name), value, turn)
         return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
-        """The averages of an EMA that is saved under a name, as contents of a model without buffers."""
+        """Return the averages of an EMA, as contents of a model without buffers.
 
-        def averaged(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            found = {name: ema.averages.get(self.paths[name]) for name in params}
-            return {name: average for name, average in found.items() if average is not None}
+        Args:
+            name: the EMA's name among the extras.
+        """
 
-        params = averaged(self.params)
+        def averages_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            averages = {name: ema.averages.get(self.paths[name]) for name in params}
+            return {name: average for name, average in averages.items() if average is not None}
+
+        params = averages_of(self.params)
         return replace(
             self,
             params=params,
-            aliases={alias: of for alias, of in self.aliases.items() if of in params},
-            ignored=averaged(self.ignored),
+            aliases={alias: first for alias, first in self.aliases.items() if first in params},
+            ignored=averages_of(self.ignored),
             buffers={},
             states={COUNTS: (ema.counts.state_dict(), ema.counts)},
             root=(EMAS, name, MODEL),
@@ -112,24 +124,27 @@ class Contents:
 
 
 def contents_of(model: ShardedModel) -> Contents:
-    """List what this rank has of a model; of parameters the shards, also inside of ``full_parameters``."""
+    """Return what this rank has of a model. Parameters are shards, also inside ``full_parameters``."""
     state, plain = model.state, model.plain
-    of_tensor = {id(tensor): path for path, tensor in chain(plain.named_parameters(), plain.named_buffers())}
-    found = plain.state_dict(keep_vars=True)
-    paths = {name: of_tensor[id(value)] for name, value in found.items() if id(value) in of_tensor}
+    path_of = {id(tensor): path for path, tensor in chain(plain.named_parameters(), plain.named_buffers())}
+    state_dict = plain.state_dict(keep_vars=True)
+    paths = {name: path_of[id(value)] for name, value in state_dict.items() if id(value) in path_of}
     planned = {name: state.plan.by_name[path].path for name, path in paths.items() if path in state.plan.by_name}
     first = dict[str, str]()
     for name, path in planned.items():
         first.setdefault(path, name)
-    others, mesh = {name: found[name] for name in paths if name not in planned}, state.plan.mesh
-    own = [name for name in found if name.rpartition(".")[2] == EXTRA_STATE]
+    others, mesh = {name: state_dict[name] for name in paths if name not in planned}, state.plan.mesh
+    extra_states = [name for name in state_dict if name.rpartition(".")[2] == EXTRA_STATE]
     return Contents(
         params={name: state.shards[path] for path, name in first.items()},
         aliases={name: first[path] for name, path in planned.items() if first[path] != name},
         ignored={name: value for name, value in others.items() if isinstance(value, nn.Parameter)},
         paths=paths,
         buffers={name: value for name, value in others.items() if not isinstance(value, nn.Parameter)},
-        states={name: (found[name], _extra_state(plain.get_submodule(name.rpartition(".")[0]))) for name in own},
+        states={
+            name: (state_dict[name], _extra_state(plain.get_submodule(name.rpartition(".")[0])))
+            for name in extra_states
+        },
         rank=state.group.rank(),
         ranks=state.group.size(),
         in_copy=(mesh.shard.place, mesh.shard.size),
@@ -138,11 +153,17 @@ def contents_of(model: ShardedModel) -> Contents:
 
 
 def _extra_state(module: nn.Module) -> Stateful:
+    """Return an object that saves and loads a module's extra state."""
     return cast(Stateful, SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state))
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """What this rank writes of its extras: averages by rows, the others in one value."""
+    """Return what this rank writes of its extras: averages by rows, and all other extras in one value.
+
+    Raises:
+        TypeError: an extra is a model.
+        ValueError: an extra is an optimizer of a sharded model, or cannot be saved.
+    """
     entries, states = Entries(), dict[str, Any]()
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
@@ -156,17 +177,21 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
             entries |= contents.averages(name, value).entries()
             continue
         states[name] = value.state_dict() if isinstance(value, Stateful) else value
-        written(f"the extra {name!r}", states[name])
-    return entries | contents.share(EXTRA, (EXTRA,), states, None)
+        as_entry(f"the extra {name!r}", states[name])  # raises, with this extra's name
+    return entries | contents.entries_of(EXTRA, (EXTRA,), states, None)
 
 
-def written(what: str, value: Any) -> Tensor | bytes:
-    """A value as an entry of a checkpoint. Raises as :func:`pickled`."""
-    return value.detach() if isinstance(value, Tensor) else pickled(what, value)
+def as_entry(what: str, value: Any) -> Tensor | bytes:
+    """Return a value as an entry of a checkpoint. Raises ValueError as :func:`pickle_value` does."""
+    return value.detach() if isinstance(value, Tensor) else pickle_value(what, value)
 
 
-def pickled(what: str, value: Any) -> bytes:
-    """A value as ``torch.save`` writes it, if ``torch.load(weights_only=True)`` reads it."""
+def pickle_value(what: str, value: Any) -> bytes:
+    """Return a value as ``torch.save`` writes it.
+
+    Raises:
+        ValueError: ``torch.load(weights_only=True)`` cannot read it; ``what`` names the value.
+    """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -180,24 +205,24 @@ def pickled(what: str, value: Any) -> bytes:
 
 
 def is_cut(value: object) -> TypeGuard[DTensor]:
-    """Whether each rank has a part of a value."""
+    """Return whether each rank has a part of a value."""
     return isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements)
 
 
 def split_rank_prefix(key: str) -> tuple[int, str] | None:
-    """The rank that a key's value belongs to, and the rest of the key; None if the ranks share the value."""
-    found = RANK_KEY.fullmatch(key)
-    return None if found is None else (int(found[1]), found[2])
+    """Return the rank that a key's value belongs to, and the rest of the key; None if the ranks share the value."""
+    match = RANK_KEY.fullmatch(key)
+    return None if match is None else (int(match[1]), match[2])
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first three of these names and the number of the others, or "none", for a message."""
+def name_some(names: Sequence[str]) -> str:
+    """Return the first three names and the number of further ones, or "none", for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(map(repr, names[:3])) + more) or "none"
 
 
 def require_same_names(problem: str, saved: Iterable[str], here: Iterable[str], action: str) -> None:
-    """Raise unless the same names are in a checkpoint as here."""
+    """Raise ValueError unless the names in a checkpoint are those of this rank."""
     missing, unexpected = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
     if missing or unexpected:
-        raise ValueError(f"{problem} (missing: {listed(missing)}; unexpected: {listed(unexpected)}); {action}")
+        raise ValueError(f"{problem} (missing: {name_some(missing)}; unexpected: {name_some(unexpected)}); {action}")

@@ -4,11 +4,11 @@
 
     __0_0.distcp    rank 0's items, one after the other: "model.embed.weight" rows 0-3, "optim.state...", bytes
     __1_0.distcp    rank 1's: "model.embed.weight" rows 4-6, ...
-    .metadata       of each key its shape, dtype and chunks, and of each chunk its file, start and length
+    .metadata       for each key its shape, dtype and chunks, and for each chunk its file, start and length
 
-DCP's planner cuts DTensors and checks that ranks wrote all of them; any reader of its format reads the files. Its
-writer is not called: it hashes nothing. Who writes what follows from the model, so this needs no process group, and one
-message from each rank is enough.
+DCP's planner cuts DTensors and checks that ranks wrote all of their rows. Any reader of DCP's format reads the files.
+DCP's writer is not called: it hashes nothing. Who writes what follows from the model, so no process group is needed,
+and each rank sends one message.
 """
 
 from __future__ import annotations
@@ -33,14 +33,21 @@ from thunder_zero.checkpoint.manifest import File
 from thunder_zero.compat.private import StorageInfo
 
 KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
-# What a rank writes, by path: tensors; DTensors, of which it writes its part; pickled values; and the path of another
-# value that this is a further name of (tied weights), which is written once, the same on every rank.
+# What a rank writes, by path: a tensor; a DTensor, of which it writes its part; a pickled value; or, for an alias (tied
+# weights), the path of the value, which is written once. Aliases are equal on every rank.
 Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint: DCP's plan of it, where its items were written, further names, its files."""
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        plan: DCP's plan of its items.
+        places: where the items were written.
+        aliases: the key of the value by the key of an alias.
+        files: the files that it wrote.
+    """
 
     plan: SavePlan
     places: Mapping[MetadataIndex, StorageInfo]
@@ -49,51 +56,51 @@ class Part:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file; hashes what is written to it, so that a disk that stores other bytes is detected."""
+    """A new file that hashes what is written to it, not what the disk stores, so that a faulty disk is detected."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
+        """Write all bytes of ``data``."""
         self._digest.update(data)
         return super().write(data)
 
     def seal(self, path: Path) -> File:
-        """Flush it to disk; its description for the manifest."""
+        """Flush the file to disk; return its entry of the manifest."""
         self.flush()
         os.fsync(self.fileno())
         return File(path.name, self.tell(), self._digest.hexdigest())
 
 
 class WritePlanner(DefaultSavePlanner):
-    """DCP's planner, for values that are pickled already, and for aliases."""
+    """DCP's planner for values that are pickled already, and for aliases."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__()
         self.mappings = {key_of(path): path for path in entries}
         self.state_dict = {key_of(path): value for path, value in entries.items() if not isinstance(value, tuple)}
-        self.aliases = {key_of(path): key_of(of) for path, of in entries.items() if isinstance(of, tuple)}
+        self.aliases = {key_of(path): key_of(value) for path, value in entries.items() if isinstance(value, tuple)}
         self.is_coordinator = False
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank writes: parts without rows are left out."""
+        """Plan what this rank writes. Parts without rows are left out."""
         plan = super().create_local_plan()
         return replace(plan, items=[item for item in plan.items if not _is_empty(item)])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """The tensor or the bytes to write."""
+        """Return the tensor or the bytes to write."""
         return object
 
 
 def key_of(path: KeyPath) -> str:
-    """A path's name in the files, as DCP joins it."""
+    """Return the key of a path in the files, as DCP joins it."""
     return ".".join(map(str, path))
 
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write what a planner plans for a rank to a file of its own, and flush it to disk."""
+    """Write what a planner plans for a rank to a new file, and flush it to disk."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())
@@ -102,7 +109,7 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
             value, start = planner.resolve_data(item), stream.tell()
             if isinstance(value, Tensor):
                 value = value.detach().cpu()
-                has_more = value.untyped_storage().nbytes() != value.nbytes  # which torch would save, too
+                has_more = value.untyped_storage().nbytes() != value.nbytes  # torch would save the whole storage
                 torch.save(value.clone() if has_more else value, stream)
             else:
                 stream.write(value)
@@ -111,7 +118,7 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
 
 
 def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
-    """Write DCP's metadata of all ranks' parts, which must have each element once; returns all files there are."""
+    """Write DCP's metadata of all ranks' parts, which must have each element once; return all files."""
     _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
     places = {index: place for part in parts for index, place in part.places.items()}
     for alias, key in {alias: key for part in parts for alias, key in part.aliases.items()}.items():

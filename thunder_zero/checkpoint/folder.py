@@ -5,7 +5,7 @@ A name that begins with a dot is temporary; a checkpoint under any other name is
     runs/step-100/            a checkpoint
     runs/latest               a link to the last checkpoint
     runs/.step-200.saving/    is being written, or was when the process died (owner.json)
-    runs/.step-100.replaced/  the earlier checkpoint of that name, between two renames
+    runs/.step-100.replaced/  the earlier checkpoint step-100, between two renames
     runs/.step-50.removed/    is being deleted
 """
 
@@ -28,7 +28,7 @@ CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are
 
 
 def staging_of(path: Path) -> Path:
-    """The folder in which a checkpoint is written before it becomes visible."""
+    """Return the folder in which a checkpoint is written before it becomes visible."""
     return path.parent / f".{path.name}.saving"
 
 
@@ -37,7 +37,11 @@ def _replaced(path: Path) -> Path:
 
 
 def locate(path: Path) -> Path:
-    """The folder of a checkpoint, also if ``path`` is a link to it or a save is replacing it."""
+    """Return the folder of a checkpoint, even if ``path`` is a link, or a save is replacing the checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none; it names the checkpoints that there are.
+    """
     path = path.parent / os.readlink(path) if path.is_symlink() else path
     for folder in (path, _replaced(path)):
         if folder.is_dir():
@@ -47,7 +51,7 @@ def locate(path: Path) -> Path:
 
 
 def is_unchanged(folder: Path, written: Manifest) -> bool:
-    """Whether the folder still holds the checkpoint of this manifest: each save has a number of its own."""
+    """Return whether the folder still has the checkpoint of a manifest: each save has another number."""
     try:
         return manifest.read(folder) == written
     except (FileNotFoundError, ValueError):
@@ -55,24 +59,26 @@ def is_unchanged(folder: Path, written: Manifest) -> bool:
 
 
 def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
-    """The visible checkpoints in a folder that have a readable manifest."""
-    found = {}
+    """Return the visible checkpoints in a folder, with their manifests. A damaged manifest hides its checkpoint."""
+    manifests = {}
     for folder in parent.iterdir() if parent.is_dir() else ():
         if not folder.name.startswith(".") and not folder.is_symlink() and (folder / manifest.NAME).is_file():
             try:
-                found[folder] = manifest.read(folder)
+                manifests[folder] = manifest.read(folder)
             except (FileNotFoundError, ValueError):
                 continue  # it is being deleted, or damaged: do not count or delete it
-    return found
+    return manifests
 
 
 @contextmanager
 def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
-    """Reword an OSError inside of the block: what cannot be written, why, and what is unchanged."""
+    """Reword an OSError of the block: what cannot be written, why, and what is unchanged."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__  # torch.save's own, of a file that it cut
+        cause = (
+            error if isinstance(error, OSError) else error.__context__
+        )  # torch.save hides it behind an error of its zip
         if not isinstance(cause, OSError):
             raise
         reason = "the disk is full" if cause.errno == errno.ENOSPC else cause.strerror
@@ -80,8 +86,12 @@ def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
 
 
 def prepare(path: Path) -> None:
-    """Make an empty folder to write to; delete what a save of that name left when its process died, and what any save
-    left that is surely dead."""
+    """Make an empty staging folder for a checkpoint, and delete what dead saves left.
+
+    Raises:
+        ValueError: the name is reserved, or the path is inside of a checkpoint.
+        FileExistsError: the path exists and is no checkpoint.
+    """
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
             f"cannot save a checkpoint at {str(path)!r}: {LATEST!r}, links and names that begin with a dot are "
@@ -114,7 +124,12 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
-    """Check that all files exist, add the manifest, make the checkpoint visible in one rename, and move the link."""
+    """Check that all files exist, add the manifest, make the checkpoint visible in one rename, and move the link.
+
+    Args:
+        ranks: how many ranks have saved.
+        latest: move the link.
+    """
     staging = staging_of(path)
     for file in files:
         if not (staging / file.name).is_file():
@@ -122,7 +137,7 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
                 f"rank 0 does not see {file.name} in {staging}, which another rank wrote; save to a file system that "
                 f"all ranks share"
             )
-    number = 1 + max((found.number for found in list_checkpoints(path.parent).values()), default=0)
+    number = 1 + max((other.number for other in list_checkpoints(path.parent).values()), default=0)
     with explain_write_error(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
         stream.write(manifest.to_text(Manifest(number, ranks, files)))
         stream.flush()
@@ -144,55 +159,65 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
 
 
 def prune(path: Path, max_to_keep: int) -> None:
-    """Delete all but the last ``max_to_keep`` checkpoints whose names differ from this one's in their last number only,
-    and what saves of such names left, unless their process is alive. Never fails: it warns."""
+    """Delete old checkpoints of the series of a path: names that differ only in their last number.
+
+    The last ``max_to_keep`` checkpoints stay. Folders of dead saves of the series are deleted, too. An error is
+    a warning.
+    """
     parent, series = path.parent, _series(path.name)
     _clear_dead(parent, series)
     try:
-        alike = {folder: found for folder, found in list_checkpoints(parent).items() if _series(folder.name) == series}
-        for left in parent.glob(".*.replaced"):
-            if _series(left.stem[1:]) == series:  # died between the two renames of a save
-                alike[left] = manifest.read(left)
-        for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-max_to_keep]:
+        manifests = {
+            folder: written for folder, written in list_checkpoints(parent).items() if _series(folder.name) == series
+        }
+        for leftover in parent.glob(".*.replaced"):
+            if _series(leftover.stem[1:]) == series:  # the process died between the two renames of a save
+                manifests[leftover] = manifest.read(leftover)
+        for folder in sorted(manifests, key=lambda folder: manifests[folder].number)[:-max_to_keep]:
             remove(folder)
     except (OSError, ValueError) as error:
         warnings.warn(f"the checkpoint was saved, but an older one could not be deleted: {error}", stacklevel=2)
 
 
 def _series(name: str) -> str:
+    """Return a name with its last number replaced by 0."""
     return re.sub(r"\d+(?=\D*$)", "0", name)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: renamed first, so that nobody finds half of it."""
+    """Delete a checkpoint. It is renamed first, so that nobody finds half of it."""
     doomed = folder.parent / f".{folder.name.lstrip('.')}.removed"
     _delete(doomed)
-    with suppress(FileNotFoundError):  # another save removed it
+    with suppress(FileNotFoundError):  # another save has removed it
         os.rename(folder, doomed)
     _delete(doomed)
 
 
 def _clear_dead(parent: Path, series: str | None = None) -> None:
-    """Delete what is surely dead, of any name: folders that were being deleted, or whose process is dead, and
-    checkpoints that were replaced; in a series also folders whose process may be dead. Never fails: it is no part of
-    this save."""
-    for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
-        alive = left.suffix == ".saving" and owner.is_alive(left)
-        if alive is False or (alive is None and _series(left.stem[1:]) == series):
-            shutil.rmtree(left, ignore_errors=True)
-    for left in parent.glob(".*.replaced"):
-        replacement, doomed = parent / left.stem[1:], parent / f"{left.name}.removed"
+    """Delete folders of dead saves; best effort: errors are ignored.
+
+    A folder is deleted if it was being deleted, if its process is dead, or if it was replaced by another checkpoint.
+
+    Args:
+        series: in this series, folders are deleted, too, if it is unknown whether their process is alive.
+    """
+    for leftover in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
+        alive = leftover.suffix == ".saving" and owner.is_alive(leftover)
+        if alive is False or (alive is None and _series(leftover.stem[1:]) == series):
+            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in parent.glob(".*.replaced"):
+        replacement, doomed = parent / leftover.stem[1:], parent / f"{leftover.name}.removed"
         if replacement in list_checkpoints(parent):
             with suppress(OSError):
-                os.rename(left, doomed)
+                os.rename(leftover, doomed)
                 if replacement.exists():
                     shutil.rmtree(doomed, ignore_errors=True)
-                else:  # another save has just set it aside
-                    os.rename(doomed, left)
+                else:  # another save has just renamed it
+                    os.rename(doomed, leftover)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder and what is in it, even if another save is deleting it, too."""
+    """Delete a folder with its files, even if another save is deleting it, too."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
@@ -204,7 +229,7 @@ def abandon(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's list of names to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

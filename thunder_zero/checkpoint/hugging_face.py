@@ -1,9 +1,9 @@
 """``tz.save_pretrained``: the folder that ``from_pretrained`` loads, one tensor at a time.
 
-Which of a tied weight's names is written, which tensors are left out or renamed, what an adapter consists of and what
-stands in ``config.json``: all of this is the module's class to say, and differs between versions of the libraries. So
-its own ``save_pretrained`` runs, into a temporary folder, on stand-ins of one number a tensor; what it wrote says the
-rest::
+The module's class decides which name of a tied weight is written, which tensors are left out or renamed, what an
+adapter has, and what stands in ``config.json``. This differs between versions of the libraries. So the class's own
+``save_pretrained`` runs, into a temporary folder, on a stand-in of one number for each tensor. The files that it wrote
+show what to write::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -56,7 +56,8 @@ DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json; the first one until tra
 INSTEAD = (
     "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
 )
-# By the file, or what several are named after: the tensors, and the most bytes of them in one file (None: there is one)
+# By file: its tensors, and the most bytes of tensors in a file (None: there is one file; otherwise several are named
+# after it).
 Weights = Mapping[Path, tuple[Sequence[TensorToWrite], int | None]]
 
 
@@ -68,14 +69,16 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Write a folder of the whole model that Hugging Face's ``from_pretrained`` and argument ``weights`` load.
+    """Write a folder of the whole model that ``from_pretrained`` and our argument ``weights`` load.
 
-    A collective: all ranks must call it; rank 0 writes. Each tensor is gathered, written and dropped before the next
-    one. The files get their names once all are complete; then earlier safetensors files of the same name that are not
-    part of the model any more are deleted. A Hugging Face model's class says which files there are, which names its
-    tensors have and which name of a tied weight is written, by its own ``save_pretrained``: ``config.json``,
-    ``generation_config.json`` and ``model.safetensors``; of a ``PeftModel`` its adapters alone. Of another module
-    ``model.safetensors`` alone is written, with a tied weight under its first name.
+    A collective: all ranks must call it; rank 0 writes. Each tensor is gathered, written and dropped before the next.
+    The files get their names once all are complete. Then earlier safetensors files of that name are deleted if they are
+    no longer part of the model.
+
+    A Hugging Face model's own ``save_pretrained`` decides which files there are, which names its tensors have, and
+    which name of a tied weight is written: ``config.json``, ``generation_config.json`` and ``model.safetensors``; for a
+    ``PeftModel`` only its adapters. For any other module only ``model.safetensors`` is written, with a tied weight
+    under its first name.
 
     >>> tz.save_pretrained(model, "runs/model", dtype=torch.bfloat16)
     >>> LlamaForCausalLM.from_pretrained("runs/model")
@@ -83,16 +86,16 @@ def save_pretrained(
     Args:
         model: a model with ZeroTransform.
         folder: made if it is missing; rank 0 must see it.
-        max_shard_size: the most bytes of tensors in one file, as a number or as in ``"5GB"`` or ``"500MiB"``; a larger
+        max_shard_size: the most bytes of tensors in one file, as a number or as in ``"5GB"`` or ``"500MiB"``. A larger
             tensor has a file of its own. Several files have an index. Adapters are always one file.
-        dtype: of the floating-point tensors, such as ``"bfloat16"`` (default None: the shards' own).
+        dtype: the dtype of floating-point tensors, such as ``"bfloat16"`` (default None: the shards' own).
 
     Raises:
-        TypeError: not a model with ZeroTransform.
+        TypeError: ``model`` has no ZeroTransform.
         ValueError: an argument is invalid; safetensors files cannot hold a tensor's dtype; the module's own
             ``save_pretrained`` raises.
         OSError: a file cannot be written; existing files are unchanged.
-        RuntimeError: another rank refused; an argument differs between ranks; inside of ``full_parameters``.
+        RuntimeError: another rank refused; an argument differs between ranks; the call is inside ``full_parameters``.
     """
     sharded = sharded_model(model)
     state = sharded.state
@@ -101,19 +104,21 @@ def save_pretrained(
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
-        found = sharded.plain.state_dict(keep_vars=True)
+        state_dict = sharded.plain.state_dict(keep_vars=True)
         facts += argument_facts({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         writes = state.group.rank() == 0
-        weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype) if writes else ({}, {})
-    _gather_and_write(state, found, weights, others)
+        weights, others = _plan_files(sharded.plain, state_dict, folder, max_bytes, dtype) if writes else ({}, {})
+    _gather_and_write(state, state_dict, weights, others)
 
 
-def _gather_and_write(state: State, found: Mapping[str, Any], weights: Weights, others: Mapping[Path, bytes]) -> None:
+def _gather_and_write(
+    state: State, state_dict: Mapping[str, Any], weights: Weights, others: Mapping[Path, bytes]
+) -> None:
     """Write what rank 0 planned; a collective."""
-    files = [members for of_file in weights.values() for members in split_into_files(*of_file)]
-    reads = broadcast_object_from_rank_0([one.key for members in files for one in members], state.group)
-    values = (_full(state, found[name]) for name in reads)  # one at a time: it holds none
+    files = [members for planned in weights.values() for members in split_into_files(*planned)]
+    keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
+    values = (_gather(state, state_dict[key]) for key in keys)  # a generator, so that one tensor is held at a time
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
@@ -121,29 +126,30 @@ def _gather_and_write(state: State, found: Mapping[str, Any], weights: Weights, 
     except Exception as error:
         failure = error
     for _ in values:
-        pass  # what rank 0 writes the others gather, too; and rank 0 what they gather, after it failed to write
+        pass  # every rank takes part in every gather: ranks that do not write, and rank 0 after an error
     with all_or_none(state.group, SAVE):
         if failure is not None:
             raise failure
 
 
-def _planned(
+def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """The files of tensors to write, and the contents of the others; makes the folder."""
-    found = _tensors(state_dict)
+    """Return the files of tensors to write, and the contents of other files; make the folder."""
+    tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
-    own = next((tensor.dtype for tensor in found.values() if tensor.is_floating_point()), torch.float32)
-    names_in, others = _own_files(module, found, dtype_to_write(own, dtype))
+    present = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    names_in, others = _files_of_module(module, tensors, dtype_to_write(present, dtype))
     weights: dict[Path, tuple[list[TensorToWrite], int | None]] = {}
     for path, names in names_in.items():
-        tensors = [
-            _to_write(name, found[key], key, names_of[id(found[key])], names, dtype) for name, key in names.items()
+        to_write = [
+            _tensor_to_write(name, tensors[key], key, names_of[id(tensors[key])], names, dtype)
+            for name, key in names.items()
         ]
-        require_storable(tensors)
-        weights[folder / path] = tensors, max_bytes if path == Path(WEIGHTS) else None
+        require_storable(to_write)
+        weights[folder / path] = to_write, max_bytes if path == Path(WEIGHTS) else None
     for path in {path.parent for path in (*names_in, *others)}:
         with explain_write_error(str(folder / path), FILES_UNCHANGED):
             (folder / path).mkdir(parents=True, exist_ok=True)
@@ -151,37 +157,42 @@ def _planned(
     return weights, {folder / path: text for path, text in others.items() if path not in kept}
 
 
-def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict's tensors by name; DTensors without values, on the meta device."""
-    found: dict[str, Tensor] = {}
-    shapes: dict[int, Tensor] = {}  # one for the names of a tied parameter
+def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict by name. DTensors become tensors on the meta device, without values."""
+    tensors: dict[str, Tensor] = {}
+    on_meta: dict[int, Tensor] = {}  # a tied parameter has one tensor under all of its names
     left_out = []
     for name, value in state_dict.items():
         if isinstance(value, DTensor):
-            shape, of = shape_and_dtype(value)
-            found[name] = shapes.setdefault(id(value), torch.empty(shape, dtype=of, device="meta"))
+            shape, dtype = shape_and_dtype(value)
+            tensors[name] = on_meta.setdefault(id(value), torch.empty(shape, dtype=dtype, device="meta"))
         elif isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         else:
             left_out.append(name)
     if left_out:
         warnings.warn(
             f"tz.save_pretrained leaves out {', '.join(left_out)}: safetensors files hold tensors alone", stacklevel=5
         )
-    return found
+    return tensors
 
 
-def _to_write(
+def _tensor_to_write(
     name: str, like: Tensor, key: str, tied: Sequence[str], names: Container[str], dtype: torch.dtype | None
 ) -> TensorToWrite:
-    """A tensor of a file that has these names; the names that it is tied under are aliases, unless it was renamed."""
+    """Describe a tensor of a file.
+
+    Args:
+        tied: the names of the tensor in the state dict. They become aliases, unless the file has other names for it.
+        names: all names in the file.
+    """
     aliases = tuple(other for other in tied if other not in names) if name in tied else ()
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
 
 @torch.no_grad()
-def _full(state: State, value: Tensor) -> Tensor:
-    """A value on rank 0's CPU; nothing on other ranks. A collective."""
+def _gather(state: State, value: Tensor) -> Tensor:
+    """Return a full value on rank 0's CPU, and an empty tensor on other ranks; a collective."""
     full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
     if state.group.rank():
         return full.new_empty(0)
@@ -191,7 +202,7 @@ def _full(state: State, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(weights: Weights, others: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
-    """Write all files, then give them their names; on rank 0."""
+    """Write all files, then give them their names; only on rank 0."""
     written: dict[Path, list[Path]] = {}
 
     def read(tensor: TensorToWrite) -> Tensor:
@@ -207,7 +218,7 @@ def _write(weights: Weights, others: Mapping[Path, bytes], values: Iterator[Tens
         remove_older(path, files, lambda older: True)
 
 
-# What the module's own method writes
+# What the module's own save_pretrained writes
 
 
 @runtime_checkable
@@ -218,12 +229,22 @@ class SavesPretrained(Protocol):
         """Write this state dict to a folder."""
 
 
-def _own_files(
+def _files_of_module(
     module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
-    """What a module's ``save_pretrained`` writes; without one, each tensor once by its first name: of each safetensors
-    file the state dict's name of each tensor, by the name there; and each other file's contents. The module may have
-    placeholders, and stays as it is; a tied tensor is the same under each name."""
+    """Return which files a module's own ``save_pretrained`` writes.
+
+    A module without that method has one file, with each tensor under its first name.
+
+    Args:
+        module: may have placeholders; it is not changed.
+        tensors: by name; a tied tensor is one object under each name.
+        dtype: of the weights, for ``config.json``.
+
+    Returns:
+        For each safetensors file, by a tensor's name in it, the name in the state dict; and the contents of each other
+        file.
+    """
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -239,14 +260,14 @@ def _own_files(
             raise ValueError(f"{type(module).__name__}.save_pretrained raised: {error}; {INSTEAD}") from error
         written = {path: path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
         weights = {to: _names_in(path, names, module) for path, to in written.items() if path.suffix == SUFFIX}
-        others = {to: _contents(path, to, dtype) for path, to in written.items() if to not in weights}
+        others = {to: _read_contents(path, to, dtype) for path, to in written.items() if to not in weights}
     if not weights:
         raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {INSTEAD}")
     return weights, others
 
 
 def _skeleton(module: nn.Module) -> Any:
-    """A copy of a module whose parameters have no values: saving looks at them, and writes to configs."""
+    """Copy a module, with parameters without values. Saving reads their shapes, and changes the module's configs."""
     parameters = {}
     for param in module.parameters():
         shape, dtype = shape_and_dtype(param)
@@ -255,20 +276,20 @@ def _skeleton(module: nn.Module) -> Any:
 
 
 def _names_in(path: Path, names: list[str], module: object) -> dict[str, str]:
-    """The state dict's names by the names in a file of stand-ins, in the state dict's order."""
-    found: dict[str, int] = {}
+    """Return the state dict's names by the names in a file of stand-ins, in the state dict's order."""
+    numbers: dict[str, int] = {}
     for name, stand_in in load_file(path).items():
         if stand_in.shape != (1,) or stand_in.dtype is not torch.int64:
             raise ValueError(
                 f"{type(module).__name__}.save_pretrained does not write the state dict that it is given: {name!r} in "
                 f"{path.name} is {tuple(stand_in.shape)} {stand_in.dtype}; {INSTEAD}"
             )
-        found[name] = int(stand_in)
-    return {name: names[number] for name, number in sorted(found.items(), key=lambda entry: entry[1])}
+        numbers[name] = int(stand_in)
+    return {name: names[number] for name, number in sorted(numbers.items(), key=lambda entry: entry[1])}
 
 
-def _contents(path: Path, to: Path, dtype: torch.dtype) -> bytes:
-    """A file's contents; in ``config.json`` the weights' dtype, since a placeholder has that of compute."""
+def _read_contents(path: Path, to: Path, dtype: torch.dtype) -> bytes:
+    """Read a file. In ``config.json`` set the weights' dtype, since a placeholder has the dtype of compute."""
     contents = path.read_bytes()
     if to != Path(CONFIG):
         return contents

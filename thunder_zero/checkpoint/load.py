@@ -1,15 +1,15 @@
 """``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing.
 
 In: a folder; a model, optimizers and extras, which then have the saved values. Out: the extras that were saved. A
-collective, in which ranks agree before each next step, so that all refuse what one refuses::
+collective, in which ranks agree after each step, so that all ranks refuse what one rank refuses::
 
-    given                 the arguments, checked, and the same on all ranks                     preamble.py
+    check_arguments       the arguments, checked, and equal on all ranks                        preamble.py
     _find_checkpoint      rank 0 finds the folder
     read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py);
                           each rank reads some of the files in full, and compares their SHA-256 (dcp_read.py)
     _write_all_or_none    only now something changes: first states, which may raise, then tensors
 
-A save that replaces the folder meanwhile is an error, too.
+If another save replaces the folder meanwhile, the load raises.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.background import wait_for_last
-from thunder_zero.checkpoint.contents import pickled
+from thunder_zero.checkpoint.contents import pickle_value
 from thunder_zero.checkpoint.dcp_read import METADATA, read_metadata
 from thunder_zero.checkpoint.manifest import File, Manifest
 from thunder_zero.checkpoint.optimizer_states import Optimizers
-from thunder_zero.checkpoint.preamble import NO_EXTRAS, given, require_at_rest
+from thunder_zero.checkpoint.preamble import NO_EXTRAS, check_arguments, require_at_rest
 from thunder_zero.checkpoint.read import States, read_checkpoint
 from thunder_zero.comm.agree import all_alike_or_none, all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
-VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # kinds of extras that are returned
+VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # extras that are returned, not loaded into
 
 
 class OwnExtras(dict[str, Any]):
@@ -60,13 +60,13 @@ class Loaded:
     """The extras of a checkpoint.
 
     Attributes:
-        own: the extras that this rank saved, by name. If another number of ranks saved, only those whose values are
-            equal on all of them: ``own.get("rng")`` is None then.
+        own: the extras that this rank saved, by name. If another number of ranks saved, it has only the extras whose
+            values are equal on all of them, so ``own.get("rng")`` may be None.
         of_rank: the extras of each rank that saved, in rank order.
     """
 
     own: Mapping[str, Any]
-    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # it includes what `own` has
+    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes what `own` has
 
 
 @tagged("tz.load")
@@ -80,19 +80,19 @@ def load(
 ) -> Loaded:
     """Load a checkpoint, on any number of ranks and in any stage: all of it, or nothing.
 
-    A collective: all ranks must call it. Before anything changes, every file is checked against its SHA-256 (the ranks
-    share the files), and each rank reads its part into new memory.
+    A collective: all ranks must call it. Before anything changes, each rank reads its part into new memory, and every
+    file is compared with its SHA-256. The ranks divide the files among them.
 
     >>> loaded = tz.load("runs/latest", model, optimizer, extra={"scheduler": scheduler})
     >>> torch.set_rng_state(loaded.own["rng"])
 
     Args:
-        path: the folder that :func:`save` wrote, or the link ``latest``; or one that another tool wrote with
-            ``dcp.save``, with model and optimizer under their usual names.
+        path: the folder that :func:`save` wrote, or the link ``latest``; or a folder that another tool wrote with
+            ``dcp.save``, with model and optimizer under usual names.
         model: a model with ZeroTransform.
-        optimizer: one or several, of the same classes and parameter groups as when they were saved.
-        extra: what was saved under these names is loaded into objects with a ``load_state_dict`` and into EMAs. A
-            number, string, tensor, list or dict stays as it is: :attr:`Loaded.own` has the saved value.
+        optimizer: one or several, of the classes and parameter groups with which they were saved.
+        extra: EMAs, and objects with a ``load_state_dict``, get what was saved under their name. A number, string,
+            tensor, list or dict stays as it is: :attr:`Loaded.own` has the saved value.
         verify_files: False loads a checkpoint of another tool, which has no manifest to compare the files with.
 
     Returns:
@@ -101,13 +101,15 @@ def load(
     Raises:
         TypeError: ``model`` has no ZeroTransform; an extra is an object without ``load_state_dict``.
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or of another model or optimizer; an extra is not in it, or differs between ranks.
-        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
+        ValueError: the checkpoint is damaged, or of another model or optimizer; an extra is not in it, or differs
+            between ranks.
+        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; the call is inside
+            ``EMA.applied``.
     """
     state = sharded_model(model).state
     with all_alike_or_none(state.group, "to load") as facts:
         others = {"verify_files": verify_files}
-        contents, optimizers = given(facts, "load from", Path(path), model, optimizer, extra, **others)
+        contents, optimizers = check_arguments(facts, "load from", Path(path), model, optimizer, extra, **others)
         wait_for_last(state)  # the next save raises its error
         require_at_rest(state, "load", extra)
         _require_loadable(extra)
@@ -125,8 +127,8 @@ def load(
             metadata = read_metadata(where, described)
             read = read_checkpoint(where, metadata, [contents, *averages], optimizers, files)
         loaded = Loaded(own_extras(read.of_rank, contents.rank, contents.ranks), read.of_rank)
-        of_extras = load_extras(extra, loaded, contents.ranks)
-    _write_all_or_none(read.tensors, [*of_extras, *read.states], state.group)
+        extra_states = extras_to_load(extra, loaded, contents.ranks)
+    _write_all_or_none(read.tensors, [*extra_states, *read.states], state.group)
     state.mark_stale(state.shards)
     return loaded
 
@@ -156,7 +158,7 @@ def _share_of(written: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
 
 @contextmanager
 def _refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
-    """Raise if another save replaced the checkpoint during the block, whatever else the block raised."""
+    """Raise ValueError if another save replaces the checkpoint during the block, even if the block raises, too."""
     failure = None
     try:
         yield
@@ -169,27 +171,31 @@ def _refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
 
 
 def _require_loadable(extra: Mapping[str, object]) -> None:
-    """Raise unless each extra takes what was saved under its name, or is a value that :class:`Loaded` returns."""
-    for name, thing in extra.items():
-        if not isinstance(thing, (Stateful, EMA, *VALUES)):
+    """Raise TypeError unless each extra can load a state, or is a value that :class:`Loaded` returns."""
+    for name, value in extra.items():
+        if not isinstance(value, (Stateful, EMA, *VALUES)):
             raise TypeError(
-                f"cannot load into the extra {name!r}: an object of type {type(thing).__name__} has no state_dict and "
+                f"cannot load into the extra {name!r}: an object of type {type(value).__name__} has no state_dict and "
                 f"load_state_dict; leave it out, and read it from Loaded.own"
             )
 
 
 def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> OwnExtras:
-    """The extras that this rank saved; if another number of ranks saved, those that all of them saved alike."""
+    """Return the extras that this rank saved; if another number of ranks saved, the extras that are equal on all."""
     if len(of_rank) == ranks:
         return OwnExtras(of_rank[rank])
-    own, *others = ({name: pickled(name, value) for name, value in extras.items()} for extras in of_rank or ({},))
-    alike = (name for name in own if all(other.get(name) == own[name] for other in others))
-    return OwnExtras({name: of_rank[0][name] for name in alike})
+    pickled = [{name: pickle_value(name, value) for name, value in extras.items()} for extras in of_rank or ({},)]
+    equal = (name for name, value in pickled[0].items() if all(extras.get(name) == value for extras in pickled))
+    return OwnExtras({name: of_rank[0][name] for name in equal})
 
 
-def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """Return the extras that load a state, with the call that does so on this rank. EMAs are loaded by rows."""
-    names = [name for name, thing in extra.items() if not isinstance(thing, EMA)]
+def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
+    """Return the extras that load a state, each with the call that loads it. EMAs are left out: they have rows.
+
+    Raises:
+        ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.
+    """
+    names = [name for name, value in extra.items() if not isinstance(value, EMA)]
     for name in names:
         if not any(name in extras for extras in loaded.of_rank):
             known = sorted(set().union(*loaded.of_rank))
@@ -207,28 +213,31 @@ def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
 def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States, group: dist.ProcessGroup) -> None:
     """Write all values, or none, if loading a state raises on any rank; a collective."""
     with all_or_none(group, "to load"):
-        before = _restored([thing for thing, _ in states])
-    with before:
+        restoring = _restore_at_end([target for target, _ in states])
+    with restoring:
         with all_or_none(group, "to load"):
-            for _, give in states:
-                give()
-        before.pop_all()
+            for _, load_state in states:
+                load_state()
+        restoring.pop_all()
     for target, value in tensors:
         target.copy_(value)
 
 
-def _restored(things: Sequence[Any]) -> ExitStack:
-    """A context that restores the present states of objects at its end, unless its ``pop_all`` was called; one that
-    refuses its old state keeps what it has. Of optimizers nothing is copied: loading replaces their tensors."""
+def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
+    """Return a context that restores the present states of objects at its end, unless ``pop_all`` was called.
+
+    Optimizer states are not copied, since loading replaces their tensors.
+    """
     stack = ExitStack()
-    for thing in things:
-        if isinstance(thing, Optimizer):
-            stack.callback(vars(thing).update, state=thing.state, param_groups=thing.param_groups)
+    for target in targets:
+        if isinstance(target, Optimizer):
+            stack.callback(vars(target).update, state=target.state, param_groups=target.param_groups)
         else:
-            stack.callback(_restore, thing, copy.deepcopy(thing.state_dict()))
+            stack.callback(_restore, target, copy.deepcopy(target.state_dict()))
     return stack
 
 
-def _restore(thing: Stateful, before: Any) -> None:
+def _restore(target: Stateful, before: Any) -> None:
+    """Restore a state; best effort: an object that refuses its old state keeps what it has."""
     with suppress(Exception):
-        thing.load_state_dict(before)
+        target.load_state_dict(before)

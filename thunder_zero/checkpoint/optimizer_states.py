@@ -4,12 +4,12 @@ An optimizer numbers parameters; a checkpoint names them, so that it can be load
 ranks::
 
     optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; with tz.whole all of it, by the owner
-    optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        the groups of all optimizers are numbered on
+    optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        one numbering for the groups of all optimizers
     optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
 
-To write, in: optimizers; out: entries by path, and facts that ranks compare (:func:`optimizer_entries`). To read, in:
-a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes (:class:`SavedOptimizers`). All
-begins with :func:`named_groups`. Nothing here is a collective.
+To write (:func:`optimizer_entries`), in: optimizers; out: entries by path, and facts that ranks compare. To read
+(:class:`SavedOptimizers`), in: a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes.
+Both begin with :func:`params_by_group`. No function is a collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from thunder_zero.optim.agreement import option_facts
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
-OPTIMIZER_CLASSES = "optimizer_classes"  # their names; other tools do not save them
+OPTIMIZER_CLASSES = "optimizer_classes"  # the key of the names of the classes; other tools do not save it
 AS_SAVED = "build the optimizer as it was saved"
 SAME_OPTIONS = (
     "set it alike on every rank; give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks"
@@ -44,15 +44,15 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class SteppedParam:
     """A parameter that an optimizer steps.
 
     Attributes:
         name: its first name in the model's state dict.
-        number: its place among the model's parameters; None if it is ignored: each rank has its own.
+        number: its index among the model's parameters; None if it is ignored, and each rank has its own values.
         states: its states by name, as far as this rank has them.
-        owner: the rank of its copy of the model that alone has its states, and in full (``tz.whole``); None if each
-            rank has its part of them.
+        owner: the rank, in a copy of the model, that has all of its states (``tz.whole``); None if each rank has its
+            part of them.
     """
 
     name: str
@@ -62,11 +62,15 @@ class Named:
     owner: int | None
 
 
-def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
-    """The parameters of each group of all optimizers, in one list."""
+def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
+    """Return the parameters of each group, for the groups of all optimizers in one list.
+
+    Raises:
+        ValueError: a parameter is not the model's, or is in several optimizers; a state belongs to no parameter.
+    """
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
-    groups: list[list[Named]] = []
+    groups: list[list[SteppedParam]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             groups.append([])
@@ -77,16 +81,18 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
                         f"this model's; build the optimizer on model.parameters()"
                     )
                 owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
-                groups[-1].append(Named(*known[id(tensor)], tensor, optimizer.state.get(tensor, {}), owner))
-    stepped = {id(named.tensor) for named in chain(*groups)}
-    for stepper, key in ((one, key) for one in optimizers for key in one.state):
-        if id(key) not in stepped:
+                groups[-1].append(SteppedParam(*known[id(tensor)], tensor, optimizer.state.get(tensor, {}), owner))
+    stepped_ids = {id(member.tensor) for member in chain(*groups)}
+    for optimizer in optimizers:
+        for key in optimizer.state:
+            if id(key) in stepped_ids:
+                continue
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"{class_name(stepper)} has a state for {what}, which is not one of its parameters, so the state has "
+                f"{class_name(optimizer)} has a state for {what}, which is not one of its parameters, so the state has "
                 f"no name to be saved under; remove it from optimizer.state and save it as an extra"
             )
-    for name, count in Counter(named.name for named in chain(*groups)).items():
+    for name, count in Counter(member.name for member in chain(*groups)).items():
         if count > 1:
             raise ValueError(f"parameter {name!r} is in {count} optimizers; give each parameter to one of them")
     return groups
@@ -96,55 +102,61 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
 
 
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """Return what this rank writes of the optimizers, whose groups are numbered consecutively, and facts to compare.
+    """Return what this rank writes of the optimizers, and facts that ranks compare.
 
-    Ranks compare the states of each parameter, because a state that one rank lacks is not saved, and the options of
-    groups, because rank 0 saves its own.
+    Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. They
+    compare the options of groups, because only rank 0 saves them.
     """
-    values, facts, groups = Entries(), list[Fact](), named_groups(contents, optimizers)
-    for named in chain(*groups):
-        what, shown = f"the optimizer's state of parameter {named.name!r}", list[str]()
-        for key, value in named.states.items():
-            values |= _state_entry(contents, named, key, value)
-            shown.append(f"{key} by rows" if is_cut(value) else str(key))
-        if named.owner is not None:
-            facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
-        elif named.number is not None:
-            facts.append(Fact(what, ", ".join(shown) or "none", "step the optimizer on every rank"))
-    saved = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for at, (group, members) in enumerate(zip(saved, groups, strict=True)):
-        for key, value in {**group, "params": [named.name for named in members]}.items():
-            what = f"hyper-parameter {key!r} of parameter group {at}"
-            values |= contents.share(what, (OPTIM, GROUPS, at, key), value, 0)
+    values, facts, groups = Entries(), list[Fact](), params_by_group(contents, optimizers)
+    for member in chain(*groups):
+        what, described = f"the optimizer's state of parameter {member.name!r}", list[str]()
+        for key, value in member.states.items():
+            values |= _state_entry(contents, member, key, value)
+            described.append(f"{key} by rows" if is_cut(value) else str(key))
+        if member.owner is not None:
+            facts.append(Fact(what, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
+        elif member.number is not None:
+            facts.append(Fact(what, ", ".join(described) or "none", "step the optimizer on every rank"))
+    param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for number, (group, members) in enumerate(zip(param_groups, groups, strict=True)):
+        for key, value in {**group, "params": [member.name for member in members]}.items():
+            what = f"hyper-parameter {key!r} of parameter group {number}"
+            values |= contents.entries_of(what, (OPTIM, GROUPS, number, key), value, 0)
     classes = [class_name(optimizer) for optimizer in optimizers]
     for optimizer, kind in zip(optimizers, classes, strict=True):
         facts += option_facts(kind, optimizer.param_groups, SAME_OPTIONS)
-    return values | contents.share(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
+    return values | contents.entries_of(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
 
 
-def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entries:
-    """What this rank writes of a state: its part, of which the other ranks have theirs; all, if it is in turn."""
-    what, param = f"the optimizer's state {key!r} of parameter {named.name!r}", named.tensor
-    path = (OPTIM, STATE, named.name, key)
+def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
+    """Return what this rank writes of a state: its part of a cut state, or all of another one if it is its turn.
+
+    Raises:
+        ValueError: the state has no usable name, or cannot be merged across ranks.
+    """
+    what, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
+    path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:
         raise ValueError(f"cannot save {what}: the name of a state must be a string without dots; rename it")
-    if named.owner is not None:
-        return contents.share(what, path, value, named.owner)
+    if member.owner is not None:
+        return contents.entries_of(what, path, value, member.owner)
     if not isinstance(value, Tensor | bool | int | float | str | None):
         raise ValueError(
             f"cannot save {what}: values of type {type(value).__name__} cannot be merged across ranks; save it as an "
             f"extra"
         )
-    alike = is_cut(param) and is_cut(value) and (value.shape, value.placements) == (param.shape, param.placements)
-    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not alike:
+    is_like_param = (
+        is_cut(param) and is_cut(value) and (value.shape, value.placements) == (param.shape, param.placements)
+    )
+    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not is_like_param:
         raise ValueError(
             f"cannot save {what}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
             f"parameter, of shape {tuple(param.shape)}; save optimizer.state_dict() on each rank instead"
         )
-    return contents.share(what, path, value, named.number)
+    return contents.entries_of(what, path, value, member.number)
 
 
-# Read
+# To read
 
 
 class SavedOptimizers:
@@ -160,7 +172,7 @@ class SavedOptimizers:
 
     def __init__(self, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str) -> None:
         stored, self._optimizers = metadata.state_dict_metadata, optimizers
-        self._groups, self._group_prefix = named_groups(contents, optimizers), f"{prefix}{GROUPS}."
+        self._groups, self._group_prefix = params_by_group(contents, optimizers), f"{prefix}{GROUPS}."
         self._states = _states_of(contents, list(chain(*self._groups)), prefix, stored)
         self._options = [key for key in stored if key.startswith(self._group_prefix)]
         classes = [OPTIMIZER_CLASSES] if OPTIMIZER_CLASSES in stored else []
@@ -169,12 +181,12 @@ class SavedOptimizers:
 
     def state_dicts(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return a state dict for ``Optimizer.load_state_dict`` of each optimizer, from the values of all keys."""
-        names = [[named.name for named in group] for group in self._groups]
+        names = [[member.name for member in group] for group in self._groups]
         saved = groups_of({key.removeprefix(self._group_prefix): values[key] for key in self._options}, names)
         _require_groups(saved, names)
         by_name: dict[str, dict[str, Any]] = {}
-        for key, (named, name) in self._states.items():
-            by_name.setdefault(named.name, {})[name] = _as_state(values[key], named, key in self.parts)
+        for key, (member, name) in self._states.items():
+            by_name.setdefault(member.name, {})[name] = _as_state(values[key], member, key in self.parts)
         for kind, optimizer in zip(values.get(OPTIMIZER_CLASSES, ()), self._optimizers, strict=False):
             if kind != class_name(optimizer):  # it might take the state for something else without an error
                 raise ValueError(
@@ -186,77 +198,91 @@ class SavedOptimizers:
 
 
 def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with parameters by number, from groups and their parameters' names."""
-    at = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
-    numbered = [{**group, "params": [at[name] for name in members]} for group, members in groups]
-    return {STATE: {number: states[name] for name, number in at.items() if name in states}, GROUPS: numbered}
+    """Return a state dict with parameters by number, from groups and their parameters' names."""
+    numbers = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
+    numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in groups]
+    return {STATE: {number: states[name] for name, number in numbers.items() if name in states}, GROUPS: numbered}
 
 
 def _states_of(
-    contents: Contents, members: Sequence[Named], prefix: str, stored: Mapping[str, Any]
-) -> dict[str, tuple[Named, str]]:
-    """The parameter and the name of each of its states in a checkpoint, by key; whole states for their owner alone."""
-    of_start = {f"{prefix}{STATE}.{named.name}": named for named in members}
-    own = {f"{contents.rank_prefix}.{OPTIM}.{STATE}.{named.name}": named for named in members if named.number is None}
-    of_start |= own
+    contents: Contents, members: Sequence[SteppedParam], prefix: str, stored: Mapping[str, Any]
+) -> dict[str, tuple[SteppedParam, str]]:
+    """Return the states in a checkpoint that this rank reads: by key, the parameter, and the name of the state.
+
+    Whole states are read by their owner alone.
+    """
+    by_start = {f"{prefix}{STATE}.{member.name}": member for member in members}
+    ignored = [member for member in members if member.number is None]
+    by_start |= {f"{contents.rank_prefix}.{OPTIM}.{STATE}.{member.name}": member for member in ignored}
     states = {}
     for key in stored:
         start, dot, name = key.rpartition(".")
-        while dot and start not in of_start:  # another tool's states may have dots in their names
+        while dot and start not in by_start:  # another tool's states may have dots in their names
             start, dot, more = start.rpartition(".")
             name = f"{more}.{name}"
-        if dot and of_start[start].owner in (None, contents.in_copy[0]):
-            states[key] = of_start[start], name
+        if dot and by_start[start].owner in (None, contents.in_copy[0]):
+            states[key] = by_start[start], name
     return states
 
 
-def _parts(states: Mapping[str, tuple[Named, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The parameters of those states that are cut as their parameter is, by key; of others, all is read."""
-    alike = {name for key, (named, name) in states.items() if _has_shape(stored[key], named) and named.tensor.ndim}
+def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return, by key of a state, its parameter, if the state is cut like the parameter.
+
+    Raises:
+        ValueError: a state has neither its parameter's shape nor one number, and the parameter is cut.
+    """
+    cut_alike = {
+        name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
+    }
     parts = {}
-    for key, (named, name) in states.items():
-        found = stored[key]
-        if named.owner is not None or not isinstance(found, TensorStorageMetadata):
+    for key, (member, name) in states.items():
+        entry = stored[key]
+        if member.owner is not None or not isinstance(entry, TensorStorageMetadata):
             continue
-        if _has_shape(found, named) and name in alike:  # a number may be a step, or the average of a number
-            parts[key] = named.tensor
-        elif is_cut(named.tensor) and found.size.numel() != 1:
+        if _has_shape(entry, member) and name in cut_alike:  # a number may be a step, or the average of a number
+            parts[key] = member.tensor
+        elif is_cut(member.tensor) and entry.size.numel() != 1:
             raise ValueError(
-                f"{key} cannot be cut into rows: its shape is {tuple(found.size)}, the parameter's is "
-                f"{tuple(named.tensor.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
+                f"{key} cannot be cut into rows: its shape is {tuple(entry.size)}, the parameter's is "
+                f"{tuple(member.tensor.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
                 f"replicated (stage 0)"
             )
     return parts
 
 
 def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) -> list[Group]:
-    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``,
-    as ``flatten_optimizer_state_dict`` has them, with the names of each group's parameters."""
+    """Build an optimizer's parameter groups from hyper-parameters.
+
+    Args:
+        values: hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``, as the option
+            ``flatten_optimizer_state_dict`` of torch writes them.
+        names: the names of each group's parameters, for the second form.
+    """
     groups: dict[int, Group] = {}
-    of_param: dict[str, Group] = {name: {} for name in chain(*names)}
+    by_param: dict[str, Group] = {name: {} for name in chain(*names)}
     for key, value in values.items():
         number, _, name = key.partition(".")
         param, _, flat = key.rpartition(".")
-        if param in of_param:
-            of_param[param][flat] = value
+        if param in by_param:
+            by_param[param][flat] = value
         elif number.isdecimal() and (name != "params" or _are_names(value)):
             groups.setdefault(int(number), {})[name] = value
         else:
             raise ValueError(f"the optimizer's parameter groups are damaged: {key!r} is {value!r}; {USE_ANOTHER}")
-    return [groups[number] for number in sorted(groups)] or [_one_group(members, of_param) for members in names]
+    return [groups[number] for number in sorted(groups)] or [_merge_group(members, by_param) for members in names]
 
 
-def _one_group(names: Sequence[str], of_param: Mapping[str, Group]) -> Group:
-    """The hyper-parameters of a group, which all of its parameters were saved with."""
-    known = [name for name in names if of_param[name]]
+def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
+    """Return the hyper-parameters of a group. Raises ValueError unless they are equal for all of its parameters."""
+    known = [name for name in names if by_param[name]]
     for name in known:
-        one, other = of_param[known[0]], of_param[name]
-        if one.keys() != other.keys() or any(not torch.as_tensor(one[key] == other[key]).all() for key in one):
+        first, other = by_param[known[0]], by_param[name]
+        if first.keys() != other.keys() or any(not torch.as_tensor(first[key] == other[key]).all() for key in first):
             raise ValueError(
                 f"parameters {known[0]!r} and {name!r} are in one group of this optimizer, and had other "
                 f"hyper-parameters in the checkpoint; {AS_SAVED}"
             )
-    return {**(of_param[known[0]] if known else {}), "params": known}
+    return {**(by_param[known[0]] if known else {}), "params": known}
 
 
 def _are_names(value: object) -> bool:
@@ -264,7 +290,7 @@ def _are_names(value: object) -> bool:
 
 
 def _require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[str]]) -> None:
-    """Raise unless each parameter group has the parameters that it had when it was saved."""
+    """Raise ValueError unless each parameter group has the parameters that it had when it was saved."""
     if len(saved) != len(here):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(here)}; {AS_SAVED}"
@@ -276,13 +302,14 @@ def _require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[
         require_same_names(f"{what} has other parameters", group["params"], names, AS_SAVED)
 
 
-def _has_shape(found: Any, named: Named) -> bool:
-    return isinstance(found, TensorStorageMetadata) and found.size == named.tensor.shape
+def _has_shape(entry: Any, member: SteppedParam) -> bool:
+    """Return whether an entry of a checkpoint is a tensor of a parameter's shape."""
+    return isinstance(entry, TensorStorageMetadata) and entry.size == member.tensor.shape
 
 
-def _as_state(value: Any, named: Named, like_parameter: bool) -> Any:
-    """A state as the optimizer has it: a DTensor, if it is cut like one or has more than one number."""
-    param, kept = named.tensor, named.owner is not None or not isinstance(value, Tensor)
-    if kept or not isinstance(param, DTensor) or (value.numel() == 1 and not like_parameter):
+def _as_state(value: Any, member: SteppedParam, is_like_param: bool) -> Any:
+    """Return a state as the optimizer has it: a DTensor, if it is cut like its parameter or has several numbers."""
+    param, stays = member.tensor, member.owner is not None or not isinstance(value, Tensor)
+    if stays or not isinstance(param, DTensor) or (value.numel() == 1 and not is_like_param):
         return value
-    return dtensor_like(value.to(local(param).device), param, param.shape if like_parameter else value.shape)
+    return dtensor_like(value.to(local(param).device), param, param.shape if is_like_param else value.shape)

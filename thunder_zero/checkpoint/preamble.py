@@ -1,4 +1,4 @@
-"""Checks what ``tz.save`` and ``tz.load`` were given, and names it for the comparison of ranks."""
+"""Checks the arguments of ``tz.save`` and ``tz.load``, and lists what ranks must agree on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunder_zero.sharded.state import State
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
-def given(
+def check_arguments(
     facts: list[Fact],
     action: str,
     path: Path,
@@ -29,8 +29,16 @@ def given(
     extra: Mapping[str, Any],
     **others: object,
 ) -> tuple[Contents, list[Optimizer]]:
-    """Return what this rank has of the model, and the optimizers as a list. Append what ranks must agree on: the path
-    of an action such as "save at", the extras' names, how many optimizers there are, and other arguments by name."""
+    """Return what this rank has of the model, and the optimizers as a list.
+
+    Args:
+        facts: what ranks must agree on is appended: the path, the extras' names, the number of optimizers, ``others``.
+        action: comes before the path in a message, such as "save at".
+        others: further arguments by name.
+
+    Raises:
+        TypeError: ``extra`` is no mapping from names; ``model`` has no ZeroTransform.
+    """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -46,7 +54,12 @@ def given(
 
 
 def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
-    """Raise in the middle of an accumulation, if the parameters are averages, or if an EMA is of another model."""
+    """Raise unless the shards have the model's values, and nothing is in progress.
+
+    Raises:
+        RuntimeError: gradients are accumulated, or the parameters are averages.
+        ValueError: an extra is an EMA of another model.
+    """
     state.require_own_values(action)
     state.require_reduced(action)
     for name, ema in extra.items():

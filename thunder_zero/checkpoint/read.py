@@ -30,7 +30,7 @@ from thunder_zero.checkpoint.contents import (
     OPTIM,
     STATE,
     Contents,
-    listed,
+    name_some,
     require_same_names,
     split_rank_prefix,
 )
@@ -42,7 +42,7 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import frozen_param
 from thunder_zero.sharded.optimizers import load_exactly
 
-# Where tools put them: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
+# How tools begin their keys: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
 ROOTS = {
     "model": (MODEL, "app.model", "state_dict", "model_state_dict", "state.model", ""),
     "optimizer": (OPTIM, "optimizer", "app.optim", "app.optimizer", "optimizer_0", "optimizer_state_dict"),
@@ -78,7 +78,7 @@ def read_checkpoint(
     """
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
-    targets = {key: target for item in contents for key, target in _matched(item, stored).items()}
+    targets = {key: target for item in contents for key, target in _match(item, stored).items()}
     tensors = {key: tensor for key, tensor in targets.items() if isinstance(tensor, Tensor)}
     twins = {alias: key for alias, key in targets.items() if isinstance(key, str)}
     # Another tool may have written a tied parameter twice, or it was not tied there.
@@ -107,17 +107,24 @@ def read_checkpoint(
 
 
 def _prefix(what: str, fits: Callable[[str], int], stored: Iterable[str], action: str) -> str:
-    """How the keys of a model or an optimizer begin: the usual root that fits best."""
+    """Return how the keys of a model or an optimizer begin: the usual root that fits best.
+
+    Args:
+        what: a key of ``ROOTS``.
+        fits: how well a prefix fits; 0 if not at all.
+    """
     best = max((f"{root}." if root else "" for root in ROOTS[what]), key=fits)
     if fits(best):
         return best
     shown = ", ".join(repr(root) for root in ROOTS[what] if root)
-    of_root = {key.partition(".")[0]: key for key in sorted(stored, reverse=True)}
-    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(of_root.values()))}; {action}")
+    first_keys = {key.partition(".")[0]: key for key in sorted(stored, reverse=True)}  # by root
+    raise ValueError(
+        f"the checkpoint has no {what} under {shown}: it has {name_some(sorted(first_keys.values()))}; {action}"
+    )
 
 
 def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    def fits(prefix: str) -> int:  # one that has other names is of another model
+    def fits(prefix: str) -> int:  # equal names count more than any keys: those may be of another model
         return 2 * sum(prefix + name in keys for name in names) + any(prefix and key.startswith(prefix) for key in keys)
 
     return _prefix("model", fits, keys, NO_MODEL)
@@ -130,42 +137,54 @@ def _optimizer_prefix(keys: Collection[str]) -> str:
     return _prefix("optimizer", fits, keys, NO_OPTIMIZER)
 
 
-def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has of a model or of averages, by key: the tensor here; the key of the first name of a tied
-    one; what loads a state."""
+def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Match the keys of a checkpoint with what this rank has of a model or of averages.
+
+    Returns:
+        By key: a tensor of this rank; for an alias the key of its first name; for a state the object that loads it.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ.
+    """
     root, what = f"{key_of(contents.root)}.", contents.what
     prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
-    own = f"{contents.rank_prefix}.{root}"
+    rank_prefix = f"{contents.rank_prefix}.{root}"
     if not any(key.startswith(prefix) for key in stored):
         raise ValueError(f"the checkpoint has no {what}; leave it out of extra, or load another checkpoint")
-    here: dict[str, Any] = {prefix + name: tensor for name, tensor in {**contents.params, **contents.buffers}.items()}
-    for name, tensor in contents.ignored.items():  # FSDP2's are as the others
-        shared = own + name not in stored and prefix + name in stored
-        here[prefix + name if shared else own + name] = tensor
-    here |= {prefix + alias: prefix + name for alias, name in contents.aliases.items()}
-    here |= {prefix + name: thing for name, (_, thing) in contents.states.items()}
-    begins = (prefix, own) if prefix else own  # the top has anything else, too
-    saved = [key for key in stored if key in here or key.startswith(begins)]
-    require_same_names(f"the checkpoint has another {what}", saved, here, BUILD)
-    for key, thing in here.items():
-        tensor, found = here[thing] if isinstance(thing, str) else thing, stored[key]
-        if not isinstance(tensor, Tensor):
-            continue
-        if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
-        if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
-            param = frozen_param(tensor)
-            bits = f", which rests as {param.frozen_format}" if param else ""
-            raise ValueError(
-                f"the checkpoint has another {what}: {key} has shape {tuple(found.size)} and dtype "
-                f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
-                f"{BUILD}"
-            )
-    return here
+    targets: dict[str, Any] = {
+        prefix + name: tensor for name, tensor in {**contents.params, **contents.buffers}.items()
+    }
+    for name, tensor in contents.ignored.items():
+        is_shared = rank_prefix + name not in stored and prefix + name in stored  # FSDP2 saves one value of it
+        targets[(prefix if is_shared else rank_prefix) + name] = tensor
+    targets |= {prefix + alias: prefix + name for alias, name in contents.aliases.items()}
+    targets |= {prefix + name: loader for name, (_, loader) in contents.states.items()}
+    begins = (prefix, rank_prefix) if prefix else rank_prefix  # without a prefix the checkpoint has other keys, too
+    saved = [key for key in stored if key in targets or key.startswith(begins)]
+    require_same_names(f"the checkpoint has another {what}", saved, targets, BUILD)
+    for key, target in targets.items():
+        tensor, entry = targets[target] if isinstance(target, str) else target, stored[key]
+        if isinstance(tensor, Tensor):
+            _require_alike(what, key, tensor, entry)
+    return targets
+
+
+def _require_alike(what: str, key: str, tensor: Tensor, entry: Any) -> None:
+    """Raise ValueError unless an entry of a checkpoint has a tensor's shape and dtype."""
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
+    if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
+        param = frozen_param(tensor)
+        bits = f", which rests as {param.frozen_format}" if param else ""
+        raise ValueError(
+            f"the checkpoint has another {what}: {key} has shape {tuple(entry.size)} and dtype "
+            f"{entry.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
+            f"{BUILD}"
+        )
 
 
 def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:
-    """Raise if ranks saved values of their own, and another number of ranks loads them."""
+    """Raise ValueError if ranks have saved ignored parameters, and another number of ranks loads them."""
     split = [split_rank_prefix(key) or (0, "") for key in stored]
     ranks = {rank for rank, rest in split if rest.startswith((f"{MODEL}.", f"{OPTIM}."))}
     if ranks and ranks != set(range(here)):

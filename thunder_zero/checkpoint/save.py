@@ -1,9 +1,9 @@
-"""``tz.save``: checks that all ranks save the same, then writes now, or in a thread.
+"""``tz.save``: checks that all ranks save the same model, then writes now, or in a thread.
 
 In: a path, a model, optimizers and extras. Out: a future of the path, and a folder that appears in one rename. A
 collective::
 
-    given               the arguments, checked                                                     preamble.py
+    check_arguments     the arguments, checked                                                     preamble.py
     entries_of          what this rank writes, by key: its rows, and its turns of what all ranks have
                         all ranks agree on arguments, optimizers' states and averages, in one message
     write_checkpoint    each rank writes a file into a hidden folder; rank 0 then writes metadata, and publishes
@@ -30,7 +30,7 @@ from thunder_zero.checkpoint.background import raise_error_of_last, save_in_thre
 from thunder_zero.checkpoint.contents import Contents, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import Optimizers, optimizer_entries
-from thunder_zero.checkpoint.preamble import NO_EXTRAS, given, require_at_rest
+from thunder_zero.checkpoint.preamble import NO_EXTRAS, check_arguments, require_at_rest
 from thunder_zero.comm.agree import Fact, all_alike_or_none, all_or_none
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
@@ -50,43 +50,44 @@ def save(
 ) -> Future[Path]:
     """Save a checkpoint: every rank writes its shards; any number of ranks can load it, in any stage.
 
-    A collective: all ranks must call it. The folder becomes visible when it is complete, and the link ``latest`` in the
-    same place moves to it; if a process dies before that, existing checkpoints stay as they are.
+    A collective: all ranks must call it. When the folder is complete, it becomes visible, and the link ``latest`` in
+    the same place moves to it. If a process dies before, existing checkpoints stay as they are.
 
     >>> tz.save("runs/step-100", model, optimizer, extra={"scheduler": scheduler, "rng": torch.get_rng_state()})
 
     The files are those of ``torch.distributed.checkpoint`` (DCP), as ``dcp.save({"model": ..., "optim": ...})`` writes
-    FSDP2's ``get_state_dict``. ``manifest.json`` has the SHA-256 of each.
+    FSDP2's ``get_state_dict``. ``manifest.json`` has the SHA-256 of each file.
 
     Args:
-        path: the checkpoint's folder, visible to all ranks. An existing checkpoint of that name is replaced.
+        path: the checkpoint's folder, on a file system that all ranks see. An existing checkpoint is replaced.
         model: a model with ZeroTransform.
         optimizer: one or several, built on ``model.parameters()``; saved under parameter names.
-        extra: this rank's own values by name: anything with ``state_dict`` and ``load_state_dict``, or that
-            ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists); EMAs.
-        max_to_keep: keep so many checkpoints whose names differ only in their last number, and delete older ones.
+        extra: this rank's own values by name. A value is an EMA, has ``state_dict`` and ``load_state_dict``, or is one
+            that ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
+        max_to_keep: how many checkpoints to keep whose names differ only in their last number. Older ones are deleted.
         wait: False copies everything to the CPU and writes it in a thread, while training continues.
 
     Returns:
-        A future of the path; with ``wait=False`` it is done once the checkpoint is visible. If such a save fails, it
-        warns at once, and the future's ``result`` and the next save raise the error.
+        A future of the path. With ``wait=False`` it is done once the checkpoint is visible. If such a save fails, there
+        is a warning at once, and the future's ``result`` and the next save raise the error.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform; an extra is a model.
         ValueError: ``path`` or ``max_to_keep`` is invalid; an extra or an optimizer's state cannot be saved.
-        OSError: a file cannot be written; FileExistsError: ``path`` is something other than a checkpoint.
-        RuntimeError: another rank refused; ranks differ; ``no_sync`` or ``EMA.applied``; the previous save failed.
+        OSError: a file cannot be written. FileExistsError: ``path`` exists and is no checkpoint.
+        RuntimeError: another rank refused; ranks differ; the call is inside ``no_sync`` or ``EMA.applied``; the
+            previous save failed.
     """
     state = sharded_model(model).state
     with all_alike_or_none(state.group, "to save") as facts:
         others = {"max_to_keep": max_to_keep, "wait": wait}
-        contents, optimizers = given(facts, "save at", Path(path), model, optimizer, extra, **others)
+        contents, optimizers = check_arguments(facts, "save at", Path(path), model, optimizer, extra, **others)
         raise_error_of_last(state)
         if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
             raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
         require_at_rest(state, "save", extra)
-        entries, of_states = entries_of(contents, optimizers, extra)
-        facts += of_states
+        entries, more_facts = entries_of(contents, optimizers, extra)
+        facts += more_facts
     if not wait:
         return save_in_thread(state, entries, partial(write_checkpoint, Path(path), max_to_keep=max_to_keep))
     done: Future[Path] = Future()
@@ -97,7 +98,7 @@ def save(
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Fact]]:
-    """What this rank writes, and what of it ranks have to agree on."""
+    """Return what this rank writes, and what ranks must agree on."""
     values, facts = optimizer_entries(contents, optimizers)
     facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
     return contents.entries() | extra_entries(contents, extra) | values, facts
@@ -105,13 +106,13 @@ def entries_of(
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write these entries of this rank, and publish the checkpoint once all ranks have written; a collective."""
+    """Write this rank's entries, and publish the checkpoint once all ranks have written; a collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):
             if rank == 0:
                 folder.prepare(path)
-        part, failure = _written(path, entries, rank)
+        part, failure = _write_part(path, entries, rank)
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if failure is not None:
@@ -126,8 +127,8 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
     return path
 
 
-def _written(path: Path, entries: Entries, rank: int) -> tuple[Part | None, Exception | None]:
-    """Write this rank's part; return it, or the error of writing it."""
+def _write_part(path: Path, entries: Entries, rank: int) -> tuple[Part | None, Exception | None]:
+    """Write this rank's part; return it, or the error."""
     try:
         return dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries)), None
     except Exception as error:
@@ -135,7 +136,7 @@ def _written(path: Path, entries: Entries, rank: int) -> tuple[Part | None, Exce
 
 
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
-    """Write the metadata of all ranks' parts, publish the checkpoint, and delete older ones; on rank 0."""
+    """Write the metadata of all ranks' parts, publish the checkpoint, and delete older ones; only on rank 0."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
     folder.publish(path, len(parts), files)
     if max_to_keep is not None:

@@ -1,7 +1,7 @@
 """Writes files of whole tensors, safetensors one tensor at a time; all get their names together.
 
-The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"); the
-library writes all tensors of a file at once.
+The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). Its
+own library would write all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from thunder_zero.checkpoint.folder import explain_write_error
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-MADE_HERE = {"made_by": "thunder_zero"}  # in the metadata: we remove only such files
-ALIGNMENT = 8  # bytes, of the first tensor
+MADE_HERE = {"made_by": "thunder_zero"}  # marks our files in their metadata: we remove no others
+ALIGNMENT = 8  # bytes, of the first tensor's start
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,33 +49,34 @@ Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor that is about to be written: its whole shape, its name, dtype and aliases (tied weights) in the file,
-    and its key in the checkpoint."""
+    """A tensor that is about to be written."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    key: str
-    aliases: tuple[str, ...] = ()
+    name: str  # in the file
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype  # in the file
+    key: str  # in the checkpoint
+    aliases: tuple[str, ...] = ()  # further names of it (tied weights)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """The bytes that it takes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-ReadTensor = Callable[[TensorToWrite], Tensor]  # its values, in the file's dtype
+ReadTensor = Callable[[TensorToWrite], Tensor]  # returns the values, in the file's dtype
 
 
-def dtype_to_write(found: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is written in: ``dtype``, if that is given and the tensor has floats."""
-    return dtype if dtype is not None and found.is_floating_point else found
+def dtype_to_write(present: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a tensor is written in: ``wanted``, unless that is None or the tensor has no floats."""
+    return wanted if wanted is not None and present.is_floating_point else present
 
 
 @contextmanager
 def create_together() -> Iterator[Create]:
-    """Yields a function that opens a file to write; at the end of the block all files get their names. If one cannot be
-    written, existing files are unchanged."""
+    """Yield a function that opens a file to write. At the end of the block all files get their names.
+
+    If a file cannot be written, existing files are unchanged.
+    """
     written: list[tuple[Path, Path]] = []
 
     @contextmanager
@@ -98,15 +99,17 @@ def create_together() -> Iterator[Create]:
 
 
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
-    """Raise unless safetensors files can hold these tensors."""
+    """Raise ValueError unless safetensors files can hold the dtypes of tensors."""
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
 
 
 def split_into_files(tensors: Iterable[TensorToWrite], max_bytes: int | None) -> list[list[TensorToWrite]]:
-    """Group tensors into files of at most ``max_bytes`` of tensors; a larger tensor gets a file of its own. A file has
-    those with large elements first, so that all are aligned."""
+    """Group tensors into files of at most ``max_bytes`` of tensors. A larger tensor gets a file of its own.
+
+    In a file the tensors with the largest elements come first, so that all are aligned.
+    """
     files: list[list[TensorToWrite]] = [[]]
     size = 0  # bytes of the last file
     for tensor in tensors:
@@ -126,9 +129,16 @@ def write_parts(
     notes: Mapping[str, str],
     max_file_bytes: int | None,
 ) -> list[Path]:
-    """Write safetensors files, and last their index if there are several; reads in the order of
-    :func:`split_into_files`. One file is ``out``, several are named after it, with ``max_file_bytes`` of tensors at
-    most (None: there is one). ``notes`` are further metadata of each."""
+    """Write safetensors files, and at last their index if there are several; return all paths.
+
+    Tensors are read in the order of :func:`split_into_files`.
+
+    Args:
+        create: opens a file to write.
+        out: the file; several files are named after it.
+        notes: further metadata of each file.
+        max_file_bytes: the most bytes of tensors in a file; None: there is one file.
+    """
     require_storable(tensors)
     files = split_into_files(tensors, max_file_bytes)
     numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]
@@ -147,7 +157,7 @@ def write_parts(
 
 
 def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]) -> None:
-    """Write one safetensors file, with aliases as JSON from alias to name in its metadata."""
+    """Write one safetensors file. Its metadata has the name of each alias as JSON."""
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
@@ -165,7 +175,13 @@ def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTe
 
 
 def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
-    """Delete files that an earlier call wrote under this name and this one did not: a reader would mix them."""
+    """Delete files that an earlier call wrote under a name and this call did not: a reader would mix them.
+
+    Args:
+        out: the name.
+        written: the files that this call wrote.
+        is_ours: returns whether a file may be deleted.
+    """
     stem, dot, end = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
     named = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
     current = {path.name for path in written}
@@ -175,7 +191,7 @@ def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], b
 
 
 def is_made_here(path: Path) -> bool:
-    """Whether :func:`write_parts` wrote a safetensors file, or an index, by its metadata."""
+    """Return whether :func:`write_parts` wrote a safetensors file or an index, by its metadata."""
     try:
         if path.name.endswith(INDEX_SUFFIX):
             metadata = json.loads(path.read_text())["metadata"]

@@ -1,4 +1,4 @@
-"""What ranks compare around a step of whole parameters, so that all ranks refuse what one rank refuses."""
+"""Compares ranks before and after a step of whole parameters, so that all ranks refuse together."""
 
 from __future__ import annotations
 

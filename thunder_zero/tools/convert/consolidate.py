@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, listed
+from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, name_some
 from thunder_zero.checkpoint.optimizer_states import groups_of
 from thunder_zero.checkpoint.whole_files import (
     SUFFIX,
@@ -137,7 +137,7 @@ def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> l
     if not averages:
         names = {key.split(".")[1] for key in source.metadata.state_dict_metadata if key.startswith(f"{EMAS}.")}
         raise ValueError(
-            f"{source.path} has no EMA {ema!r}, it has {listed(sorted(names))}; pass the name of its extra"
+            f"{source.path} has no EMA {ema!r}, it has {name_some(sorted(names))}; pass the name of its extra"
         )
     return [replace(one, key=prefix + one.name) if one.name in averages else one for one in model]
 
