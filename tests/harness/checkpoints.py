@@ -37,7 +37,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """All parameters and optimizer state in full, on each rank."""
+    """Return all parameters and optimizer states in full, on each rank."""
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
     for path, shard in sharded_model(model).state.shards.items():
         for key, value in optimizer.state.get(shard, {}).items():
@@ -46,17 +46,17 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of a tensor, on each rank: a copy."""
+    """Return a copy of all of a tensor, on each rank."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """The names of the entries that differ."""
+    """Return the names of the entries that differ."""
     return [name for name in found.keys() | right.keys() if name not in found or not found[name].equal(right[name])]
 
 
 def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
-    """Torch's own model of that kind, with other values."""
+    """Return torch's own model of a kind, with other values."""
     torch.manual_seed(5)
     module: Any = Mlp()
     if kind == "fsdp2":
@@ -69,7 +69,7 @@ def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """All parameters and optimizer state of torch's own model in full, with the names of :func:`state_of`."""
+    """Return all parameters and optimizer states of torch's own model in full, named as by :func:`state_of`."""
 
     found = {name.removeprefix("module."): whole(param.detach()) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
@@ -90,7 +90,7 @@ class Simulated:
 
 
 def part_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A DTensor with this rank's rows of a tensor; replicated, if it has none."""
+    """Return a DTensor with this rank's rows of a tensor; it is replicated, if it has no rows."""
     shape, stride = full.shape, torch.empty(full.shape, device="meta").stride()
     placement = Shard(0) if is_sharded(tuple(shape)) else Replicate()
     local = full
@@ -102,7 +102,7 @@ def part_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def mesh_of(rank: int, world_size: int) -> DeviceMesh:
-    """The mesh of a simulated rank: unlike those of others, since torch caches by mesh what it infers of DTensors."""
+    """Return the mesh of a simulated rank. Meshes differ, since torch caches by mesh what it infers of DTensors."""
     ranks = torch.arange(world_size)
     return DeviceMesh("cpu", ranks, mesh_dim_names=(f"rank{rank}",), _init_backend=False, _rank=rank)
 
@@ -127,7 +127,7 @@ def simulated_ranks(
 
 
 def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
-    """What :func:`thunder_zero.checkpoint.save.write_checkpoint` does, for all ranks; each has an extra."""
+    """Do for all ranks what ``write_checkpoint`` of checkpoint/save.py does; each rank has an extra."""
     folder.prepare(path)
     parts = []
     for number, rank in enumerate(ranks):

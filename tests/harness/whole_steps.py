@@ -13,8 +13,10 @@ from thunder_zero.sharded.sharded_model import sharded_model
 
 
 def gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
-    """Full gradients of many scales; one parameter in three has none in step 1, an empty one never
-    (torch's Adafactor divides by its size)."""
+    """Return full gradients of many scales.
+
+    In step 1 one parameter in three has none. An empty parameter never has one: torch's Adafactor divides by its size.
+    """
     generator = torch.Generator().manual_seed(step)
     drawn = {
         name: (torch.randn(param.shape, generator=generator) * 10.0 ** (at % 5 - 2)).to(param.dtype)

@@ -1,6 +1,6 @@
-"""Damaged and hostile checkpoints: one sentence from load, inspect and consolidate; nothing that is read runs.
+"""Damaged and hostile checkpoints: load, inspect and consolidate say one sentence, and nothing that is read runs.
 
-Most have a manifest that was made to fit.
+Most checkpoints here have a manifest that fits the damaged files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def move(name: object, metadata: Metadata) -> None:
 
 
 def new_key(metadata: Metadata, key: str) -> None:
-    """Another name of the learning rate."""
+    """Save the learning rate under another key, too."""
     metadata.state_dict_metadata[key] = metadata.state_dict_metadata[LR]
     metadata.storage_data[MetadataIndex(key)] = metadata.storage_data[MetadataIndex(LR)]
 
@@ -126,7 +126,7 @@ IN_METADATA: dict[str, tuple[Change, str]] = {
 
 
 def damaged(good: Path, at: Path, change: Change = lambda of: None) -> Path:
-    """A copy with changed metadata, and a manifest that fits."""
+    """Copy the good checkpoint, change its metadata, and write a manifest that fits."""
     shutil.copytree(good, at)
     metadata = read_metadata(at)
     change(metadata)
@@ -138,7 +138,7 @@ def damaged(good: Path, at: Path, change: Change = lambda of: None) -> Path:
 
 
 def load(path: Path) -> str:
-    """What a load on rank 0 of two says."""
+    """Return what a load on rank 0 of two says."""
     rank = two_ranks()[0]
 
     def verified() -> None:
@@ -149,7 +149,7 @@ def load(path: Path) -> str:
 
 
 def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy of the good one passes; what each tool says of each damage."""
+    """Each tool says one sentence for each damage, and nothing about a good copy."""
     assert load(damaged(good, tmp_path / "same")) == "nothing"
     assert cli.main(["inspect", str(tmp_path / "same"), "--verify"]) == 0
     capsys.readouterr()
@@ -167,7 +167,7 @@ def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: py
 
 
 def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also without the option --verify; a link out of the folder is refused under any name."""
+    """They are refused without --verify, too. A link out of the folder is refused under any name."""
     long = damaged(good, tmp_path / "long", lambda of: bad_type(place_of(of, WEIGHT), offset=10**9))
     assert f"long is damaged: {FILE} has " in load(long)
     assert cli.main(["inspect", str(long)]) == 1
@@ -180,7 +180,7 @@ def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: p
 
 
 def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
-    """And a rank whose number would need all memory."""
+    """Damaged parameter groups are refused, and a rank whose number would need all memory."""
     params = "optim.param_groups.0.params"
     for number, (change, words) in enumerate(
         (
@@ -212,7 +212,7 @@ def test_a_manifest_of_other_types(good: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 class Command:
-    """Unpickled, it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -222,7 +222,7 @@ class Command:
 
 
 def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
-    """Neither DCP's metadata nor a value, which DCP itself unpickles."""
+    """Neither DCP's metadata nor a value runs code; DCP itself unpickles both."""
     done = tmp_path / "done"
     for content, words in ((Command(done), "(it names posix.mkdir"), ([1], "(it holds a list)")):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(content))

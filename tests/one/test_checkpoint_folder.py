@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
 
 
 def test_what_is_surely_dead_is_deleted_whatever_its_name(tmp_path: Path) -> None:
-    """The process is dead; its ID is another process's now; another machine's, or nobody's note, proves nothing."""
+    """A note proves a death, unless it is damaged, or of another machine."""
     for name in ("replaced", "aside"):
         save(tmp_path / name)
     shutil.copytree(tmp_path / "replaced", tmp_path / ".replaced.replaced")
@@ -148,7 +148,7 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
 
 
 def test_what_is_at_the_path_before(tmp_path: Path) -> None:
-    """An empty folder; a checkpoint, which is found between two renames, too."""
+    """The path is an empty folder, or a checkpoint, which is found between two renames, too."""
     (tmp_path / "a").mkdir()
     save(tmp_path / "a")
     assert names(tmp_path) == ["a", "latest"]

@@ -48,7 +48,7 @@ def backward(module: nn.Module, step: int) -> None:
 
 
 def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[str, Tensor]:
-    """As on ranks: gather, compute, cut the gradients, step the shards. Returns the weights at the end."""
+    """Train as ranks do: gather, compute, cut the gradients, step the shards; return the weights at the end."""
     for step in steps:
         put_together(ranks, module)
         backward(module, step)
@@ -83,7 +83,7 @@ def load(path: Path, ranks: Sequence[Simulated]) -> None:
 
 @pytest.fixture(scope="module")
 def right() -> dict[str, Tensor]:
-    """The weights after uninterrupted training."""
+    """Return the weights after uninterrupted training."""
     plain = fresh(Small)
     optimizer = adamw(plain.parameters())
     for step in (*BEFORE, *AFTER):
@@ -94,7 +94,7 @@ def right() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint of a world and a stage."""
+    """Return a function that saves a checkpoint of a world and a stage, once."""
     root = tmp_path_factory.mktemp("runs")
 
     @cache
@@ -127,7 +127,7 @@ def test_the_next_steps_equal_an_uninterrupted_run(
 
 @pytest.mark.parametrize(("world", "stage"), [(3, 3), (2, 1), *slow((4, 2), (3, 0)), *deep((4, 1), (2, 3), (1, 0))])
 def test_no_padding_and_no_copy_is_written(saved: Saved, right: dict[str, Tensor], world: int, stage: int) -> None:
-    """Whole shapes, each row once, a tied weight under both names at one place in one file."""
+    """Shapes are whole, each row is written once, and a tied weight has one place under both names."""
     metadata = read_metadata(saved(world, stage))
     stored = metadata.state_dict_metadata
     assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == right.keys()

@@ -22,7 +22,7 @@ from tests.harness.models import fresh
 from tests.harness.one_rank import group_of_one
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import METADATA, read_metadata
-from thunder_zero.checkpoint.load import _share_of as share_of
+from thunder_zero.checkpoint.load import _files_to_verify as files_to_verify
 from thunder_zero.checkpoint.read import read_checkpoint
 
 
@@ -98,7 +98,7 @@ def simulated(world: int) -> list[Simulated]:
 
 def load(path: Path, rank: Simulated) -> None:
     written = manifest.read(path)
-    files = share_of(written, rank.held.rank, rank.held.ranks)
+    files = files_to_verify(written, rank.held.rank, rank.held.ranks)
     described = next(file for file in written.files if file.name == METADATA)
     read_checkpoint(path, read_metadata(path, described), [rank.held], [rank.optimizer], files)
 

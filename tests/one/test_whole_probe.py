@@ -1,5 +1,7 @@
-"""The probe of ``tz.whole`` finds what an optimizer couples, draws and changes, and lets those pass that step each
-parameter alone."""
+"""The probe of ``tz.whole`` finds what an optimizer couples, draws and changes.
+
+It finds nothing in an optimizer that steps each parameter alone.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Planted(Changes):
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         group["count"] += 1
         for param in params:
-            everything = [of.grad for group in self.param_groups for of in group["params"]]
+            everything = [param.grad for group in self.param_groups for param in group["params"]]
             factor = self.factor(param.grad, self.state[param], everything) if self.factor else 1.0
             param.sub_(factor * param.grad, alpha=float(group["lr"]))
 
@@ -45,7 +47,7 @@ def of_one(grad: Tensor, state: Any, everything: Any) -> Any:
 
 
 def all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
-    return 1 / (1 + sum(float(one.norm()) for one in everything))
+    return 1 / (1 + sum(float(grad.norm()) for grad in everything))
 
 
 def if_large(grad: Tensor, state: Any, everything: Any) -> Any:
@@ -96,8 +98,10 @@ class MovesAll(Changes):
         super().step()
 
 
-def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None = None, **options: Any) -> ProbeResult:
-    """Try a class.
+def probe_class(
+    kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None = None, **options: Any
+) -> ProbeResult:
+    """Probe a class; check that nothing but the probe's own parameters changes.
 
     Args:
         kind: the class.
@@ -105,19 +109,23 @@ def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None 
         attributes: of the first parameter.
         options: of the class.
     """
-    of_groups = groups if isinstance(groups[0], dict) else [{"shapes": groups}]
+    all_groups = groups if isinstance(groups[0], dict) else [{"shapes": groups}]
     members = [
         (number, name, nn.Parameter(torch.ones(shape)))
-        for number, group in enumerate(of_groups)
+        for number, group in enumerate(all_groups)
         for shape, name in zip(group["shapes"], group.get("names", [None] * len(group["shapes"])), strict=True)
     ]
     vars(members[0][2]).update(attributes or {})
-    taken = [{key: of for key, of in group.items() if key not in ("shapes", "names")} for group in of_groups]
+    group_options = [
+        {key: value for key, value in group.items() if key not in ("shapes", "names")} for group in all_groups
+    ]
 
-    def make_on(its_groups: Sequence[Mapping[str, Any]], of: GroupedParams) -> optim.Optimizer:
-        return make_optimizer(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
+    def make_on(options_by_group: Sequence[Mapping[str, Any]], params: GroupedParams) -> optim.Optimizer:
+        return make_optimizer(
+            kind, options, options_by_group, list(map(frozenset, group_options)), params, named="names" in all_groups[0]
+        )
 
-    like = make_on(taken, members)
+    like = make_on(group_options, members)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
     result = probe_optimizer(make_on, like, torch.device("cpu"))
     assert torch.equal(states[0], torch.get_rng_state())
@@ -137,7 +145,7 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields that say what was found, and words of them
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields that are set, words of their texts
     "nothing": ({}, "", ""),
     "a norm of one parameter": ({"factor": of_one}, "", ""),
     "parameters": ({"factor": all_norms}, "couples", "step 1 was off by"),
@@ -157,14 +165,15 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields tha
 def test_what_is_coupled_or_drawn_is_found(name: str) -> None:
     options, field, words = CASES[name]
     with one_rank():
-        result = found(Planted, **options)
-    told = {of: getattr(result, of) for of in ("couples", "draws", "unknown", "fails_empty") if getattr(result, of)}
-    assert " ".join(told) == field, result
-    assert words in "".join(told.values()), result
+        result = probe_class(Planted, **options)
+    texts = {name: getattr(result, name) for name in ("couples", "draws", "unknown", "fails_empty")}
+    texts = {name: text for name, text in texts.items() if text}
+    assert " ".join(texts) == field, result
+    assert words in "".join(texts.values()), result
 
 
 def test_what_steps_change_is_found() -> None:
-    plain, empty, counts, moves = map(found, (Planted, Empty, CountsWhereItSteps, MovesAll))
+    plain, empty, counts, moves = map(probe_class, (Planted, Empty, CountsWhereItSteps, MovesAll))
     assert (plain.moving, plain.moving_if_any, plain.moves_all) == (frozenset(("count",)), frozenset(), False)
     assert (empty.fails_empty, empty.couples) == ("RuntimeError: stack expects a non-empty TensorList", "")
     assert counts.moving_if_any == counts.moving == {"steps"}
@@ -180,7 +189,7 @@ class Asking(Planted):
         for group in self.param_groups:
             for param, name in zip(group["params"], group["param_names"], strict=True):
                 if group.get("rank") or getattr(param, "normed", False) or "head" in name:
-                    param.grad.mul_(sum(float(of.grad.norm()) for of in everything))
+                    param.grad.mul_(sum(float(other.grad.norm()) for other in everything))
         super().step()
 
 
@@ -193,18 +202,18 @@ def test_groups_marks_and_names_count() -> None:
     ]
     for option, name, attributes, coupled in cases:
         groups = [{"shapes": [(4, 3)], "names": ["a"]}, {"shapes": [(4, 3)], "names": [name], **option}]
-        assert bool(found(Asking, groups, attributes).couples) is coupled, (option, name, attributes)
+        assert bool(probe_class(Asking, groups, attributes).couples) is coupled, (option, name, attributes)
 
 
 def matrices_together(grad: Tensor, state: Any, everything: list[Tensor]) -> Any:
-    return 1 / (1 + sum(float(one.norm()) for one in everything if one.ndim == grad.ndim == 2))
+    return 1 / (1 + sum(float(other.norm()) for other in everything if other.ndim == grad.ndim == 2))
 
 
 def test_all_shapes_are_tried() -> None:
     vectors = [(length,) for length in range(1, SIDE + 2)]
-    assert found(Planted, [*vectors, (2, 2)], factor=matrices_together) == found(Planted)
-    assert found(Planted, [*vectors, (2, 2), (3, 2)], factor=matrices_together).couples
-    assert found(Planted, [(2, 2), (2, 2)], factor=matrices_together).couples  # that look alike
+    assert probe_class(Planted, [*vectors, (2, 2)], factor=matrices_together) == probe_class(Planted)
+    assert probe_class(Planted, [*vectors, (2, 2), (3, 2)], factor=matrices_together).couples
+    assert probe_class(Planted, [(2, 2), (2, 2)], factor=matrices_together).couples  # two parameters of one kind
 
 
 def test_hooks_of_the_user_are_not_called() -> None:
@@ -218,10 +227,10 @@ def test_hooks_of_the_user_are_not_called() -> None:
 
     handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
     try:
-        found(Planted)
+        probe_class(Planted)
         assert calls == []
-        found(Hooked)
-        assert set(calls) == {2}, "its own"
+        probe_class(Hooked)
+        assert set(calls) == {2}, "hooks of its own"
         calls.clear()
         optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()
         assert calls == [1]
@@ -232,9 +241,10 @@ def test_hooks_of_the_user_are_not_called() -> None:
 def test_a_package_of_optimizers() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     for name in ("Lion", "ScheduleFreeAdamW", "Lamb", "Shampoo", "SOAP", "ScalableShampoo"):
-        assert found(getattr(package, name)) == ProbeResult(moving=found(getattr(package, name)).moving), name
-    for name in ("AdaGC", "AvaGrad", "Prodigy", "DAdaptAdaGrad", "DAdaptLion"):
-        assert found(getattr(package, name)).couples, name
+        result = probe_class(getattr(package, name))
+        assert result == ProbeResult(moving=result.moving), name
+    for name in ("AdaGC", "Adai", "AvaGrad", "Prodigy", "DAdaptAdaGrad", "DAdaptLion"):
+        assert probe_class(getattr(package, name)).couples, name
     for name in ("Kron", "Gravity"):
-        assert found(getattr(package, name)).draws, name
-    assert "does not require grad" in found(package.SophiaH).unknown
+        assert probe_class(getattr(package, name)).draws, name
+    assert "does not require grad" in probe_class(package.SophiaH).unknown

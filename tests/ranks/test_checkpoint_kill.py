@@ -54,7 +54,7 @@ class Save:
 
 
 class Moments:
-    """The names of a rank's file operations; it dies at the first of a name, or at that of a number."""
+    """The names of a rank's file operations. The rank dies at the first operation of a name, or at a number."""
 
     def __init__(self, root: Path, deadly: str | int | None) -> None:
         self.root, self.deadly, self.names, self.armed = str(root), deadly, list[str](), False
@@ -95,7 +95,7 @@ class Moments:
 
 
 def rank_of(rank: int, root: Path, value: float, save: Save, deadly: str | int | None) -> None:
-    """One rank: saves a model whose parameters are all ``value``, and records what ``save`` said, and its moments."""
+    """Run a rank: save a model whose parameters are all ``value``; record the outcome of ``save``, and the moments."""
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD)
     module = fresh(Mlp, 3, 2)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def save_on_ranks(root: Path, value: float, save: Save, deadly: str | int | None
 
 
 def value_of(at: Path) -> float:
-    """The one value of everything in a checkpoint that is whole."""
+    """Return the one value that everything in a whole checkpoint has."""
     manifest.require_no_faults(at, manifest.read(at).files)
     metadata = read_metadata(at)
     stored = metadata.state_dict_metadata.items()

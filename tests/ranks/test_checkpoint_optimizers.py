@@ -1,4 +1,4 @@
-"""Models and optimizers of every kind in a checkpoint: what comes back exactly, and what is refused whole."""
+"""Models and optimizers of every kind in a checkpoint: what comes back exactly, and what is refused as a whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Picky(nn.Module):
-    """Has a state of its own, a tensor, of which rank 1 does not take every value."""
+    """Has an extra state, a tensor; rank 1 refuses some of its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def add_version(module: nn.Module, found: dict[str, Any], prefix: str, local: ob
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """Every tensor in full; what a hook adds is there, too, and none."""
+    """Return every tensor in full. A hook adds an entry to the state dict, and another one that is None."""
     full = tz.full_state_dict(model)
     assert full.pop("version") == 3
     return full
@@ -75,7 +75,7 @@ class Tied(nn.Module):
 
 
 def float32_states(rank: int, world_size: int, root: Path) -> None:
-    """Of bfloat16 parameters: after a load, and after one that was refused."""
+    """States of bfloat16 parameters stay float32 after a load, and after a load that was refused."""
     model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3))
     optimizer = Momentum(model.parameters())
     stepped(model, optimizer)
@@ -117,7 +117,7 @@ def several_optimizers(rank: int, world_size: int, root: Path) -> None:
 
 
 def own_state(rank: int, world_size: int, root: Path) -> None:
-    """A module's state that is a tensor; and one that rank 1 refuses."""
+    """A module's extra state is a tensor, and rank 1 refuses it once."""
     model = sharded(fresh(Picky), 3)
     model._model.scale = torch.tensor([4.0, 5.0])
     tz.save(root / "state", model)
@@ -146,7 +146,7 @@ def ties(rank: int, world_size: int, root: Path) -> None:
 
 
 def factored(rank: int, world_size: int, root: Path) -> None:
-    """Adafactor keeps one value for each row and each column: in full where parameters are."""
+    """Adafactor keeps one value for each row and each column, in full where parameters are in full."""
     model, again, rows = (sharded(fresh(Mlp), stage) for stage in (0, 0, 3))
     optimizer, its, of_rows = (torch.optim.Adafactor(of.parameters()) for of in (model, again, rows))
     stepped(model, optimizer)
@@ -157,7 +157,7 @@ def factored(rank: int, world_size: int, root: Path) -> None:
 
 
 def wrapped(rank: int, world_size: int, root: Path) -> None:
-    """torch's wrapper for activation checkpointing, which keeps its own name out of state dicts."""
+    """torch's wrapper for activation checkpointing leaves its own name out of state dicts."""
     module = fresh(Mlp)
     module.layers[1] = checkpoint_wrapper(module.layers[1])
     model, plain = sharded(module, 3), sharded(fresh(Mlp), 2)
@@ -173,7 +173,7 @@ def wrapped(rank: int, world_size: int, root: Path) -> None:
 
 
 def unsharded(rank: int, world_size: int, root: Path) -> None:
-    """Inside of full_parameters the shards are saved, as outside."""
+    """Inside full_parameters the shards are saved, as outside."""
     model, other = sharded(fresh(Mlp), 3), sharded(Mlp(), 1)
     optimizer, its_optimizer = adamw(model), adamw(other)
     stepped(model, optimizer)
@@ -184,7 +184,7 @@ def unsharded(rank: int, world_size: int, root: Path) -> None:
 
 
 def moving(rank: int, world_size: int, root: Path) -> None:
-    """Another job saves while this one loads: each rank would find another checkpoint, or a part of one."""
+    """Another job saves while this one loads, so that ranks could find different checkpoints, or a part of one."""
     model = sharded(fresh(Mlp), 3)
     ones = {name: torch.ones_like(value) for name, value in fresh(Mlp).state_dict().items()}
     for step in (1, 2):

@@ -60,7 +60,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, rank: int, world_size: int
 
 
 def interrupted(rank: int, world_size: int, path: Path, stage: int) -> dict[str, Tensor]:
-    """Saves in the middle; goes on; loads into the same model and repeats the steps: the same bits."""
+    """Save in the middle, go on, load into the same model, and repeat the steps: the bits are equal."""
     model = sharded(fresh(Small), stage)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -107,7 +107,7 @@ def test_training_goes_on_in_another_world_and_stage(
 
 
 def exchange(rank: int, world_size: int, root: Path, kind: str, stage: int) -> None:
-    """Ours to torch's and torch's to ours, by plain DCP on torch's side."""
+    """Load our checkpoint with torch's DCP, and torch's with ours."""
     model = sharded(fresh(Mlp), stage)
     optimizer = adamw(model, lr=0.05)
     stepped(model, optimizer)
@@ -139,7 +139,7 @@ def test_fsdp2_and_ddp_read_ours_and_we_theirs(
 
 
 def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor]:
-    """The same under the names of several tools."""
+    """Save one model under the names that several tools use."""
     theirs, its_optimizer = plain(world_size, "fsdp2")
     stepped(theirs, its_optimizer)
     model, optim = get_state_dict(theirs, its_optimizer)
@@ -198,7 +198,7 @@ def test_names_of_other_tools_worlds_and_stages(
 
 
 def flip(path: Path, at: float = 0.5) -> None:
-    """Another value in one byte of a file."""
+    """Change one bit of a file."""
     content = bytearray(path.read_bytes())
     content[int(len(content) * at)] ^= 0x10
     path.write_bytes(content)
@@ -213,7 +213,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # of files: tests/
 
 
 class Stubborn:
-    """An extra that does not take what rank 1 gives it."""
+    """An extra whose load fails on rank 1."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.value = rank, "as it was"
@@ -313,7 +313,7 @@ def test_damage_and_misuse_are_told_on_every_rank_and_change_nothing(ranks_pool:
 
 @contextmanager
 def full_disk(after: int) -> Iterator[None]:
-    """Within: the disk is full after that many bytes of a file."""
+    """Inside the block, fail as a full disk does, after some bytes of a file."""
 
     def write(file: Any, data: Any) -> int:
         if file.tell() + len(data) > after:
@@ -326,7 +326,7 @@ def full_disk(after: int) -> Iterator[None]:
 
 
 class Strange(torch.optim.SGD):
-    """Has a state of neither the parameter's shape nor one number."""
+    """Has a state that has neither the parameter's shape nor one number."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
@@ -402,7 +402,7 @@ def test_a_save_that_fails_says_why_on_every_rank_and_leaves_what_was_there(
 
 
 def rates_drift(rank: int, world_size: int, root: Path) -> None:
-    """A scheduler that each rank gives its own loss; and a rate that is a tensor."""
+    """Each rank gives a scheduler its own loss; then a rate is a tensor."""
     for stage in (0, 3):
         model = sharded(fresh(Mlp), stage)
         first, *others = model.parameters()
@@ -437,7 +437,7 @@ def asynchronous(rank: int, world_size: int, root: Path) -> None:
 
 
 def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
-    """In steps with collectives, while the writer is held up; what is saved is of before."""
+    """Train with collectives while the writer is held up. The checkpoint has the values from before."""
     before = state_of(model, optimizer)
     go_on, whole = threading.Event(), HashedFile.write
     made, make_group = list[tuple[Any, Any]](), dist.new_group  # time-outs that groups are made with, and groups
@@ -468,7 +468,7 @@ def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
 
 
 def errors_are_told(root: Path, rank: int, model: Any, optimizer: Any) -> None:
-    """By the result, by a warning, and by the next save."""
+    """The result, a warning, and the next save give the error."""
     full = "cannot write __1_0.distcp: the disk is full"
     with warnings.catch_warnings(record=True) as heard, full_disk(0 if rank == 1 else 10**9):
         warnings.simplefilter("always")
@@ -504,7 +504,7 @@ def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool:
 
 
 class Apart(nn.Module):
-    """Each rank has an expert of its own, and modules have state of their own."""
+    """Each rank has its own expert, and modules have extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -541,7 +541,7 @@ def apart(rank: int, world_size: int, root: Path) -> None:
 
 
 def apart_in_another_tools(rank: int, world_size: int, root: Path) -> None:
-    """It has one value for all ranks."""
+    """Another tool's checkpoint has one value for all ranks."""
     models = []
     for value in (1.0 + rank, 50.0):
         module = fresh(Mlp)
@@ -568,7 +568,7 @@ def test_what_is_each_ranks_own(ranks_pool: RanksPool, tmp_path: Path) -> None:
 
 
 def copies(rank: int, world_size: int, root: Path) -> None:
-    """Two copies of a model on two ranks each; then four shards."""
+    """Save two copies of a model, on two ranks each; load into four shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(fresh(Zoo), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
     optimizer = adamw(model)

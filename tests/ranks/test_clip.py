@@ -30,7 +30,7 @@ def tokens() -> Tensor:
 def norms(
     rank: int, world_size: int, stages: list[int]
 ) -> dict[tuple[int, float, float], tuple[Tensor, int, dict[str, Tensor | None]]]:
-    """By stage, norm and limit: the norm, how many collectives it took, and the clipped gradients of this rank."""
+    """Return, by stage, norm and limit: the norm, the number of its collectives, and this rank's clipped gradients."""
     found = {}
     for stage in stages:
         model = sharded(fresh(Small), stage)
@@ -69,7 +69,7 @@ def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[i
 
 
 def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Tensor, *, sharded: bool) -> None:
-    """The ranks' gradients are a parameter's, in rows or each in full."""
+    """Check that the ranks' gradients, in rows or each in full, are a parameter's."""
     if right.grad is None:
         assert parts == [None] * len(parts)
         return
@@ -110,7 +110,7 @@ def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool
 
 
 def clipped_by_torch(rank: int, world_size: int) -> None:
-    """With sharded and replicated parameters; the ignored one is clipped with its own list."""
+    """Clip sharded and replicated parameters; the ignored parameter is clipped in a list of its own."""
     policy = tz.Policy(stage=3, replicate_below_bytes=30, ignored=("layers.1.weight",))
     model, plain, x = sharded(fresh(Mlp), policy), fresh(Mlp), torch.ones(3, 7)
     ignored = "layers.1.weight"

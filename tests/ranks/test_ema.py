@@ -27,7 +27,7 @@ INPUTS = torch.arange(12).view(4, 3) % 9
 
 
 def train(model: nn.Module, update: Callable[[int], object], rank: int = 0, world_size: int = 1) -> None:
-    """Take the steps, and update averages after each."""
+    """Take the steps, and update the averages after each step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def bytes_of_forward(model: Any) -> int:
 
 
 def averages(rank: int, world_size: int, stage: int) -> None:
-    """Of every step, and of every second one; their update sends nothing, and a forward what it always sends."""
+    """Average after every step, and after every second step. An update sends nothing, and a forward sends no more."""
     plain, model = fresh(Small), sharded(fresh(Small), stage)
     rights = [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) for _ in range(2)]
     train(plain, lambda step: [right.update_parameters(plain) for right in rights[: 1 + (step % EVERY == 0)]])
@@ -96,7 +96,7 @@ def test_averages_are_those_of_one_process(ranks_pool: RanksPool, stage: int) ->
 
 
 def halves(rank: int, world_size: int) -> None:
-    """A float32 average of half-precision shards moves in small steps; the shards come back."""
+    """A float32 average of 16-bit shards moves in small steps; the shards come back."""
     model = sharded(fresh(nn.Linear, 4, 3).bfloat16(), 3)
     shard = model.get_parameter("weight")
     ema = tz.EMA(model, 0.999)
@@ -120,7 +120,7 @@ def test_an_average_of_half_precision_moves(ranks_pool: RanksPool) -> None:
 
 
 def on_disk(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
-    """Two averages of all parameters; those of a parameter that each rank has its own."""
+    """Save two averages of all parameters, and averages of a parameter that each rank has for itself."""
     model = sharded(fresh(Small), 3)
     ema, slower = tz.EMA(model, DECAY), tz.EMA(model, 0.5, every=EVERY)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
@@ -204,7 +204,7 @@ def says_when_made(model: Any, ema: tz.EMA) -> None:
 
 
 def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
-    """What would lose the weights, while averages are in their place."""
+    """While averages replace the weights, what would lose the weights is refused."""
     full: dict[str, Any] = tz.full_state_dict(model)
     with ema.applied():
         before = [local(param).detach().clone() for param in model.parameters()]

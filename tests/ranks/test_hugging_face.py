@@ -57,12 +57,12 @@ def library(name: str) -> Any:
 
 
 def has_transformers(*version: int) -> bool:
-    """Whether transformers is of this version, or newer."""
+    """Return whether transformers has this version or a newer one."""
     return tuple(map(int, library("transformers").__version__.split(".")[:2])) >= version
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Any:
-    """A Llama whose output layer is tied to its embedding, or not."""
+    """Make a Llama, whose output layer may be tied to its embedding."""
     transformers = library("transformers")
     config = transformers.LlamaConfig(
         vocab_size=33,
@@ -85,7 +85,7 @@ def compiled(module: nn.Module, policy: tz.Policy | int = 3, **arguments: Any) -
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by name; each has one file, which the index names if there are several."""
+    """Return all tensors of a folder, by name. Each is in one file; the index names it if there are several."""
     found: dict[str, Tensor] = {}
     where: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -103,7 +103,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def dtype_in(config: dict[str, Any]) -> Any:
-    """Of a model's config."""
+    """Return the dtype in a model's config."""
     return config["dtype"]
 
 
@@ -115,13 +115,13 @@ def names(folder: Path) -> list[str]:
 
 
 def unordered_names(text: str) -> dict[str, Any]:
-    """JSON whose lists of names are sorted: peft writes its sets in the order of their hashes."""
+    """Sort the lists of names in JSON: peft writes its sets in the order of their hashes."""
     values = json.loads(text)
     return {key: sorted(value, key=str) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def assert_same_files(ours: Path, theirs: Path) -> None:
-    """The same names, tensors and JSON values; tensors may be cut into files elsewhere."""
+    """Check that names, tensors and JSON values are equal; tensors may be in other files."""
     assert names(ours) == names(theirs)
     assert same(tensors_of(ours), tensors_of(theirs)) == []
     for path in theirs.glob("*.json"):
@@ -130,7 +130,7 @@ def assert_same_files(ours: Path, theirs: Path) -> None:
 
 
 def through(rank: int, world_size: int, source: Path, folder: Path, stage: int, dtype: torch.dtype) -> None:
-    """From a folder to a folder, without a step; in ZeRO-2 by two copies of a rank."""
+    """Load from a folder and save to another one, without a step; in ZeRO-2 with two copies on a rank each."""
     mesh = init_device_mesh("cpu", (world_size, 1)) if stage == 2 else None
     model = compiled(llama(seed=1, dtype=dtype), stage, weights=source, mesh=mesh)
     tz.save_pretrained(model, folder, max_shard_size=KILOBYTES)
@@ -152,7 +152,7 @@ def test_a_folder_comes_out_as_it_went_in(
 
 
 def saved_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
-    """Weights that no file had; returns the logits of the plain module."""
+    """Train and save weights that no file had; return the logits of the plain module."""
     half = tz.MixedPrecision(torch.bfloat16)
     model = compiled(llama(), tz.Policy(3, mixed_precision=half))
     stepped(model, adamw(model))
@@ -192,7 +192,7 @@ WORDS = TOKENS + 1  # transformers gives the embedding of its padding, 0, no gra
 
 
 def own_llama(rank: int, world_size: int, folder: Path, right: Tensor) -> None:
-    """The repository's Llama under ``thunder.jit``, from a folder of transformers, and into one."""
+    """Load the repository's Llama from a folder of transformers under ``thunder.jit``, and save it as one."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(33, **sizes, num_key_value_heads=1, tie_word_embeddings=True)
     model = thunder.jit(Llama(config), transforms=[tz.ZeroTransform(3, weights=folder)])
@@ -204,7 +204,7 @@ def own_llama(rank: int, world_size: int, folder: Path, right: Tensor) -> None:
 
 
 def test_the_repositorys_llama_takes_weights_of_transformers(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """``thunder.jit`` trains it as eager PyTorch trains that of transformers, which it cannot interpret."""
+    """``thunder.jit`` trains it as eager PyTorch trains transformers' Llama."""
     plain = llama()
     plain.save_pretrained(tmp_path)
     out = plain(input_ids=WORDS, labels=WORDS)
@@ -235,7 +235,7 @@ def test_hidden_states_are_those_of_the_plain_model(ranks_pool: RanksPool) -> No
 
 
 def with_own_units(rank: int, world_size: int) -> None:
-    """ViT's own plan has its embeddings as one unit more, and its one layer, which is not repeated."""
+    """ViT's own plan has a unit more for its embeddings, and its one layer, which is not repeated."""
     module = fresh(BY_NAME["ViT"].make)
     units = shown("Units", {"tz": tz, "module": module})["model"].state.plan.units
     assert "vit.embeddings" in units
@@ -276,7 +276,7 @@ def test_each_family_has_the_files_of_its_own_class(ranks_pool: RanksPool, tmp_p
 
 
 class Odd(Small):
-    """Buffers, one of them not for the state dict, a state of its own, and a parameter for each rank."""
+    """Has buffers, one of them not in the state dict, an extra state, and a parameter for each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ MODULES = {"torch": torch, "tz": tz, "thunder": thunder}
 
 
 def shown(heading: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the code under a heading of the page, with these names; returns all names afterwards."""
+    """Run the code under a heading of the page with these names; return all names afterwards."""
     section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
         exec(compile(block, f"{PAGE.name}: {heading}", "exec"), names)
@@ -389,13 +389,13 @@ def shown(heading: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(rank: int, world_size: int) -> list[Tensor]:
-    """Three batches of four rows, or this rank's rows of them."""
+    """Return three batches of four rows, or this rank's rows of them."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 33, (4, 8), generator=generator).chunk(world_size)[rank] for _ in range(3)]
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """As the page trains, in one process."""
+    """Train in one process as the page does."""
     for batch in batches(0, 1):
         module(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
@@ -429,7 +429,7 @@ def test_greedy_generation_after_training_is_the_plain_modules(ranks_pool: Ranks
 
 
 def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
-    """Adapters alone are trained, reduced, stepped and saved; returns the logits."""
+    """Only adapters are trained, reduced, stepped and saved; return the logits."""
     peft, base = library("peft"), llama()
     torch.manual_seed(0)
     plain = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
@@ -511,8 +511,7 @@ def rows(count: int) -> list[dict[str, Tensor]]:
 
 
 def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list[Any], half: bool = False) -> float:
-    """A step of one process on several batches of one size; ``half``: in bfloat16, under autocast. Returns the norm of
-    its gradients."""
+    """Take a step of one process on several batches of one size; return the norm of its gradients."""
     for batch in micro_batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = plain(**batch)["loss"]
@@ -525,21 +524,21 @@ def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list
 
 @pytest.fixture
 def own_pool() -> Iterator[RanksPool]:
-    """Processes of one test: Accelerate reads the environment once, and keeps what it found."""
+    """Processes of one test: Accelerate reads the environment only once."""
     pytest.importorskip("accelerate")
     with RanksPool() as pool:
         yield pool
 
 
 def as_torchrun_does(rank: int, world_size: int) -> None:
-    """What Accelerate reads from the environment; the process group exists."""
+    """Set what Accelerate reads from the environment; the process group exists already."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": "1"}  # nobody connects to it
 
 
 def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
-    """A plain Trainer with a sharded model, and arguments of a trainer that do not fit one."""
+    """Refuse a plain Trainer with a sharded model, and a trainer's arguments that do not fit it."""
     as_torchrun_does(rank, world_size)
     peft, transformers = library("peft"), library("transformers")
     adapters = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -582,7 +581,7 @@ def test_what_does_not_fit_a_sharded_model_is_refused(own_pool: RanksPool, tmp_p
 
 
 def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    """Train as the page does, in bfloat16; what of Accelerate would be wrong is refused, on both ranks."""
+    """Train as the page does, in bfloat16. Uses of Accelerate that would be wrong are refused, on both ranks."""
     as_torchrun_does(rank, world_size)
     weights, batch = list[dict[str, Tensor]](), rows(16)[0]
     for stage in (0, 3):
@@ -642,7 +641,7 @@ def test_accelerate_trains_in_half_precision_and_its_files_are_refused(own_pool:
 
 
 class Noting(list[Any]):
-    """Data that notes which rows are asked for."""
+    """Data that notes the rows that are read."""
 
     def __init__(self, data: list[Any]) -> None:
         super().__init__(data)
@@ -654,7 +653,7 @@ class Noting(list[Any]):
 
 
 def train_adapters_by(kind: Any, folder: Path) -> None:
-    """Adapters of peft, saved after each step, and resumed after the first: both end in the same weights."""
+    """Save peft's adapters after each step, and resume after the first: both runs end in equal weights."""
     peft, transformers, ends = library("peft"), library("transformers"), []
     data = [{"input_ids": TOKENS[number % 2] + 1, "labels": TOKENS[number % 2] + 1} for number in range(8)]
     for start in (None, f"{folder}/adapters/checkpoint-1"):
@@ -756,7 +755,7 @@ def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, t
 
 
 def words(count: int, seed: int = 0) -> Any:
-    """Rows of some tokens each, as a dataset with a column that no model takes."""
+    """Return rows of some tokens each, as a dataset with a column that no model takes."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 9, (count,), generator=generator).tolist()
     tokens = [torch.randint(1, 33, (length,), generator=generator).tolist() for length in lengths]
@@ -765,7 +764,7 @@ def words(count: int, seed: int = 0) -> Any:
 
 
 def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """A batch; padding counts in no loss."""
+    """Return a batch whose padding counts in no loss."""
     length = max(len(row["input_ids"]) for row in examples)
     pads = {"input_ids": 0, "labels": -100}
     return {
@@ -775,13 +774,13 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def logged_by(trainer: Any) -> list[tuple[str, float]]:
-    """What a trainer logged, but times."""
+    """Return what a trainer logged, without times."""
     kept = ("loss", "eval_loss", "grad_norm", "learning_rate")
     return [(name, value) for entry in trainer.state.log_history for name, value in entry.items() if name in kept]
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
-    """The full weights that a trainer trained."""
+    """Return the full weights that a trainer trained."""
     is_zero = isinstance(trainer.model_wrapped, tz.ZeroModule)
     return tz.full_state_dict(trainer.model_wrapped) if is_zero else dict(trainer.model.state_dict())
 
@@ -798,7 +797,7 @@ def assert_trained_alike(zero: Any, ddp: Any) -> None:
 
 
 def one_script(rank: int, world_size: int, folder: Path) -> None:
-    """Many arguments at once; the best model is not the last one. Then steps from DDP's checkpoint of it."""
+    """Many arguments at once; the best model is not the last one. Then train from DDP's checkpoint of it."""
     as_torchrun_does(rank, world_size)
     transformers, hugging_face = library("transformers"), library("thunder_zero.hugging_face")
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 3, "eval_steps": 1}
@@ -845,7 +844,7 @@ def test_a_trainers_script_trains_as_under_ddp(own_pool: RanksPool, tmp_path: Pa
 
 
 def tokenizer_of_letters() -> Any:
-    """A tokenizer of one letter a token, made without a download."""
+    """Make a tokenizer with one letter a token, without a download."""
     made, kinds = library("tokenizers"), library("tokenizers.models")
     letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
     model = made.Tokenizer(kinds.WordLevel({letter: at for at, letter in enumerate(letters)}, unk_token="<unk>"))
@@ -856,7 +855,7 @@ def tokenizer_of_letters() -> Any:
 
 
 def texts(count: int, folder: Path, rank: int) -> Any:
-    """Prompts with a chosen and a rejected answer, all of one length; in files, which TRL's caches need."""
+    """Return prompts with a chosen and a rejected answer, all of one length; in files, which TRL's caches need."""
     datasets, draw = library("datasets"), torch.Generator().manual_seed(3)
     letters = [" ".join(map(chr, 97 + torch.randint(26, (6,), generator=draw))) for _ in range(3 * count)]
     columns = ("prompt", "chosen", "rejected")

@@ -87,7 +87,7 @@ def tokens(step: int) -> Tensor:
 
 
 def train(model: Any, optimizers: list[optim.Optimizer], rank: int = 0, world_size: int = 1) -> None:
-    """Eight steps of two micro-batches, with one scaler, clipping and schedulers."""
+    """Take eight steps of two micro-batches, with one scaler, clipping and schedulers."""
     is_sharded = isinstance(model, tz.ZeroModule)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     schedulers = [optim.lr_scheduler.ExponentialLR(optimizer, 0.95) for optimizer in optimizers]
@@ -214,7 +214,7 @@ def test_the_next_bucket_travels_during_a_step_and_three_are_in_memory(ranks_poo
 
 
 class Odd(nn.Module):
-    """Parameters of shapes and dtypes that ranks share badly."""
+    """Has parameters of shapes and dtypes that ranks share badly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,12 +260,12 @@ def odd_steps(rank: int, world_size: int, name: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore:cpu_offload")
 def test_each_step_is_the_ordinary_one_bit_for_bit(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    """On the same gradients; some are missing in the second step."""
+    """Gradients are equal; some are missing in the second step."""
     ranks_pool.run(world_size, odd_steps, name)
 
 
 def odd_beginnings(rank: int, world_size: int) -> None:
-    """More ranks than matrices, from the meta device; no gradient on any rank; values that were written past torch."""
+    """More ranks than matrices, from the meta device; no gradient on any rank; values written without torch."""
     with torch.device("meta"):
         empty = Mlp(7, 2)
     torch.manual_seed(0)
@@ -347,7 +347,7 @@ def script_steps(model: Any, plain: nn.Module) -> Any:
 
 
 def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
-    """A rank has the states that it owns, and takes no others; all know who owns what."""
+    """Check that a rank has only the states that it owns, and that all ranks know the owners."""
     assert whole.state, "owns nothing"
     assert all(whole.owner_of(shard) == rank for shard in whole.state), "a state of another owner"
     saved, count = whole.state_dict(), len(whole.state)

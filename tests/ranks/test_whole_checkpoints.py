@@ -53,7 +53,7 @@ def stepped(model: Any, optimizer: Any, steps: range) -> None:
 
 
 def one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A plain module after steps, and its optimizer's state by the names of parameters."""
+    """Train a plain module; return it, and its optimizer's state by the names of parameters."""
     plain = fresh(Mlp)
     optimizer = KINDS[name](plain.parameters(), lr=RATE)
     for step in range(steps):
@@ -65,7 +65,7 @@ def one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def assert_same(found: Any, right: Any, where: str) -> None:
-    """The same dtypes and bits, in dicts and lists, too."""
+    """Check that dtypes and bits are equal, also inside dicts and lists."""
     if isinstance(right, Tensor):
         torch.testing.assert_close(found, right, atol=0, rtol=0, msg=lambda text: f"{where}: {text}")
     elif isinstance(right, list):
@@ -78,7 +78,7 @@ def assert_same(found: Any, right: Any, where: str) -> None:
 
 
 def assert_goes_on(model: Any, optimizer: Any, name: str) -> None:
-    """Further steps end where uninterrupted ones of one process do."""
+    """Check that further steps end where an uninterrupted run of one process ends."""
     stepped(model, optimizer, AFTER)
     assert_same(tz.full_state_dict(model), dict(one_process(name, 4)[0].state_dict()), name)
 
@@ -87,7 +87,7 @@ def assert_goes_on(model: Any, optimizer: Any, name: str) -> None:
 
 
 def save_all(rank: int, world_size: int, root: Path) -> None:
-    """A checkpoint of each kind after two steps; AdamW also by rows. What one owner cannot save, all refuse."""
+    """Save a checkpoint of each kind after two steps; AdamW also by rows. If one owner cannot save, all refuse."""
     for name in KINDS:
         model = sharded(fresh(Mlp), 3)
         optimizer = whole_of(model, name)

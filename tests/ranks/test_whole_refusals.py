@@ -143,7 +143,7 @@ def refused_parameters(originals: list[Any], params: list[Any], others: list[Any
 
 
 def refused_habits(params: list[Any], others: list[Any]) -> None:
-    """Of torch's users, with the optimizer that was made; some after a step."""
+    """Habits of torch's users are refused, some of them after a step."""
     of_class = "tz.whole(Failing) has no 'evaluate': it has what torch.optim.Optimizer has"
     says(lambda: tz.whole(Failing, params).evaluate(), of_class)
     optimizer = tz.whole(optim.Adafactor, params)
@@ -174,7 +174,7 @@ def test_what_cannot_be_stepped_in_parts_is_refused(ranks_pool: RanksPool) -> No
 
 
 def changed_later(rank: int, world_size: int) -> None:
-    """What the probe did not see: a norm that an option turns on, a count that a later group would not know."""
+    """What the probe did not see is refused: a norm that an option turns on, a count that a new group lacks."""
     model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
     params = list(model.parameters())
     coupling = tz.whole(CoupledIfAsked, params, lr=0.1)
@@ -215,7 +215,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # that ranks change after a step: their
 
 
 def differing(rank: int, world_size: int) -> None:
-    """Nothing changes; the optimizer goes on afterwards."""
+    """Ranks that differ are refused; nothing changes, and the optimizer goes on."""
     model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
     params, before = list(model.parameters()), [param.detach().clone() for param in model.parameters()]
     assign = owners.assign
@@ -259,7 +259,7 @@ def test_ranks_that_differ_are_told_on_every_rank(ranks_pool: RanksPool) -> None
 
 
 def drawn_by_copies(rank: int, world_size: int) -> None:
-    """One copy on two ranks, and two copies on one each: an optimizer that draws, and one that does not."""
+    """An optimizer that draws, and one that does not, on one copy on two ranks, and on two copies."""
     copies = "and the 2 copies of the model would draw other ones and drift apart"
     for shape, *words in (((1, 2), "nothing"), ((2, 1), "Noisy draws random numbers (torch's on the cpu)", copies)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""What one rank has of a model, of averages of it and of extras, by the names of a checkpoint.
+"""Lists what one rank has of a model, of its averages and of extras, by the names of a checkpoint.
 
 The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}``,
 with the plain module's names of parameters. Values that each rank has for itself (extras, ignored parameters and their
@@ -72,8 +72,8 @@ class Contents:
     def entries_of(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
         """Return what this rank writes of a value.
 
-        Of a DTensor that is cut, every rank writes its part. Any other value is written by one rank of those that have
-        it: ranks take turns.
+        Every rank writes its part of a cut DTensor. Any other value is written by one of the ranks that have it: ranks
+        take turns.
 
         Args:
             what: the value's name in a message.

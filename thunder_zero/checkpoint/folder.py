@@ -196,7 +196,7 @@ def remove(folder: Path) -> None:
 def _clear_dead(parent: Path, series: str | None = None) -> None:
     """Delete folders of dead saves; best effort: errors are ignored.
 
-    A folder is deleted if it was being deleted, if its process is dead, or if it was replaced by another checkpoint.
+    A folder is deleted if its deletion was interrupted, if its process is dead, or if another checkpoint replaced it.
 
     Args:
         series: in this series, folders are deleted, too, if it is unknown whether their process is alive.

@@ -75,10 +75,9 @@ def save_pretrained(
     The files get their names once all are complete. Then earlier safetensors files of that name are deleted if they are
     no longer part of the model.
 
-    A Hugging Face model's own ``save_pretrained`` decides which files there are, which names its tensors have, and
-    which name of a tied weight is written: ``config.json``, ``generation_config.json`` and ``model.safetensors``; for a
-    ``PeftModel`` only its adapters. For any other module only ``model.safetensors`` is written, with a tied weight
-    under its first name.
+    A Hugging Face model's own ``save_pretrained`` decides which files there are, and under which names tensors are
+    written: ``config.json``, ``generation_config.json`` and ``model.safetensors``, or only the adapters of a
+    ``PeftModel``. Any other module has only ``model.safetensors``, with a tied weight under its first name.
 
     >>> tz.save_pretrained(model, "runs/model", dtype=torch.bfloat16)
     >>> LlamaForCausalLM.from_pretrained("runs/model")
@@ -153,8 +152,8 @@ def _plan_files(
     for path in {path.parent for path in (*names_in, *others)}:
         with explain_write_error(str(folder / path), FILES_UNCHANGED):
             (folder / path).mkdir(parents=True, exist_ok=True)
-    kept = {Path(CARD)} if (folder / CARD).exists() else set()
-    return weights, {folder / path: text for path, text in others.items() if path not in kept}
+    existing = {Path(CARD)} if (folder / CARD).exists() else set()
+    return weights, {folder / path: text for path, text in others.items() if path not in existing}
 
 
 def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -113,17 +113,17 @@ def load(
         wait_for_last(state)  # the next save raises its error
         require_at_rest(state, "load", extra)
         _require_loadable(extra)
-    where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
+    where, saved = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
     with all_or_none(state.group, "to load"):
         if not where.is_dir():
             raise OSError(
                 f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
             )
-        with _refuse_replaced(where, written):
-            files = () if written is None else _share_of(written, contents.rank, contents.ranks)
+        with _refuse_replaced(where, saved):
+            files = () if saved is None else _files_to_verify(saved, contents.rank, contents.ranks)
             manifest.require_no_faults(where, files, contents=False)
-            described = next((file for file in written.files if file.name == METADATA), None) if written else None
+            described = next((file for file in saved.files if file.name == METADATA), None) if saved else None
             metadata = read_metadata(where, described)
             read = read_checkpoint(where, metadata, [contents, *averages], optimizers, files)
         loaded = Loaded(own_extras(read.of_rank, contents.rank, contents.ranks), read.of_rank)
@@ -138,33 +138,33 @@ def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool
 
     The manifest is None without ``verify_files``.
     """
-    where, written = path, None
+    where, saved = path, None
     with all_or_none(group, "to load"):
         if group.rank() == 0:
             where = folder.locate(path)
-            written = manifest.require_manifest(where) if verify_files else None
-    found: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((where, written), group)
+            saved = manifest.require_manifest(where) if verify_files else None
+    found: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((where, saved), group)
     return found
 
 
-def _share_of(written: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
-    """Return the files that a rank verifies: consecutive ones, in which most of its own rows are.
+def _files_to_verify(saved: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
+    """Return the files that a rank verifies: consecutive files, in which most of its own rows are.
 
-    The metadata is in no rank's share: every rank reads and verifies it.
+    The metadata is left out: every rank reads and verifies it.
     """
-    files = [file for file in written.files if file.name != METADATA]
+    files = [file for file in saved.files if file.name != METADATA]
     return tuple(files[rank * len(files) // ranks : (rank + 1) * len(files) // ranks])
 
 
 @contextmanager
-def _refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
+def _refuse_replaced(where: Path, saved: Manifest | None) -> Iterator[None]:
     """Raise ValueError if another save replaces the checkpoint during the block, even if the block raises, too."""
     failure = None
     try:
         yield
     except Exception as error:
         failure = error
-    if written is not None and not folder.is_unchanged(where, written):
+    if saved is not None and not folder.is_unchanged(where, saved):
         raise ValueError(f"another save replaced or deleted {where} while it was read; load again") from failure
     if failure is not None:
         raise failure

@@ -226,7 +226,7 @@ def _states_of(
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return, by key of a state, its parameter, if the state is cut like the parameter.
+    """Return the parameters of the states that are cut like their parameter, by key of the state.
 
     Raises:
         ValueError: a state has neither its parameter's shape nor one number, and the parameter is cut.

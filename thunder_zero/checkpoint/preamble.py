@@ -54,7 +54,7 @@ def check_arguments(
 
 
 def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
-    """Raise unless the shards have the model's values, and nothing is in progress.
+    """Raise unless the parameters and gradients of a model, and its EMAs, can be saved or loaded.
 
     Raises:
         RuntimeError: gradients are accumulated, or the parameters are averages.

@@ -1,13 +1,13 @@
-"""What an encoding is: how many bytes elements take, how these are written and read; a cast is one.
+"""What an encoding is: how many bytes elements take, how the bytes are written and read; a cast is an encoding.
 
 ::
 
     Encoding(torch.bfloat16)     2 bytes an element
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
-    NF4(block=64)                half a byte an element, 4 bytes a block; rows of frozen parameters, at rest too
+    NF4(block=64)                half a byte an element, 4 bytes a block; rows of frozen parameters, also at rest
 
-``plan/params.py`` asks ``nbytes`` for what a collective of a parameter sends; memory, forecasts, proofs, reports read
-the plan. ``sharded/wire.py`` encodes and decodes.
+``plan/params.py`` asks ``nbytes`` how much a collective of a parameter sends. Memory, forecasts, proofs and reports
+read the plan. ``sharded/wire.py`` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-LARGEST_BLOCK = 1 << 16  # a scale for more says little of most of them
-SCALE_BYTES = 4  # of a float32; elements are padded to a multiple of it, so that the scales of all ranks are aligned
+LARGEST_BLOCK = 1 << 16  # elements: the largest sets the scale, and in a longer block most of them would round to 0
+SCALE_BYTES = 4  # a float32; payloads are padded to a multiple of it, so that the scales of all ranks are aligned
 PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, and operators cost little a piece
-PIECE_ON_GPU = 1 << 22  # 16 MiB each: as many launches as such a tensor needs anyway
+PIECE_ON_GPU = 1 << 22  # buffers of 16 MiB, so that launches cost little beside the kernels
 
 
 def piece_on(device: torch.device) -> int:
@@ -34,8 +34,8 @@ class Encoding:
     """How elements travel.
 
     Attributes:
-        dtype: of an element.
-        block: consecutive elements, in row-major order, that share a scale; 0: none do, and the dtype alone decides.
+        dtype: the dtype of an element.
+        block: how many consecutive elements, in row-major order, share a scale; 0: there are no scales.
     """
 
     dtype: torch.dtype
@@ -62,18 +62,24 @@ class Encoding:
         return nbytes if not self.block else SCALE_BYTES * self.blocks(numel) + -(-nbytes // SCALE_BYTES) * SCALE_BYTES
 
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Return the payload of a tensor: cast, or ``x`` itself. ``piece``: elements at a time (default: by the
-        device)."""
+        """Return the payload of a tensor: ``x`` in the dtype of this encoding, or ``x`` itself if it has that dtype.
+
+        Args:
+            piece: how many elements to encode at a time (default: by the device).
+        """
         return x.to(self.dtype)
 
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Read a payload into ``out``, of the shape that was encoded and any floating-point dtype, and return it."""
+        """Decode a payload into ``out``, and return it. ``out`` has the encoded shape, and any floating-point dtype."""
         return out.copy_(payload)
 
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Encoding, ABC):
-    """Bytes with a scale for each block. A class of your own defines ``encode``, ``decode`` and ``error``."""
+    """An encoding with a scale for each block of elements.
+
+    A class of your own defines ``encode``, ``decode`` and ``error``.
+    """
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128
@@ -97,8 +103,8 @@ class Blocks(Encoding, ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Read a payload into ``out``, floating-point and contiguous, and return it."""
+        """Decode a payload into ``out``, floating-point and contiguous, and return it."""
 
     @abstractmethod
     def error(self, rounds: str) -> str:
-        """Return how far an element may be off, in words; it ``rounds`` "to nearest" or "at random"."""
+        """Describe how far an element may be off, if it ``rounds`` "to nearest" or "at random"."""

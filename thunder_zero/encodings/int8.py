@@ -5,14 +5,15 @@
     payload of n elements    [ scales, float32, one a block | n elements of a byte | padding to a multiple of 4 ]
 
     encode  x (n,)           ->  payload         scale = max |x| of the block / 127;  element = x / scale, rounded
-    decode  payload          ->  x (n,)          element * scale;  added to what is there, if asked
+    decode  payload          ->  x (n,)          element * scale;  with ``add``, added to what ``out`` has
 
-Both go through pieces, which on a CPU stay in its cache; on a GPU most tensors are one piece. A block with Inf or NaN
-has the scale NaN, so all of it arrives as NaN.
+Both work in pieces. On a CPU a piece stays in the cache; on a GPU most tensors are one piece. A block with Inf or NaN
+has the scale NaN, so all of its elements are decoded as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
-quantizers, 1993). Here u is a Weyl sequence over the elements of a piece, which begins where a hash of the parameter,
-the sender, and how often it was reduced says: free, the same in each run, and uniform over the hashes.
+quantizers, 1993). Here u is a Weyl sequence over the elements of a piece. A hash of the parameter, the sender, and the
+number of its reduction chooses where the sequence begins. This costs nothing, is equal in each run, and is uniform over
+the hashes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch import Tensor
 
 from thunder_zero.encodings.encoding import SCALE_BYTES, Blocks, piece_on
 
-LEAST = torch.finfo(torch.float32).tiny  # of a scale: its inverse is finite
-GOLDEN = 0.6180339887498949  # step of the Weyl sequence, the golden ratio's fractional part
-STARTS = 1 << 16  # where the sequence can begin
+LEAST = torch.finfo(torch.float32).tiny  # the least scale: its inverse is finite
+GOLDEN = 0.6180339887498949  # the step of the Weyl sequence, the golden ratio's fractional part
+STARTS = 1 << 16  # how many places the sequence can begin at
 BELOW_1 = 1 - 2**-13  # the largest number of the sequence: 127 and a few ulps, added to it, are less than 128
 
 
@@ -39,13 +40,13 @@ class Int8(Blocks):
 
     Gathers round to nearest, so an element is off by half a step at most: 0.4% of the largest of its block. Reductions
     round up or down at random, so that the mean is right, and an element of one rank is off by less than a whole step.
-    A step is 2 ** -126 at least, which is more than that where all elements of a block are below 1.5e-36.
+    A step is at least 2 ** -126, so the percentages do not hold where all elements of a block are below 1.5e-36.
 
     >>> Int8(128).nbytes(1000)
     1032
 
     Attributes:
-        block: elements that share a scale.
+        block: how many elements share a scale.
 
     Raises:
         ValueError: ``block`` is no number of elements.
@@ -54,14 +55,18 @@ class Int8(Blocks):
     largest = 127.0
 
     def error(self, rounds: str) -> str:
-        """Return how far an element may be off, in words; it ``rounds`` "to nearest" or "at random"."""
-        steps, share = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
-        return f"{steps}, {share} of the largest in its block, or {steps} of 2 ** -126"
+        """Describe how far an element may be off, if it ``rounds`` "to nearest" or "at random"."""
+        steps, percent = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
+        return f"{steps}, {percent} of the largest in its block, or {steps} of 2 ** -126"
 
     def encode(self, x: Tensor, *, out: Tensor | None = None, key: str = "", piece: int | None = None) -> Tensor:
-        """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,). Round to nearest; with a ``key``, up
-        or down at random by its hash. ``out``: where to write it. ``piece``: elements at a time (default: by the
-        device)."""
+        """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,).
+
+        Args:
+            out: the payload to write to (default: a new one).
+            key: round up or down at random, by the hash of this text; empty: round to nearest.
+            piece: how many elements to encode at a time (default: by the device).
+        """
         x, piece = x.detach().reshape(-1), piece or piece_on(x.device)
         payload = x.new_empty(self.nbytes(len(x)), dtype=torch.uint8) if out is None else out
         scales, elements = self._parts(payload, len(x))
@@ -70,9 +75,9 @@ class Int8(Blocks):
         if key:
             begin = crc32(key.encode()) % STARTS
             noise = weyl(max(piece, self.block), x.device)[begin : begin + len(buffer)]
-        for start, stop, at, blocks in _pieces(len(x), self.block, piece):
+        for start, stop, first, blocks in _pieces(len(x), self.block, piece):
             values, scaled = x[start:stop].view(blocks, -1).float(), buffer[: stop - start].view(blocks, -1)
-            scale = torch.amax(torch.abs(values, out=scaled), 1, out=scales[at : at + blocks])
+            scale = torch.amax(torch.abs(values, out=scaled), 1, out=scales[first : first + blocks])
             torch.mul(values, scale.div_(self.largest).clamp_(min=LEAST).reciprocal().unsqueeze(1), out=scaled)
             if noise is not None:
                 scaled.add_(noise[: stop - start].view(blocks, -1)).floor_()
@@ -84,13 +89,17 @@ class Int8(Blocks):
         return payload
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, piece: int | None = None) -> Tensor:
-        """Read a payload into ``out``, floating-point and contiguous, and return it; ``add``: to what is there, which
-        is float32."""
+        """Decode a payload into ``out``, floating-point and contiguous, and return it.
+
+        Args:
+            add: add to the values in ``out``, which is float32.
+            piece: how many elements to decode at a time (default: by the device).
+        """
         flat, piece = out.view(-1), piece or piece_on(out.device)
         scales, elements = self._parts(payload, len(flat))
         buffer = flat.new_empty(min(len(flat), max(piece, self.block)), dtype=torch.float32)
-        for start, stop, at, blocks in _pieces(len(flat), self.block, piece):
-            part, scale = flat[start:stop].view(blocks, -1), scales[at : at + blocks].unsqueeze(1)
+        for start, stop, first, blocks in _pieces(len(flat), self.block, piece):
+            part, scale = flat[start:stop].view(blocks, -1), scales[first : first + blocks].unsqueeze(1)
             values = buffer[: stop - start].view(blocks, -1).copy_(elements[start:stop].view(blocks, -1))
             if add:
                 part.addcmul_(values, scale)
@@ -107,19 +116,21 @@ class Int8(Blocks):
 
 
 def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where pieces begin and end, the number of their first block, and how many they have. What is left at the
-    end is a block of its own."""
+    """Yield where each piece begins and ends, the number of its first block, and how many blocks it has.
+
+    A remainder that is shorter than a block is a block and a piece of its own.
+    """
     whole = numel // block
     step = max(piece // block, 1)
-    for at in range(0, whole, step):
-        blocks = min(step, whole - at)
-        yield at * block, (at + blocks) * block, at, blocks
+    for first in range(0, whole, step):
+        blocks = min(step, whole - first)
+        yield first * block, (first + blocks) * block, first, blocks
     if numel % block:
         yield whole * block, numel, whole, 1
 
 
 @cache
 def weyl(piece: int, device: torch.device) -> Tensor:
-    """Return the sequence of a piece, whatever its start; it stays in the process."""
+    """Return the Weyl sequence of a piece, long enough for each start. It is cached for the life of the process."""
     numbers = torch.arange(piece + STARTS, dtype=torch.float64, device=device)
     return numbers.mul_(GOLDEN).frac_().float().clamp_(max=BELOW_1)

@@ -8,9 +8,10 @@
     decode   bytes         ->  x (rows, n)                    level * scale
 
 Each row has its own blocks, so that the bytes of a row do not depend on how many ranks share the parameter. Levels and
-order of elements are bitsandbytes', whose blocks run on from row to row. Encoding what was decoded, in the dtype of the
-original, gives the same bytes: the largest of a block is its scale times 1 or -1, exactly. A block with Inf or NaN is
-decoded as NaN.
+order of elements are those of bitsandbytes, where blocks continue from row to row.
+
+If decoded values are encoded again, in the dtype of the original, the bytes are equal: the largest element of a block
+is exactly its scale times 1 or -1. A block with Inf or NaN is decoded as NaN.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ LEVELS = (
 
 @dataclass(frozen=True, repr=False)
 class NF4(Blocks):
-    """4 bits an element: one of the 16 levels of NormalFloat (Dettmers et al., QLoRA, 2023), times its block's scale,
-    the largest magnitude of the block.
+    """4 bits an element: one of the 16 levels of NormalFloat, times the largest magnitude of its block.
 
-    Frozen parameters alone rest so, row by row. An element is off by 15.2% of the largest of its block at most; of
-    normally distributed ones each level stands for as many.
+    The levels are those of Dettmers et al., QLoRA, 2023. Only frozen parameters rest in this format, row by row. An
+    element is off by at most 15.2% of the largest of its block. If elements are normally distributed, each level stands
+    for equally many.
 
     Attributes:
-        block: elements that share a scale, an even number; each row begins with a new block.
+        block: how many elements share a scale, an even number. Each row begins with a new block.
 
     Raises:
         ValueError: ``block`` is no even number of elements.
@@ -65,13 +66,16 @@ class NF4(Blocks):
         return SCALE_BYTES * self.blocks(numel) + -(-numel // (2 * SCALE_BYTES)) * SCALE_BYTES
 
     def error(self, rounds: str) -> str:
-        """Return how far an element may be off, in words."""
+        """Describe how far an element may be off."""
         return "15.2% of the largest in its block"
 
     @torch.no_grad()
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Return the bytes of rows (rows, ...), floating-point: (rows, bytes of a row), uint8. ``piece``: elements at a
-        time (default: by the device)."""
+        """Return the bytes of floating-point rows (rows, ...): uint8 (rows, bytes of a row).
+
+        Args:
+            piece: how many elements to encode at a time (default: by the device).
+        """
         width = prod(x.shape[1:])
         flat, blocks = x.detach().reshape(len(x), width), self.blocks(width)
         payload = torch.zeros(len(flat), self.nbytes(width), dtype=torch.uint8, device=flat.device)
@@ -92,7 +96,7 @@ class NF4(Blocks):
 
     @torch.no_grad()
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Read the bytes of rows into ``out`` (rows, ...), and return it."""
+        """Decode the bytes of rows into ``out`` (rows, ...), and return it."""
         width = prod(out.shape[1:])
         flat = out.view(len(out), width)
         end = width // self.block * self.block
@@ -100,7 +104,7 @@ class NF4(Blocks):
         for start, stop in _pieces(flat, piece):
             codes = self._codes(payload[start:stop], width)
             scales = payload[start:stop].view(torch.float32)[:, : self.blocks(width)]
-            # One look-up a byte, which finds two levels.
+            # one look-up for each byte finds two levels
             levels = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(stop - start, -1)
             levels = levels[:, :width]
             levels[:, :end].unflatten(1, (-1, self.block)).mul_(scales[:, : end // self.block].unsqueeze(2))
@@ -109,13 +113,13 @@ class NF4(Blocks):
         return out
 
     def _codes(self, payload: Tensor, width: int) -> Tensor:
-        """Return the bytes of rows that hold their elements, as a view."""
+        """Return a view of the bytes of rows: those that hold elements, without the scales."""
         begin = SCALE_BYTES * self.blocks(width)
         return payload[:, begin : begin + -(-width // 2)]
 
 
 def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
-    """Yield where pieces of rows begin and end."""
+    """Yield where each piece of rows begins and ends."""
     step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))
@@ -123,7 +127,9 @@ def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
 
 @cache
 def pairs_on(device: torch.device) -> Tensor:
-    """Return the two levels that each byte stands for, (256,), each pair in the memory of an int64; it stays in the
-    process."""
+    """Return the two levels that each byte stands for: (256,), with each pair in the memory of an int64.
+
+    The result is cached for the life of the process.
+    """
     levels = torch.tensor(LEVELS)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64).view(-1).to(device)

@@ -139,8 +139,8 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Replace the model's parameters by the averages inside the block: to evaluate, generate or export.
 
-        A collective: all ranks must enter the block, and leave it. Parameters and averages are exchanged one at a time,
-        which takes the memory of one of a rank's parameters, and a copy of each parameter of 16 bits. ZeRO-1 refreshes
+        A collective: all ranks must enter the block, and leave it. Parameters and averages are exchanged one at a time.
+        This takes the memory of one of a rank's parameters, and a copy of each parameter of 16 bits. ZeRO-1 refreshes
         the other ranks' rows once in the block and once after it.
 
         Inside the block state dicts and ``full_parameters`` have averages. Steps of an optimizer, updates of an EMA,

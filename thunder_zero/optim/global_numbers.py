@@ -153,9 +153,9 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     """
     state = sharded_model(model).state
     valid = is_count(count)
-    everywhere, refused = all_reduce_sum((count if valid else 0, not valid), state.group, state.device)
-    if refused:
+    total_count, invalid = all_reduce_sum((count if valid else 0, not valid), state.group, state.device)
+    if invalid:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
-    if everywhere == 0:
+    if total_count == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.ranks / everywhere)  # ranks of slices have one batch, and each of them counts it
+    return total * (state.plan.ranks / total_count)  # ranks of slices have one batch, and each of them counts it

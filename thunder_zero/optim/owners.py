@@ -69,9 +69,9 @@ def work_of_shape(shape: tuple[int, ...]) -> int:
 def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, before: Sequence[int] = ()) -> tuple[Bucket, ...]:
     """Put pieces into buckets, in the order in which they travel, and give each piece an owner.
 
-    A bucket holds pieces of similar work, so that its owners finish together: the pieces are sorted by work, and a
-    bucket takes as many as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks.
-    Within a bucket the largest piece goes first, to the rank with the least work in the bucket, then in all buckets.
+    A bucket holds pieces of similar work, so that its owners finish together. The pieces are sorted by work. A bucket
+    takes as many as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks. Within a
+    bucket the largest piece goes first, to the rank with the least work in the bucket, then in all buckets.
 
     Args:
         before: the work that each rank has already.

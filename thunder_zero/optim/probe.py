@@ -61,7 +61,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, eq=False)
 class _ProbeParameter:
-    """A small parameter that stands for one of the model's; ``number`` seeds its values."""
+    """A small parameter that stands for a parameter of the model; ``number`` seeds its values."""
 
     number: int
     group: int
@@ -105,7 +105,7 @@ class _ProbeRun:
 
     Attributes:
         kinds: the probe parameters.
-        moves: for each step, how far each of them moved.
+        moves: for each step, how far each probe parameter moved.
         draws: whose random numbers the steps drew.
         moved: the options of groups that the steps changed.
 
@@ -144,7 +144,7 @@ class _ProbeRun:
         return [describe_values(hyper_parameters(group)) for group in self._optimizer.param_groups]
 
     def _step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Step; return how far each probe parameter moves."""
+        """Step, and return how far each probe parameter moves."""
         before = [param.detach().clone() for param in self._params]
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
@@ -181,7 +181,7 @@ def _first_difference(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], who
 
 
 def _differences(whole: _ProbeRun, index: int, alone: _ProbeRun) -> Iterator[tuple[int, str]]:
-    """Yield differences of a probe parameter in a run with others from a run alone: the step, and a description.
+    """Compare a probe parameter in a run with others and in a run alone; yield the step and the text of a difference.
 
     Moves are compared in each step, states and options after the last step.
     """
@@ -238,7 +238,7 @@ def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
 def _gradient(step: int, number: int, param: Tensor, last: Tensor) -> Tensor:
     """Return the gradient of a probe parameter in a step; ``last`` is its gradient in the step before.
 
-    Four steps in each scale: noise, equal noise, its opposite, downhill. The last steps all go downhill. Probe
+    Each scale has four steps: noise, equal noise, its opposite, downhill. The last steps all go downhill. Probe
     parameters of other numbers have other scales.
     """
     size = SCALES[(step // 4 + number) % len(SCALES)]
@@ -282,7 +282,7 @@ def _preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the modules other than torch that draw random numbers, by the name of their owner in a message."""
+    """Return the random generators outside of torch, by the name of their owner in a message."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 
