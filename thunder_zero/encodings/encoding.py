@@ -1,4 +1,4 @@
-"""What an encoding is: how many bytes elements take, how to write and read them. A cast is one, too.
+"""What an encoding is: how many bytes elements take, how to write and read them. A cast is one.
 
 ::
 
