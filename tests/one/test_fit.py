@@ -20,7 +20,7 @@ from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
-from thunder_zero.tools.fitting.search import Search, chosen
+from thunder_zero.tools.fitting.search import Search, with_choices
 from thunder_zero.tools.fitting.text import print_trade_off
 from thunder_zero.tools.forecast.figures import Holds
 
@@ -194,7 +194,7 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
     assert lifted is not None
     search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
     options = product((PLAIN, RECOMPUTED, KEPT, KEPT_AND_RECOMPUTED), repeat=BLOCKS)
-    every = [Candidate(lifted, chosen(dict(zip(UNITS, one, strict=True)), search.sized[0])) for one in options]
+    every = [Candidate(lifted, with_choices(dict(zip(UNITS, one, strict=True)), search.sized[0])) for one in options]
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     for step in range(11):
         budget = least + (most - least) * step // 10

@@ -15,7 +15,7 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
 from thunder_zero.tools.fitting.budget import KEPT, PLAIN, UnitCost, cheapest
 from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
-from thunder_zero.tools.fitting.search import Search, chosen
+from thunder_zero.tools.fitting.search import Search, with_choices
 
 UNITS = 7
 ROUNDING = 1e-12  # costs are sums of floats
@@ -53,7 +53,7 @@ def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
     }
     search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)  # type: ignore[arg-type]
     every = [
-        search.candidate(chosen(dict(zip(units, one, strict=True)), search.sized[0]))
+        search.candidate(with_choices(dict(zip(units, one, strict=True)), search.sized[0]))
         for one in product((PLAIN, KEPT), repeat=UNITS)
     ]
     least, most = min(one.peak for one in every), max(one.peak for one in every)

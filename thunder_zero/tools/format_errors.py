@@ -1,4 +1,4 @@
-"""``tz.tools.wire_error``: what formats change in weights as they arrive, and in gradients."""
+"""``tz.tools.wire_error``: measures how formats change the weights that arrive, and gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from thunder_zero.sharded.state import State
 
 from thunder.core.module import ThunderModule
 
-Sums = tuple[float, float, float]  # of x * x, y * y and x * y
+Sums = tuple[float, float, float]  # sums of x * x, y * y and x * y
 
 
 @dataclass(frozen=True, repr=False)
 class WireError:
-    """What the formats of a parameter change.
+    """How the formats of a parameter change its weights and its gradient.
 
     Attributes:
-        path: of the parameter.
-        formats: of gathers and of reductions, such as ``"int8/128"``; "" if exact.
-        gather: norm of the error of the weights that arrive, relative to that of the weights.
-        gradient: norm of the difference from the gradient of an exact step, relative to that gradient's; NaN if that is
-            zero, or there is none.
-        cosine: of the angle between the two gradients; NaN likewise.
+        path: path of the parameter.
+        formats: formats of gathers and of reductions, such as ``"int8/128"``; "" if exact.
+        gather: norm of the error of the weights that arrive, over the norm of the weights.
+        gradient: norm of the gradient's difference from that of an exact step, over the norm of the exact gradient; NaN
+            if the exact gradient is zero or missing.
+        cosine: cosine of the angle between the two gradients; NaN if one of them is zero or missing.
     """
 
     path: str
@@ -45,27 +45,27 @@ class WireError:
         return "  ".join(self.cells())
 
     def cells(self) -> tuple[str, ...]:
-        """Return what a row of a table says of it."""
-        formats = ", ".join(each or "exact" for each in self.formats)
+        """Return the cells of a row of a table."""
+        formats = ", ".join(form or "exact" for form in self.formats)
         return self.path, formats, f"{self.gather:.2e}", f"{self.gradient:.2e}", f"{self.cosine:.6f}"
 
 
 class WireErrors(tuple[WireError, ...]):
-    """Errors by parameter, as text one a line."""
+    """Errors of parameters, which print as a table."""
 
     def __repr__(self) -> str:
         heads = "parameter", "gathers, reductions", "gather", "gradient", "cosine"
-        rows = [heads, *(each.cells() for each in self)]
+        rows = [heads, *(error.cells() for error in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @tagged("wire_error")
 def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
-    """Measure what ``Policy.gather_format`` and ``Policy.reduce_format`` change in a step; a collective.
+    """Measure how ``Policy.gather_format`` and ``Policy.reduce_format`` change a step. Every rank calls it.
 
-    Runs ``step`` twice, with the formats and exactly. Gradients that there were are put back afterwards; the model is
-    as it was, but for what ``step`` changes itself.
+    Runs ``step`` twice, with the formats and exactly. Restores the gradients afterwards. The model is unchanged, except
+    for what ``step`` itself changes.
 
     >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
     parameter      gathers, reductions  gather    gradient  cosine
@@ -74,13 +74,13 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
     Args:
         model: a model with ZeroTransform.
-        step: runs forward and backward of ``model`` on one batch, the same each time, and steps no optimizer.
+        step: runs forward and backward of ``model``, on an equal batch in each call, and steps no optimizer.
 
     Returns:
         An entry for each parameter that is trained, or travels in a format, in the plan's order.
 
     Raises:
-        TypeError: not a model with ZeroTransform; ``step`` is not a function.
+        TypeError: ``model`` has no ZeroTransform; ``step`` is not a function.
         ValueError: no row or gradient is written as bytes; ``step`` gives no gradients.
         RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
     """
@@ -95,34 +95,37 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     before = {path: shard.grad for path, shard in state.shards.items()}
     try:
         with state.wire.uncounted():
-            found = _gradients(state, step)
+            rounded = _gradients(state, step)
             with state.exact():
-                right = _gradients(state, step)
+                exact = _gradients(state, step)
         with agree.all_or_none(state.group, "its step"):
-            if not right and any(param.requires_grad for param in params):
+            if not exact and any(param.requires_grad for param in params):
                 raise ValueError(f"step gave no parameter of {state.name} a gradient; run its forward and backward")
     finally:
         for path, grad in before.items():
             state.shards[path].grad = grad
     sums = {
-        param.path: (_sums(state.rows[param.path], _arrived(state, param)), _sums(*map(_taken(param), (right, found))))
+        param.path: (
+            _sums(state.rows[param.path], _arrived(state, param)),
+            _sums(_gradient(exact, param), _gradient(rounded, param)),
+        )
         for param in params
     }
-    every = all_gather_object(sums, state.group)
-    return WireErrors(_error(param, [each[param.path] for each in every]) for param in params)
+    of_ranks = all_gather_object(sums, state.group)
+    return WireErrors(_error(param, [of_rank[param.path] for of_rank in of_ranks]) for param in params)
 
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
-    """Return this rank's rows of the gradients of a step, by path, from which the shards are freed."""
+    """Run a step, and return this rank's rows of its gradients, by path."""
     for shard in state.shards.values():
         shard.grad = None
-    with torch.random.fork_rng():  # both runs draw the same, and training goes on as without them
+    with torch.random.fork_rng():  # both runs draw equal numbers, and training goes on as without them
         step()
     return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
 
 
-def _taken(param: Param) -> Callable[[dict[str, Tensor]], Tensor]:
-    return lambda gradients: gradients.get(param.path, torch.zeros(0))
+def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
+    return gradients.get(param.path, torch.zeros(0))
 
 
 def _arrived(state: State, param: Param) -> Tensor:
@@ -146,6 +149,6 @@ def _error(param: Param, of_ranks: list[tuple[Sums, Sums]]) -> WireError:
 
 
 def _relative(sums: list[float]) -> float:
-    """Return the norm of y - x over that of x; NaN if that is zero."""
+    """Return the norm of y - x over the norm of x; NaN if x is zero."""
     x, y, both = sums
     return sqrt(max(x + y - 2 * both, 0.0) / x) if x else nan

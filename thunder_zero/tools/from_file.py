@@ -14,18 +14,18 @@ from torch import nn
 
 from thunder_zero.compat.dynamo import users_error
 
-NAME = "thunder_zero_from_file"  # of the file among the modules of Python
+NAME = "thunder_zero_from_file"  # the file's key in sys.modules
 PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return what the function in ``FILE.py:function`` returns: ``(module, input, ...)``."""
     with _imported(place) as function:
-        made = function()
-    if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[0], nn.Module):
-        got = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
+        result = function()
+    if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):
+        got = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
         raise ValueError(f"{place} returns {got}; return a tuple of the module and its inputs: (module, input, ...)")
-    return made[0], made[1:]
+    return result[0], result[1:]
 
 
 def function_at(place: str) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def function_at(place: str) -> Callable[..., Any]:
 
 @contextmanager
 def _imported(place: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function of a file, which imports others of its folder, as a script does."""
+    """Yield the function of a file, which may import other files of its folder, as a script may."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")
@@ -47,7 +47,7 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{name} cannot be imported; give a Python file")
     module = module_from_spec(spec)
-    sys.modules[NAME] = module  # dataclasses look their module up
+    sys.modules[NAME] = module  # dataclasses look up their module here
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -60,8 +60,10 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def naming_the_users_line(place: str) -> Iterator[None]:
-    """An error of the code in ``place``, made or traced, becomes a ValueError of one sentence with that code's line:
-    the last in the file's folder; or else, where torch's own module refuses its input, that of the module."""
+    """Turn an error of the user's code, run or traced, into a ValueError of one sentence that names the user's line.
+
+    That is the last line in the folder of ``place``, or else the line of torch's module that refused its input.
+    """
     try:
         yield
     except SyntaxError as error:
@@ -70,23 +72,26 @@ def naming_the_users_line(place: str) -> Iterator[None]:
         folders = Path(place.rpartition(":")[0]).resolve().parent, TORCH
         raised, lines = users_error(error)
         frames = [frame for frame in lines if not _is_ours(Path(frame.filename))]
-        found = ([one for one in frames if Path(one.filename).resolve().is_relative_to(at)] for at in folders)
-        last = next((some[-1] for some in found if some), None)
+        inside = (
+            [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(folder)] for folder in folders
+        )
+        last = next((group[-1] for group in inside if group), None)
         if last is None:
             raise
-        what = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
-        raise ValueError(f"{last.filename}:{last.lineno}, in {last.name}, `{last.line}`: {what}") from error
+        message = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
+        raise ValueError(f"{last.filename}:{last.lineno}, in {last.name}, `{last.line}`: {message}") from error
 
 
 def _is_ours(file: Path) -> bool:
-    """A library may lie in the folder of the user's file."""
+    """Return whether a file is not the user's: ours, or a library, which may lie in the folder of the user's file."""
     installed = "site-packages" in file.parts and not file.is_relative_to(TORCH)
     return installed or file.is_relative_to(PACKAGE)
 
 
 def _function(module: ModuleType, function: str, file: str) -> Callable[[], Any]:
-    found = vars(module).get(function)
-    if not isinstance(found, FunctionType):
-        known = [name for name, one in vars(module).items() if isinstance(one, FunctionType) and one.__module__ == NAME]
+    value = vars(module).get(function)
+    if not isinstance(value, FunctionType):
+        functions = (item for item in vars(module).items() if isinstance(item[1], FunctionType))
+        known = [name for name, defined in functions if defined.__module__ == NAME]
         raise ValueError(f"{file} has no function {function!r}; it has {', '.join(known) or 'none'}")
-    return found
+    return value

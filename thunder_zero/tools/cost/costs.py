@@ -5,15 +5,15 @@
     compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
     gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
-Without hybrid sharding all ranks are one ring. With it, an all-reduce across the copies of the model, of the rows that
-a rank owns, goes over ranks that are ``world_size`` apart. Ranks that compute with slices of the same parameters are
-next to each other, so the ranks of all other rings are as many times further apart.
+Without hybrid sharding all ranks are one ring. With it, an all-reduce between copies of the model goes over ranks that
+are ``world_size`` apart. Ranks with slices of one parameter (tensor parallelism) are neighbours, so the ranks of the
+other rings are further apart by the number of slices.
 
-Traces of a run on CPUs have pointwise lines one by one. Where they count as fused, as nvFuser or inductor would, those
-that no product, attention or collective lies between are one kernel: it reads each value from outside once, and writes
-what somebody outside reads. Depth is the number of kernels of other kinds that a line must come after; a line that may
-come later is as deep as what reads it first. What is no line of a trace (a loss, an optimizer) runs operator by
-operator.
+Traces of a run on CPUs have pointwise lines one by one. If they count as fused, as nvFuser or inductor would fuse them,
+lines between two products, attentions or collectives are one kernel. A kernel reads each value from outside once, and
+writes the values that are read outside. A line's depth is the number of other kernels that must run before it; a line
+that may run later gets the depth of its first reader. A loss and an optimizer are no lines of a trace: they run
+operator by operator.
 """
 
 from __future__ import annotations
@@ -30,27 +30,36 @@ from thunder_zero.tools.devices.device import Device
 
 
 class Lane(StrEnum):
-    """What runs one thing after another."""
+    """A resource that runs one thing after another."""
 
     COMPUTE = "compute"
     SHARD = "shard"  # the wire of the shard group
     REPLICATE = "replicate"  # the wire of the replicate group
-    TENSOR = "tensor"  # that of torch's tensor parallelism
+    TENSOR = "tensor"  # the wire of torch's tensor parallelism
 
 
 class Sends(StrEnum):
-    """What a ring does."""
+    """The kind of a collective."""
 
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"  # no ring, and as many bytes and steps as a scatter
+    ALL_TO_ALL = "all_to_all"  # no ring, but with the bytes and steps of a scatter
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What a launch is on its wire: a ring of ``ranks`` that are ``stride`` apart. ``nbytes`` is what the busiest one
-    sends, and receives; each sends ``steps`` times to its neighbour."""
+    """A collective on its wire, as a ring.
+
+    Attributes:
+        lane: the wire.
+        ranks: number of ranks in the ring.
+        stride: distance between neighbours, in ranks.
+        nbytes: bytes that the busiest rank sends, and receives.
+        steps: how often each rank sends to its neighbour.
+        sends: the kind of the collective.
+        tensors: number of tensors that travel together.
+    """
 
     lane: Lane
     ranks: int
@@ -62,7 +71,7 @@ class Ring:
 
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
-    """The ring of a launch, which sends its ``wire_bytes``; None if nothing travels."""
+    """Return the ring of a launch; None if nothing travels."""
     nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else op.sends
     if not nbytes:
         return None
@@ -82,9 +91,11 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
-    """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE. Each tensor is read once,
-    no more than the memory that it views (an expanded one), and of tensors that are indexed no more than is written (an
-    embedding's rows). A fused region has its inputs and outputs."""
+    """Return the bytes that a computation reads and writes; 0 for a view, and for an operation of another kind.
+
+    Each tensor is read once. An expanded tensor counts as the memory that it views. An indexed tensor, such as an
+    embedding's, counts no more bytes than are written. Of a fused region only inputs and outputs count.
+    """
     if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
@@ -95,12 +106,12 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
 
 
 def _read_bytes(name: str, timeline: Timeline) -> int:
-    """Bytes of a value that is read once: no more than the memory that it views."""
+    """Return the bytes to read a value once: at most those of the memory that it views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
 def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
-    """Bytes that are read and written to encode what a launch sends, and to decode what arrives."""
+    """Return the traffic with memory to encode what a launch sends, and to decode what arrives, in bytes."""
     plan = timeline.plan
     work = [
         plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
@@ -110,8 +121,10 @@ def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
 
 
 def compute_dtype(op: Op, timeline: Timeline) -> str:
-    """The dtype of an operation's products: that of the first floating-point tensor that it reads, or of the first
-    tensor; "" if it reads none."""
+    """Return the dtype in which an operation computes: that of the first floating-point tensor that it reads.
+
+    Without one it is the dtype of the first tensor; "" if it reads no tensor.
+    """
     dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
     return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
 
@@ -121,30 +134,32 @@ FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 
 
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
-    """Bytes that each operation reads and writes. Those of a fused kernel, what it reads from outside and what it makes
-    that others need, are at its last line; views are free."""
+    """Return the bytes that each operation reads and writes, where pointwise lines are fused.
+
+    The last line of a fused kernel has the kernel's bytes: those that it reads from outside, and those that it writes
+    for readers outside. Views are free.
+    """
     kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
-    inside = {at for kernel in kernels for at in kernel}
-    found = [0 if at in inside else traffic_bytes(op, timeline) for at, op in enumerate(timeline.ops)]
+    fused = {position for kernel in kernels for position in kernel}
+    traffic = [0 if index in fused else traffic_bytes(op, timeline) for index, op in enumerate(timeline.ops)]
     for kernel in kernels:
-        members, ops = set(kernel), [timeline.ops[at] for at in kernel]
+        members, ops = set(kernel), [timeline.ops[position] for position in kernel]
         computing = [op for op in ops if op.work not in FREE]
-        made = {stored[name] for op in computing for name in op.writes}
+        written = {stored[name] for op in computing for name in op.writes}
         read = {stored.get(name, name): name for op in computing for name in op.reads}
         needed = {stored[name] for op in ops for name in op.writes if not members.issuperset(readers[name])}
-        from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
-        found[kernel[-1]] = from_outside + sum(map(timeline.nbytes, made & needed))
-    return tuple(found)
+        from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in written)
+        traffic[kernel[-1]] = from_outside + sum(map(timeline.nbytes, written & needed))
+    return tuple(traffic)
 
 
 def _stored_in(timeline: Timeline) -> dict[str, str]:
-    """The value whose memory each value is in; what has the work of a view is in that of what it reads, as
-    :func:`thunder_zero.tools.cost.costs.traffic_bytes` has it."""
+    """Return, for each value, the value whose memory holds it. A view is held by the value that it reads."""
     stored: dict[str, str] = {}
     for op in timeline.ops:
         for name in op.writes:
-            seen = op.reads[0] if op.work is Work.VIEW and op.reads else timeline.memory(name)
-            stored[name] = stored.get(seen, timeline.memory(seen)) if seen != name else name
+            base = op.reads[0] if op.work is Work.VIEW and op.reads else timeline.memory(name)
+            stored[name] = stored.get(base, timeline.memory(base)) if base != name else name
     return stored
 
 
@@ -154,40 +169,40 @@ def _is_fused(op: Op) -> bool:
 
 
 def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
-    """The positions that read each value; those that free it do not."""
+    """Return the positions of the operations that read each value. A free does not count."""
     readers: defaultdict[str, list[int]] = defaultdict(list)
-    for at, op in enumerate(timeline.ops):
+    for position, op in enumerate(timeline.ops):
         for name in op.reads if op.kind is not Kind.FREE else ():
-            readers[name].append(at)
+            readers[name].append(position)
     return readers
 
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
-    """The positions of each fused kernel: lines of one phase and depth that are connected by values."""
+    """Return the positions of each fused kernel: lines of one phase and depth that values connect."""
     depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
-    for at, op in enumerate(timeline.ops[:-1]):
+    for position, op in enumerate(timeline.ops[:-1]):
         if _is_fused(op):
-            graph.add_node(at)
-            for before in (written[name] for name in op.reads if name in written):
-                if depths[before] == depths[at] and timeline.ops[before].backward is op.backward:
-                    graph.add_edge(before, at)
-            written.update(dict.fromkeys(op.writes, at))
+            graph.add_node(position)
+            for source in (written[name] for name in op.reads if name in written):
+                if depths[source] == depths[position] and timeline.ops[source].backward is op.backward:
+                    graph.add_edge(source, position)
+            written.update(dict.fromkeys(op.writes, position))
     return [sorted(kernel) for kernel in nx.connected_components(graph)]
 
 
 def _depths(timeline: Timeline) -> list[int]:
-    """The depth of each operation in its phase."""
+    """Return the depth of each operation in its phase."""
     depths = [0] * len(timeline.ops)
-    of: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
-        if at == timeline.backward_start:
-            of.clear()
-        read = max((of.get(name, 0) for name in op.reads), default=0)
-        depths[at] = read + (op.kind is Kind.COMPUTE and not _is_fused(op))
-        of.update(dict.fromkeys(op.writes, depths[at]))
+    depth_of: dict[str, int] = {}
+    for position, op in enumerate(timeline.ops):
+        if position == timeline.backward_start:
+            depth_of.clear()
+        deepest = max((depth_of.get(name, 0) for name in op.reads), default=0)
+        depths[position] = deepest + (op.kind is Kind.COMPUTE and not _is_fused(op))
+        depth_of.update(dict.fromkeys(op.writes, depths[position]))
     readers = _readers(timeline)
-    for at in reversed(range(len(timeline.ops) - 1)):
-        op = timeline.ops[at]
+    for position in reversed(range(len(timeline.ops) - 1)):
+        op = timeline.ops[position]
         if _is_fused(op):
             later = [
                 _latest(timeline.ops[reader], depths[reader])
@@ -195,27 +210,28 @@ def _depths(timeline: Timeline) -> list[int]:
                 for reader in readers[name]
                 if timeline.ops[reader].backward is op.backward and reader < len(timeline.ops) - 1
             ]
-            depths[at] = max(depths[at], min(later, default=0))
+            depths[position] = max(depths[position], min(later, default=0))
     return depths
 
 
 def _latest(reader: Op, depth: int) -> int:
+    """Return the greatest depth of a line whose value the reader, of a given depth, reads."""
     return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one operation needs.
+    """The cost of one operation.
 
     Attributes:
-        flops: of its products, attention and convolutions.
-        traffic_bytes: read from memory and written to it; of launches, to encode what is sent and to decode it.
-        sent_bytes: what the busiest rank sends.
-        seconds: on the compute lane.
-        wire: the lane and the seconds of a launch; None if nothing travels.
-        load: the share of the core that it takes from compute while it is under way.
-        launch_seconds: on the compute lane, before a launch begins.
-        finish_seconds: on the compute lane, once all of a launch has arrived.
+        flops: FLOPs of its products, attention and convolutions.
+        traffic_bytes: bytes read from memory and written to it; of a launch, by encoding and decoding.
+        sent_bytes: bytes that the busiest rank sends.
+        seconds: time on the compute lane.
+        wire: the wire of a launch, and its time there; None if nothing travels.
+        load: share of the CPU core that a launch takes from compute while it is in flight.
+        launch_seconds: time on the compute lane before a launch begins.
+        finish_seconds: time on the compute lane once all of a launch has arrived.
     """
 
     flops: int = 0
@@ -229,8 +245,7 @@ class Cost:
 
 
 def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tuple[Cost, ...]:
-    """The costs of the operations, in their order. If ``fused``, pointwise lines that nothing lies between are one
-    kernel, whose costs its last line has."""
+    """Return the cost of each operation. With ``fused``, the last line of a fused kernel has the kernel's cost."""
     traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
     return tuple(
         _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)
@@ -239,12 +254,12 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 
 
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
-    """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
+    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is true if it is a kernel of its own."""
     if op.is_torchs:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
         one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)
-        cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire), _coding(op, timeline)
+        cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire=one_wire), _coding(op, timeline)
         before, after = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
         return replace(
             cost,
@@ -264,14 +279,14 @@ def in_node(mesh: Mesh, device: Device) -> bool:
     return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
 
 
-def _cost_of_launch(part: Ring | None, device: Device, one_wire: bool) -> Cost:
-    """``one_wire``: a copy of the model takes several nodes: its rings, too, use all network cards of a node."""
-    if part is None:
+def _cost_of_launch(ring: Ring | None, device: Device, *, one_wire: bool) -> Cost:
+    """Return the cost of a collective. With ``one_wire`` all rings share a wire: the network cards of a node."""
+    if ring is None:
         return Cost()
-    sent = device.collective(part.sends, part.ranks, part.stride, part.nbytes, part.steps, part.tensors)
+    sent = device.collective(ring.sends, ring.ranks, ring.stride, ring.nbytes, ring.steps, ring.tensors)
     return Cost(
-        sent_bytes=part.nbytes,
-        wire=(Lane.SHARD if one_wire else part.lane, sent.seconds),
+        sent_bytes=ring.nbytes,
+        wire=(Lane.SHARD if one_wire else ring.lane, sent.seconds),
         load=min(sent.taken_seconds / sent.seconds, 1.0) if sent.seconds else 0.0,
         launch_seconds=sent.launch_seconds,
         finish_seconds=sent.finish_seconds,

@@ -6,12 +6,12 @@
     shard         | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
-Collectives of torch's tensor parallelism have a wire of their own, ``tensor``. If a copy of the model is in one node,
-it shares the node's links with the other wire.
+Collectives of torch's tensor parallelism have a wire of their own, ``tensor``. If a copy of the model fits in one node,
+the wires ``shard`` and ``tensor`` share the node's links.
 
 A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
-calibrated device starting a launch and the end of a wait take compute's time too, and a launch under way may slow
-compute down.
+calibrated device, compute also spends time to start a launch and to end a wait, and a launch in flight may slow compute
+down.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ def estimate(
     optimizer: MakeOptimizer | None = None,
     fused: bool | None = None,
 ) -> Estimate:
-    """The time of a step's forward and backward, before anything runs.
+    """Forecast the time of a step's forward and backward, before anything runs.
 
-    Each line takes as long as its FLOPs at the device's peak or its traffic with memory, whichever is longer; a ring
-    collective takes its latency at each step and its bytes at the link's speed. So it is a lower bound of what
+    Each line takes as long as its FLOPs at the device's peak or its traffic with memory, whichever is longer. A ring
+    collective takes the latency of its steps, and its bytes at the link's speed. So the time is a lower bound of what
     kernels and networks reach, without the host's own time. On a calibrated device each takes what was measured.
 
     Args:
         traces: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
         device: a :class:`~thunder_zero.tools.Device`; the name of one in ``tz.tools.DEVICES``, such as ``"h100"``; or
             the path of a file (``.json``) that ``thunder-zero calibrate`` wrote.
-        loss: from what forward returns to the loss, where the model does not compute it; without it the loss and its
-            gradient are left out.
-        optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
-            out. Both are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
-        fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
-            torch.compile does it. None: as the model's executors do there. Thunder's default ones fuse on a GPU; the
-            lines of ``compile`` run one by one, unless it is given ``fuse``.
+        loss: from what forward returns to the loss (default: the loss and its gradient are left out).
+        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: its step is left out).
+            Loss and optimizer are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
+        fused: whether pointwise lines of the traces are fused on the device, as nvFuser or torch.compile fuses them
+            (default: if the model's executors fuse there). Thunder's default executors fuse on a GPU; the lines of
+            ``compile`` run one by one, unless it is given ``fuse``.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each
@@ -83,14 +82,14 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of a step's forward and backward; of the loss and the optimizer too, if they were given.
+    """The time of a step's forward and backward, and of the loss and the optimizer if they were given.
 
     Attributes:
-        timeline: what runs.
-        device: on what.
-        costs: of each operation.
-        model_seconds: of the model's FLOPs at the device's peak, without recomputed work.
-        measured: when operations ran, if that is known; () of a forecast.
+        timeline: the operations that run.
+        device: the device that runs them.
+        costs: the cost of each operation.
+        model_seconds: time of the model's FLOPs at the device's peak, without recomputed work.
+        measured: when operations ran, if that was measured; () for a forecast.
     """
 
     timeline: Timeline
@@ -101,82 +100,82 @@ class Estimate:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """When each operation runs: computations, waits that last, and the rings of launches."""
+        """The times of computations, of rings, and of waits that take time."""
         return self.measured or simulate(self.timeline, self.costs, self.device)
 
     @cached_property
     def seconds(self) -> float:
-        """How long the step takes."""
+        """The time of the step."""
         return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
 
     @cached_property
     def compute_seconds(self) -> float:
-        """How long the rank computes, what collectives take from it included."""
+        """The time that the rank computes, including the time that collectives take from compute."""
         return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
 
     @cached_property
     def exposed_seconds(self) -> float:
-        """How long compute waits for communication."""
+        """The time that compute waits for communication."""
         return sum(span.seconds for span in self.spans if span.waits)
 
     @cached_property
     def exposed_on(self) -> Mapping[Lane, float]:
-        """How long compute waits for each wire."""
+        """The time that compute waits for each wire."""
         pairs = zip(self.timeline.ops, self.costs, strict=True)
         lanes = {op.writes[0]: cost.wire[0] for op, cost in pairs if cost.wire}
-        found: dict[Lane, float] = {}
+        seconds: dict[Lane, float] = {}
         for span in self.spans:
             if span.waits:
                 op = self.timeline.ops[span.op]
                 handle = op.writes[0] if op.launches else op.reads[0]  # without overlap it waits at the launch
                 lane = lanes.get(handle, Lane.SHARD)  # a measured wait may be for nothing that travels
-                found[lane] = found.get(lane, 0.0) + span.seconds
-        return found
+                seconds[lane] = seconds.get(lane, 0.0) + span.seconds
+        return seconds
 
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:
-        """How long each wire is busy."""
-        found: dict[Lane, float] = {}
+        """The time that each wire is busy."""
+        seconds: dict[Lane, float] = {}
         for span in self.spans:
             if span.lane is not Lane.COMPUTE:
-                found[span.lane] = found.get(span.lane, 0.0) + span.seconds
-        return found
+                seconds[span.lane] = seconds.get(span.lane, 0.0) + span.seconds
+        return seconds
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """Computations and rings, each of which starts where the one before ends; together they take the step."""
-        on_compute = [at for at, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
-        at = max(on_compute, key=lambda number: self.spans[number].end, default=None)
+        """The chain of computations and rings, each started by the end of its predecessor, that makes up the step."""
+        on_compute = [index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
+        index = max(on_compute, key=lambda number: self.spans[number].end, default=None)
         path: list[Span] = []
-        while at is not None:
-            path.append(self.spans[at])
-            at = self.spans[at].after
+        while index is not None:
+            path.append(self.spans[index])
+            index = self.spans[index].after
         return tuple(reversed(path))
 
     @property
     def flops(self) -> int:
-        """FLOPs of all products, attention and convolutions that run."""
+        """The FLOPs of all products, attention and convolutions that run."""
         return sum(cost.flops for cost in self.costs)
 
     @property
     def sent_bytes(self) -> int:
-        """What the busiest rank sends."""
+        """The bytes that the busiest rank sends."""
         return sum(cost.sent_bytes for cost in self.costs)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the step that the model's FLOPs would take at the device's peak."""
+        """The model FLOPs utilization: the share of the step that the model's FLOPs would take at the device's peak."""
         return self.model_seconds / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Tokens that a rank trains in a second, if its share of a batch has this many."""
+        """Return the tokens that a rank trains in a second; ``tokens`` are its share of a batch."""
         return tokens / self.seconds
 
     def __repr__(self) -> str:
         return summed_up(self, str(self))
 
     def _repr_html_(self) -> str:
-        """A small form for notebooks: where the time goes, and the lanes."""
+        """Return a small form for notebooks: the times of the step, and its lanes."""
         facts = {"step": self.seconds, "compute": self.compute_seconds, "exposed communication": self.exposed_seconds}
         words = {name: duration(seconds) for name, seconds in facts.items()} | {"MFU": f"{self.mfu:.1%}"}
         bars = {
@@ -198,7 +197,7 @@ class Estimate:
         )
 
     def table(self) -> str:
-        """When each operation runs that takes time, a line each; ``save_timeline`` writes the same as a picture."""
+        """Return a table with a line for each span that takes time. ``save_timeline`` writes a picture of it."""
         rows = [(span, self.timeline.ops[span.op]) for span in self.spans if span.seconds]
         cells = [
             (
@@ -215,23 +214,28 @@ class Estimate:
 
 
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
-    """The time of a scheduled timeline on a device; ``fused``: its pointwise lines, one by one here, count fused.
-    ``model`` is the timeline before anything was recomputed, for the model's FLOPs; None: those not ``repeated``."""
+    """Forecast the time of a scheduled timeline on a device.
+
+    With ``fused``, pointwise lines count as fused. ``model`` is the timeline before anything was recomputed, for the
+    model's FLOPs (default: the operations of ``timeline`` that are not ``repeated``).
+    """
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 
 
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
-    """Whether pointwise lines that are one by one in the traces count fused on the device. Regions that a fuser has
-    made count as they are. Otherwise as the caller says, or as the model's executors do on a described device, where
-    Thunder's default ones fuse; on a measured CPU they have fused what they fuse."""
+    """Return whether pointwise lines of the traces count as fused on the device.
+
+    Regions that a fuser has made count as they are. Otherwise the caller decides by ``fused``. By default lines are
+    fused if the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
+    """
     if traces.has_regions:
         return False
     return (traces.fuses and not isinstance(device, Calibrated)) if fused is None else fused
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
-    """Of each operation's FLOPs at the device's peak; 0 of recomputed work."""
+    """Return the time of each operation's FLOPs at the device's peak; 0 for recomputed work."""
     return [
         op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.repeated else 0.0
         for op in timeline.ops
@@ -239,20 +243,20 @@ def model_seconds(timeline: Timeline, device: Device) -> list[float]:
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
-    """When each operation runs. Without overlap, compute waits for each launch at once."""
+    """Return the spans of the operations. Without ``Device.overlaps``, compute waits for each launch at once."""
     shared = (Lane.SHARD, Lane.TENSOR) if in_node(timeline.plan.mesh, device) else ()
     lanes = Lanes(frozenset(shared))
     finishing: dict[str, float] = {}
-    for at, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
+    for index, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
         if op.launches:
-            lanes.compute(at, cost.launch_seconds)
-            lanes.launch(at, op.writes[0], cost.wire, cost.load)
+            lanes.compute(index, cost.launch_seconds)
+            lanes.launch(index, op.writes[0], cost.wire, cost.load)
             finishing[op.writes[0]] = cost.finish_seconds
             if not device.overlaps:
-                lanes.wait(at, op.writes[0])
+                lanes.wait(index, op.writes[0])
         elif op.waits:
-            lanes.wait(at, op.reads[0])
-            lanes.compute(at, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
+            lanes.wait(index, op.reads[0])
+            lanes.compute(index, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
         elif op.kind is Kind.COMPUTE:
-            lanes.compute(at, cost.seconds, always=True)
+            lanes.compute(index, cost.seconds, always=True)
     return lanes.spans()

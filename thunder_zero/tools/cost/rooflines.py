@@ -8,24 +8,24 @@ from math import inf, prod
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.devices.device import Device
 
-FORWARD, BACKWARD = 2, 4  # FLOPs of a parameter of a product and a token
-GATHER, SCATTER = 1, 1  # how often an all-gather, or a reduce-scatter, sends the model, with many ranks
+FORWARD, BACKWARD = 2, 4  # FLOPs of a parameter and token in a product
+GATHER, SCATTER = 1, 1  # times that an all-gather, or a reduce-scatter, sends the model, with many ranks
 
 
 def all_reduce_bytes(nbytes: float, ranks: float = inf) -> float:
-    """Bytes that each rank sends to all-reduce ``nbytes``: 2 (N - 1) / N of them."""
+    """Return the bytes that each rank sends to all-reduce ``nbytes``: 2 (N - 1) / N of them."""
     return 2 * (1 - 1 / ranks) * nbytes
 
 
 def gather_bytes(nbytes: float, ranks: float = inf) -> float:
-    """Bytes that each rank sends to all-gather, or to reduce-scatter, ``nbytes`` in all: (N - 1) / N of them."""
+    """Return the bytes that each rank sends to all-gather or reduce-scatter ``nbytes``: (N - 1) / N of them."""
     return (1 - 1 / ranks) * nbytes
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Tokens of a device from which on compute hides communication, in the phase that needs more, with many ranks.
+    """Return how many tokens of a rank's batch let compute hide communication in both phases, with many ranks.
 
-    A parameter has 2 FLOPs a token in forward and 4 in backward; all-gathers and reduce-scatters send it once each,
+    A parameter has 2 FLOPs a token in forward and 4 in backward. All-gathers and reduce-scatters send it once each,
     in elements of ``itemsize`` bytes, over the device's links inside a node.
     """
     intensity = device.peak(dtype) / device.intra_node.bytes_per_second  # FLOPs in the time of a byte
@@ -33,7 +33,7 @@ def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize
 
 
 def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """FLOPs of a parameter and token, and how often the model travels, in forward and in backward."""
+    """Return, for forward and backward, the FLOPs of a parameter and token, and how often the model travels."""
     row = STAGES[stage]
     if not row.sharded:
         return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is both
@@ -41,10 +41,10 @@ def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: int = 2, optimizer: int = 12) -> float:
-    """Bytes of parameters, gradients and the optimizer's state of a rank, in mixed precision with Adam.
+    """Return the bytes of parameters, gradients and optimizer state of a rank, in mixed precision with Adam.
 
-    ``resident`` bytes of a parameter and as many of its gradient; ``optimizer``: float32 copies of the parameter and
-    of two averages. The stage says which of them are sharded.
+    An element takes ``resident`` bytes, and as many in its gradient. Its optimizer state takes ``optimizer`` bytes: a
+    float32 copy of the parameter, and two averages. The stage decides which of these are sharded.
     """
     row = STAGES[stage]
     shares = {
@@ -56,14 +56,14 @@ def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: 
 
 
 def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
-    """Bytes of a dense tensor."""
+    """Return the bytes of a dense tensor."""
     return prod(shape) * itemsize
 
 
 @dataclass(frozen=True)
 class GptShape:
-    """The sizes of a decoder-only transformer with a tied embedding, without biases and norms; ``hidden`` is the width
-    inside an MLP of two layers."""
+    """The sizes of a decoder-only transformer with a tied embedding, without biases and norms. ``hidden`` is the width
+    inside its MLPs of two layers."""
 
     layers: int
     width: int
@@ -73,24 +73,24 @@ class GptShape:
 
     @property
     def parameters(self) -> int:
-        """Of all matrices."""
+        """The number of elements of all matrices."""
         block = 4 * self.width**2 + 2 * self.width * self.hidden
         return self.layers * block + self.vocabulary * self.width
 
     def flops_6n(self, tokens: float) -> float:
-        """Of a step: 6 a parameter and token (Kaplan et al., 2020)."""
+        """Return the FLOPs of a step: 6 for each parameter and token (Kaplan et al., 2020)."""
         return (FORWARD + BACKWARD) * self.parameters * tokens
 
     def flops_with_attention(self, tokens: float) -> float:
-        """Of a step: the products of parameters and those of attention, all scores (PaLM, appendix B)."""
-        of_attention = 3 * 2 * 2 * self.layers * self.width * self.length  # two products of a token with all others
-        return self.flops_6n(tokens) + of_attention * tokens
+        """Return the FLOPs of a step with the products of attention, all scores included (PaLM, appendix B)."""
+        attention = 3 * 2 * 2 * self.layers * self.width * self.length  # two products of a token with all tokens
+        return self.flops_6n(tokens) + attention * tokens
 
     def flops_megatron(self, tokens: float, passes: int = 3) -> float:
-        """Of a step, by the formula of Narayanan et al., 2021, whose bracket is that of 4 passes.
+        """Return the FLOPs of a step by the formula of Narayanan et al., 2021.
 
-        ``passes``: 4 if backward computes forward again, otherwise 3: scripts put 3 before the same bracket, which
-        counts the head less than the matrices.
+        ``passes`` is 4 if backward computes forward again, otherwise 3. The formula's bracket was made for 4 passes;
+        scripts use it with 3, too, which undercounts the head.
         """
         bracket = 1 + self.length / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 24 * passes * tokens * self.layers * self.width**2 * bracket

@@ -13,11 +13,11 @@ from thunder_zero.tools.printing.words import count, folded, summed_up
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device can send, while it receives as much.
+    """The speed at which one device sends, while it receives as much.
 
     Attributes:
-        bytes_per_second: what it sends, over all links that a ring uses.
-        latency_seconds: of one step of a ring.
+        bytes_per_second: bytes that it sends in a second, over all links that a ring uses.
+        latency_seconds: latency of one step of a ring.
     """
 
     bytes_per_second: float
@@ -29,19 +29,19 @@ class Link:
             raise ValueError(f"latency_seconds is {self.latency_seconds!r}; give the seconds of one step, 0 or more")
 
     def seconds(self, nbytes: float, steps: int = 0) -> float:
-        """Seconds of a ring collective in which this device sends ``nbytes`` in ``steps`` steps."""
+        """Return the seconds of a ring collective in which the device sends ``nbytes`` in ``steps`` steps."""
         return self.latency_seconds * steps + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a collective takes.
+    """The time that a collective takes.
 
     Attributes:
-        seconds: on the wire.
-        launch_seconds: in which its start holds up compute.
-        finish_seconds: in which its wait holds up compute, once all has arrived.
-        taken_seconds: of compute's core that it uses while it is under way.
+        seconds: time on the wire.
+        launch_seconds: time that its launch takes from compute.
+        finish_seconds: time that its wait takes from compute, once all has arrived.
+        taken_seconds: time of compute's core that it uses while it is in flight.
     """
 
     seconds: float
@@ -55,14 +55,14 @@ class Device:
     """One device of a machine, and its links to the others.
 
     Attributes:
-        name: for messages and tables.
-        flops_per_second: of dense products, by the name of a dtype (``"bfloat16"``).
-        memory_bytes_per_second: to and from the device's memory.
-        memory_bytes: the size of its memory.
-        intra_node: its link to the devices of its node.
-        inter_node: its link to other nodes, which the devices of a node use side by side; None if it has none.
-        devices_per_node: how many devices a node has.
-        overlaps: whether collectives run while the device computes; otherwise each compute waits for those under way.
+        name: name for messages and tables.
+        flops_per_second: FLOP/s of dense products, by the name of a dtype (``"bfloat16"``).
+        memory_bytes_per_second: speed of reading and writing the device's memory.
+        memory_bytes: size of its memory.
+        intra_node: link to the devices of its node.
+        inter_node: link to other nodes, one for each device of a node; None if there are no other nodes.
+        devices_per_node: number of devices of a node.
+        overlaps: True if collectives run while the device computes; otherwise compute waits for each at once.
 
     Raises:
         ValueError: a number is not above 0.
@@ -98,21 +98,21 @@ class Device:
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Seconds of one operation: of its FLOPs or of its traffic with memory, whichever takes longer.
+        """Return the seconds of one operation: of its FLOPs or its traffic with memory, whichever takes longer.
 
-        ``work``: its class, which a calibrated device asks for.
+        A calibrated device also reads ``work``, the operation's class of work.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
         """
-        of_flops = flops / self.peak(dtype) if flops else 0.0
-        return max(of_flops, traffic_bytes / self.memory_bytes_per_second)
+        flop_seconds = flops / self.peak(dtype) if flops else 0.0
+        return max(flop_seconds, traffic_bytes / self.memory_bytes_per_second)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype.
+        """Return the FLOP/s of products in a dtype.
 
         Raises:
-            ValueError: the device has none.
+            ValueError: the device has no FLOP/s for the dtype.
         """
         if dtype not in self.flops_per_second:
             known = ", ".join(self.flops_per_second) or "no dtype"
@@ -123,10 +123,10 @@ class Device:
         return self.flops_per_second[dtype]
 
     def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> Sent:
-        """What a ring collective takes in which this device sends ``nbytes`` in ``steps`` steps.
+        """Return the time of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
 
-        ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and the number of ``tensors`` are what a calibrated
-        device asks for.
+        A calibrated device also reads ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and the number of
+        ``tensors``.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -134,11 +134,11 @@ class Device:
         return Sent(self.ring(ranks, stride).seconds(nbytes, steps))
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
-        """The link of one device in a ring of ranks that are ``stride`` apart, ranks of a node next to each other.
+        """Return the link of one device in a ring of ranks that are ``stride`` apart. A node has successive ranks.
 
-        A ring that leaves the node has the links of all its members in the node, up to what ``intra_node`` carries:
-        they run as many rings, each of which leaves the node elsewhere. A message on its way round has the latency of
-        ``inter_node`` once a node, otherwise that of ``intra_node``; the link has their mean.
+        A ring that leaves the node uses the ``inter_node`` links of all its members in the node, up to the speed of
+        ``intra_node``: as many rings run in parallel, each leaving the node over another link. A message on its way
+        round has the latency of ``inter_node`` once a node, otherwise that of ``intra_node``; the link has the mean.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -168,11 +168,11 @@ def _is_number(value: object) -> bool:
 
 MiB, GiB = 1 << 20, 1 << 30
 
-# Latencies of a step of a ring: NCCL's model has 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
-# protocol, in src/graph/tuning.cc); the scaling book has about 1 us a hop of a TPU's links.
+# Latency of a step of a ring: in NCCL's model 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
+# protocol, in src/graph/tuning.cc); in the scaling book about 1 us a hop of a TPU's links.
 NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
 
-# float32 is that of torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
+# float32 is torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
 A100 = Device(
     # https://www.nvidia.com/en-us/data-center/a100 (data sheet, SXM 80 GB), without sparsity; a DGX A100 has a
     # network card of 200 Gbit/s for each GPU; memory as nvidia-smi reports it for "A100-SXM4-80GB"
@@ -194,8 +194,8 @@ H100 = Device(
     inter_node=Link(50e9, NETWORK),
 )
 H200 = Device(
-    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory, of which nvidia-smi
-    # reports this much
+    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory; its size is that which
+    # nvidia-smi reports
     name="H200",
     flops_per_second=H100.flops_per_second,
     memory_bytes_per_second=4.8e12,
@@ -227,7 +227,7 @@ TPU_V5P = Device(
 
 
 class Devices(dict[str, Device]):
-    """By name; its text has a line for each."""
+    """Devices by name, which print one a line."""
 
     def __repr__(self) -> str:
         return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())

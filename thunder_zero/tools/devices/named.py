@@ -1,4 +1,4 @@
-"""Finds the device that an argument names: one of ``DEVICES``, or a file, which is JSON.
+"""Finds the device that an argument names: a key of ``DEVICES``, or a file, which is JSON.
 
 ::
 
@@ -22,8 +22,15 @@ CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote
 
 
 def device_of(device: Device | str | PathLike[str]) -> Device:
-    """The device itself, or that of a key of ``tz.tools.DEVICES``, such as ``"h100"`` or ``"H100"``, or of the path of
-    a file that :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote."""
+    """Return the device that an argument names.
+
+    It is a device; a key of ``tz.tools.DEVICES``, such as ``"h100"`` or ``"H100"``; or the path of a file that
+    :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote.
+
+    Raises:
+        ValueError: there is no such device.
+        TypeError: the argument is of another type.
+    """
     if isinstance(device, Device):
         return device
     if not isinstance(device, str | PathLike):
@@ -40,11 +47,11 @@ FORMAT = "thunder_zero device 1"
 
 
 def load_device(path: str | Path) -> Calibrated:
-    """The device that :func:`thunder_zero.tools.calibrate`, or ``thunder-zero calibrate``, wrote.
+    """Read a device from a file that :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is none, or is damaged.
+        ValueError: the file has no device, or is damaged.
     """
     text = Path(path).read_text(errors="replace")
     try:
@@ -52,16 +59,16 @@ def load_device(path: str | Path) -> Calibrated:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); give a file of thunder-zero calibrate") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        other = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(
-            f"{path} is no file of this version's thunder-zero calibrate (format {found!r}, not {FORMAT!r}); calibrate "
+            f"{path} is no file of this version's thunder-zero calibrate (format {other!r}, not {FORMAT!r}); calibrate "
             f"this machine again"
         )
     try:
         return _from_data(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is damaged: {what}; calibrate this machine again") from None
+        fault = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is damaged: {fault}; calibrate this machine again") from None
 
 
 def save_device(device: Calibrated, path: str | Path) -> None:
@@ -76,7 +83,7 @@ def save_device(device: Calibrated, path: str | Path) -> None:
 
 
 def to_data(device: Calibrated) -> dict[str, Any]:
-    """What JSON can hold: a curve is its list of points."""
+    """Return a device as data that JSON can hold. A curve becomes the list of its points."""
     return {"format": FORMAT, **_plain({field.name: getattr(device, field.name) for field in fields(device)})}
 
 
@@ -85,15 +92,18 @@ def _plain(value: Any) -> Any:
         return value.points
     if isinstance(value, CollectiveTimes | Link):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
+    return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _from_data(data: Mapping[str, Any]) -> Calibrated:
-    """The device of such data; an error if it is damaged."""
-    products = {work: {dtype: _curve(points) for dtype, points in of.items()} for work, of in data["products"].items()}
+    """Return the device of such data. Damaged data raise KeyError, TypeError, ValueError or AttributeError."""
+    products = {
+        work: {dtype: _curve(points) for dtype, points in by_dtype.items()}
+        for work, by_dtype in data["products"].items()
+    }
     traffic = {work: _curve(points) for work, points in data["traffic"].items()}
-    for work, of in (("matmul", products), ("pointwise", traffic)):
-        if not of.get(work):
+    for work, curves in (("matmul", products), ("pointwise", traffic)):
+        if not curves.get(work):
             raise ValueError(f"it has no curve of {work} work")
     return Calibrated(
         name=str(data["name"]),
@@ -104,7 +114,7 @@ def _from_data(data: Mapping[str, Any]) -> Calibrated:
         devices_per_node=data["ranks"],
         products=products,
         traffic=traffic,
-        collectives={kind: _collective(one) for kind, one in data["collectives"].items()},
+        collectives={kind: _collective(times) for kind, times in data["collectives"].items()},
         ranks=data["ranks"],
         about={str(name): str(value) for name, value in data["about"].items()},
     )

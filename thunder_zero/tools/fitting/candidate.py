@@ -17,12 +17,12 @@ from thunder_zero.schedule.units import backward_ends
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the work of a step costs, for :func:`thunder_zero.tools.fit`: each in bytes on the wire.
+    """What the work of a step costs in bytes on the wire, for :func:`thunder_zero.tools.fit`.
 
     Attributes:
-        flops_per_byte: FLOPs of recomputed work that cost as much as one byte (default 1,000: about FLOP/s over B/s of
-            an H100 with NVLink, and of a CPU on 1 Gbit/s).
-        launch_bytes: what each collective costs besides its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
+        flops_per_byte: FLOPs of recomputed work that cost as much as one byte. The default of 1,000 is about FLOP/s
+            over B/s of an H100 with NVLink, and of a CPU on 1 Gbit/s.
+        launch_bytes: cost of a collective besides its bytes. The default of 128 KiB is about a millisecond of 1 Gbit/s.
 
     Raises:
         ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
@@ -44,7 +44,7 @@ USUAL_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A timeline before any pass, the policy that its schedule follows, and what its work costs."""
+    """A policy on a lifted timeline, which its schedule starts from, and the prices of its work."""
 
     lifted: Timeline
     policy: Policy
@@ -52,12 +52,12 @@ class Candidate:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule."""
+        """The scheduled timeline."""
         return apply_passes(replace(self.lifted, plan=under(self.lifted.plan, self.policy)), PASSES)
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """Bytes alive at each operation."""
+        """The bytes alive at each operation."""
         return alive_bytes(self.timeline)
 
     @cached_property
@@ -67,28 +67,30 @@ class Candidate:
 
     @cached_property
     def sent(self) -> int:
-        """Bytes that the rank sends."""
+        """The bytes that the rank sends."""
         return sum(map(self.timeline.bytes_sent, self.timeline.ops))
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of recomputed work."""
+        """The FLOPs of recomputed work."""
         return sum(self._recomputed_flops)
 
     @cached_property
     def cost(self) -> float:
-        """Of gathers, reductions and recomputed work, in bytes on the wire."""
+        """The cost of gathers, reductions and recomputed work, in bytes on the wire."""
         return sum(self._costs)
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """The units whose gradients backward makes, in the order of forward; not the root."""
+        """The units whose gradients backward makes, in the order of forward, without the root."""
         return tuple(reversed(self._ends))
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The units that stay gathered from forward to backward: those of ``keep_unsharded``, and those that the
-        schedule chooses (``reshard_after_forward=None``); not the root."""
+        """The units that stay gathered from forward to backward, without the root.
+
+        The policy names some by ``keep_unsharded``; with ``reshard_after_forward=None`` the schedule chooses more.
+        """
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
 
@@ -98,18 +100,18 @@ class Candidate:
 
     @cached_property
     def segments(self) -> dict[str, range]:
-        """For each unit, its operations in backward; the root has those after the last unit's."""
+        """The positions of each unit's operations in backward. The root has those after the last unit's."""
         begin = self.timeline.backward_start
-        found: dict[str, range] = {}
+        segments: dict[str, range] = {}
         for unit, end in self._ends.items():
-            found[unit] = range(begin, end + 1)
+            segments[unit] = range(begin, end + 1)
             begin = end + 1
-        return found | {ROOT: range(begin, len(self.timeline.ops))}
+        return segments | {ROOT: range(begin, len(self.timeline.ops))}
 
     @cached_property
     def left(self) -> dict[str, int]:
-        """For each unit, the bytes that forward has left for its backward."""
-        unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
+        """The bytes that forward leaves for each unit's backward."""
+        unit_at = {position: unit for unit, positions in self.segments.items() for position in positions}
         counts: Counter[str] = Counter()
         for memory, life in lifetimes(self.timeline).items():
             if life.start < self.timeline.backward_start < life.stop:
@@ -117,23 +119,23 @@ class Candidate:
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """The cost of what backward does for a unit besides its own computations; of gathers, those of its own."""
+        """Return the cost of a unit's backward: reductions and recomputed work there, and the gathers of the unit."""
         ops = self.timeline.ops
-        others = (self._costs[at] for at in self.segments[unit] if ops[at].kind is not Kind.GATHER)
+        others = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
         return sum(others) + self._gathers[unit]
 
     @cached_property
     def _gathers(self) -> defaultdict[str, float]:
-        """For each unit, the cost of its gathers, which may start before its backward."""
-        found: defaultdict[str, float] = defaultdict(float)
+        """The cost of each unit's gathers for backward, which may start before its backward."""
+        costs: defaultdict[str, float] = defaultdict(float)
         for op, cost in zip(self.timeline.ops, self._costs, strict=True):
             if op.kind is Kind.GATHER and op.backward:
-                found[self.timeline.params_of(op)[0].unit] += cost
-        return found
+                costs[self.timeline.params_of(op)[0].unit] += cost
+        return costs
 
     @cached_property
     def _costs(self) -> tuple[float, ...]:
-        """Of each operation."""
+        """The cost of each operation."""
         return tuple(
             self.timeline.bytes_sent(op)
             + self.prices.launch_bytes * (op.kind in LAUNCHES)
@@ -148,13 +150,13 @@ class Candidate:
 
 
 def under(plan: Plan, policy: Policy) -> Plan:
-    """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
+    """Return a plan with another policy, which differs only in its choices of units and bytes."""
     kept = {param.path for param in plan.params if param.unit in policy.keep_unsharded}
     return replace(plan.keeping(kept), policy=policy)
 
 
 def flops_to_repeat(op: Op, timeline: Timeline) -> int:
-    """Exact for products, attention and convolutions; everything else counts once for each element that is written."""
+    """Return the FLOPs to repeat an operation. Work other than products counts once for each element written."""
     return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 
 

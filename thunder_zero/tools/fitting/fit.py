@@ -1,7 +1,7 @@
 """``tz.tools.fit``: the cheapest policy whose step fits into memory.
 
-Candidates are evaluated on the lifted timeline: the passes run with each candidate's policy, and ``alive_bytes``
-estimates the bytes. The difference from the exact forecast (``tz.tools.memory``) of one compilation corrects it.
+A candidate is a policy, evaluated on the lifted timeline: the passes run with the policy, and ``alive_bytes`` estimates
+the bytes. Few are compiled and forecast exactly (``tz.tools.memory``); the difference corrects the estimates.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
-COMPILATIONS = 3  # that confirm a choice
-STEPS = 7  # of the printed trade-off
+COMPILATIONS = 3  # at most, to confirm a choice
+STEPS = 7  # rows of the printed trade-off, at most
 
 CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
 
@@ -50,10 +50,10 @@ Forecast = Callable[[Policy], tuple[Traces, Memory]]
 
 
 class DoesNotFit(ValueError):
-    """No policy fits. The message says by how many bytes, what makes the peak, and what would help.
+    """No policy fits. The message says how many bytes are missing, what makes the peak, and what would help.
 
     Attributes:
-        least_bytes: the smallest exact peak of all that was compiled.
+        least_bytes: the smallest exact peak of the compiled policies.
     """
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
@@ -79,10 +79,10 @@ def fit(
     prices: Prices = USUAL_PRICES,
     **kwargs: Any,
 ) -> Policy:
-    """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
+    """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
-    Chooses the units that stay gathered (``Policy.keep_unsharded``) and those that are computed again whole
-    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
+    Chooses the units that stay gathered (``Policy.keep_unsharded``), the units that are recomputed as a whole
+    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, plus
     launches and recomputed work at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
     calls it, and rank 0 decides.
 
@@ -91,19 +91,19 @@ def fit(
     Args:
         module: a plain module; it may be on the meta device.
         args, kwargs: the arguments of its forward.
-        memory_bytes: what the peak of a step, the optimizer's included, may take on a rank; ``"24GiB"``, say.
-        world_size: number of ranks; None: those of the default process group.
-        policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
-        file: where to print; the standard output if None.
+        memory_bytes: memory of a rank for the peak of a step, the optimizer's step included, such as ``"24GiB"``.
+        world_size: number of ranks (default: those of the default process group).
+        policy: the other fields, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
+        file: where to print (default: standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
-        prices: what recomputed work and launches cost, in bytes on the wire (default: ``Prices()``).
+        prices: the cost of recomputed work and of launches, in bytes on the wire (default: ``Prices()``).
 
     Raises:
-        DoesNotFit: no policy fits; a ValueError.
-        TypeError: not a plain module.
-        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is something else; ``world_size`` or ``replicas``
-            beside a mesh; slices that are not those of the mesh.
+        DoesNotFit: no policy fits; a subclass of ValueError.
+        TypeError: ``module`` is not a plain module.
+        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid; ``world_size`` or ``replicas`` is given
+            beside a mesh; the module is sliced over another mesh.
         RuntimeError: the module is sliced, and there is no ``mesh``.
     """
     _require(module, prices)
@@ -117,12 +117,12 @@ def fit(
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     console = Console(file=file, width=WIDTH)
 
-    def decided(go_on: Callable[[], None]) -> dict[str, Any]:
+    def decide(go_on: Callable[[], None]) -> dict[str, Any]:
         with show_status("tz.tools.fit") as show:
 
             def tell(what: str) -> None:
                 show(what)
-                go_on()  # the other ranks wait for this one
+                go_on()  # so that the other ranks, which wait, do not time out
 
             def forecast(policy: Policy) -> tuple[Traces, Memory]:
                 tell("compiles a choice")
@@ -131,17 +131,16 @@ def fit(
 
             tell("captures the module")
             captured = programs_of(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
-            compiled, best = _chosen(forecast, asked, most, prices, tell)
+            compiled, best = _choose(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)
-        return {name: getattr(best, name) for name in CHOSEN}  # a policy may have a function that cannot be sent
+        return {name: getattr(best, name) for name in CHOSEN}  # a policy may have functions, which cannot be sent
 
-    return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decided))
+    return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decide))
 
 
 def _by_unit(asked: Policy) -> Policy:
-    """The same policy, where ``recompute_units`` alone says which units are computed again whole, for the search to
-    choose."""
+    """Return the policy with ``recompute="cheap"`` in place of ``"units"``: the search chooses ``recompute_units``."""
     return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
 
 
@@ -161,28 +160,27 @@ def _require(module: nn.Module, prices: Prices) -> None:
         raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
 
 
-def _chosen(
+def _choose(
     forecast: Forecast, asked: Policy, memory_bytes: int, prices: Prices, tell: Callable[[str], None]
 ) -> tuple[_Compiled, Policy]:
-    """Search, and confirm by compilations, each of which corrects the estimate; what was compiled, and the best."""
+    """Search, and confirm by compilations, which correct the estimates. Return the compiled policies and the best."""
     traces, as_asked = forecast(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, _by_unit(asked), prices, lambda count: tell(f"evaluates schedule {count + 1}"))
-    again = tuple(unit for unit in traces.plan.units if unit in traces.plan.recomputed)
-    first = replace(search.sized[0], recompute_units=again)
+    recomputed = tuple(unit for unit in traces.plan.units if unit in traces.plan.recomputed)
+    first = replace(search.sized[0], recompute_units=recomputed)
     compiled = _Compiled(forecast, search, {first: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:
-        best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
+        best = _confirm(compiled, memory_bytes) or _fit_least(compiled, memory_bytes)
     if best is None:
         raise _refused(compiled, as_asked, memory_bytes)
     return compiled, best
 
 
-def _confirmed(compiled: _Compiled, memory_bytes: int) -> Policy | None:
-    """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
-    fits."""
+def _confirm(compiled: _Compiled, memory_bytes: int) -> Policy | None:
+    """Compile what the search finds best, and return the cheapest compiled policy that fits; None if none fits."""
     for _ in range(COMPILATIONS):
         policy = compiled.search.best(memory_bytes, compiled.overhead)
         if policy is None or policy in compiled.exact:
@@ -191,61 +189,65 @@ def _confirmed(compiled: _Compiled, memory_bytes: int) -> Policy | None:
     return compiled.cheapest(memory_bytes)
 
 
-def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Policy | None:
-    """Compiles what should take the fewest bytes, until one fits: with all units alike, which no correction of the
-    estimate may hide, and what the search finds. And the policy as asked for with all units computed again, whose exact
-    peak a refusal names."""
+def _fit_least(compiled: _Compiled, memory_bytes: int) -> Policy | None:
+    """Compile policies that should take the fewest bytes, until one fits; return the cheapest that fits, or None.
+
+    All units alike come first, since a wrong correction of the estimates could hide them. With units, the policy as
+    asked for with all units recomputed is compiled too: a refusal names its exact peak.
+    """
     search = compiled.search
-    finds = [partial(search.alike, choice, search.sized[-1]) for choice in (RECOMPUTED, PLAIN)]
-    finds += [partial(_all_again, compiled)] * bool(search.units)
-    for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
+    finders = [partial(search.alike, choice, search.sized[-1]) for choice in (RECOMPUTED, PLAIN)]
+    finders += [partial(_all_recomputed, compiled)] * bool(search.units)
+    for find in (*finders, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
         policy = find()
         if policy not in compiled.exact and compiled.add(policy) <= memory_bytes:
             break
     return compiled.cheapest(memory_bytes)
 
 
-def _all_again(compiled: _Compiled) -> Policy:
-    """The policy as asked for with all units computed again."""
+def _all_recomputed(compiled: _Compiled) -> Policy:
+    """Return the policy as asked for with all units recomputed."""
     return replace(next(iter(compiled.exact)), recompute_units=compiled.search.units)
 
 
 def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
-    """That nothing fits: with the smallest exact peak of all that was compiled."""
+    """Return the error that no policy fits, with the smallest exact peak of the compiled policies."""
     if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
-        _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
+        _fit_least(compiled, memory_bytes)  # the message compares its peak with the optimizer's step
     least = _least(compiled, as_asked.optimizer_step or 0)
     return DoesNotFit(refusal(as_asked, least, memory_bytes), least.nbytes)
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The policies that were compiled; ``exact`` has their peaks, in this order: first that of what was asked for."""
+    """The policies that were compiled, with their exact peaks. The first is the policy as asked for."""
 
     forecast: Forecast
     search: Search
     exact: dict[Policy, int]
 
     def add(self, policy: Policy) -> int:
-        """Compile a policy; returns its peak."""
+        """Compile a policy, and return its peak."""
         self.exact[policy] = self.forecast(policy)[1].peak
         return self.exact[policy]
 
     def overhead(self, policy: Policy) -> int:
-        """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets. By the
-        last policy of the same sizes, or else the first of any."""
-        alike = [one for one in self.exact if _sizes(one) == _sizes(policy)]
-        one = alike[-1] if alike else next(iter(self.exact))
-        return self.exact[one] - self.search.candidate(one).peak
+        """Return the bytes that the estimate leaves out: at rest, the loss, and buffers of transports.
+
+        Buffers depend on buckets. So the last compiled policy with equal sizes is asked, or else the first of all.
+        """
+        alike = [known for known in self.exact if _sizes(known) == _sizes(policy)]
+        known = alike[-1] if alike else next(iter(self.exact))
+        return self.exact[known] - self.search.candidate(known).peak
 
     def peak(self, policy: Policy) -> int:
-        """The exact peak where it is known, else the estimate."""
+        """Return the exact peak of a compiled policy, or else the corrected estimate."""
         if policy in self.exact:
             return self.exact[policy]
         return self.search.candidate(policy).peak + self.overhead(policy)
 
     def cheapest(self, memory_bytes: int) -> Policy | None:
-        """Of those that fit, the one that costs least."""
+        """Return the cheapest compiled policy that fits; None if none fits."""
         fitting = [policy for policy, peak in self.exact.items() if peak <= memory_bytes]
         return min(fitting, key=self.search.cost, default=None)
 
@@ -255,30 +257,29 @@ def _sizes(policy: Policy) -> tuple[int | None, int | None]:
 
 
 def _least(compiled: _Compiled, optimizer_step: int) -> Least:
-    """The least of what was compiled, and what ``recompute`` is good for."""
-    policy, peak = min(compiled.exact.items(), key=lambda one: one[1])
+    """Return the least memory of the compiled policies, and what ``recompute`` saves."""
+    policy, peak = min(compiled.exact.items(), key=lambda item: item[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked, plan = search.candidate(first), search.candidate(policy).timeline.plan
     cheap = replace(as_asked, policy=replace(first, recompute="cheap"))
     return Least(
         nbytes=max(peak, optimizer_step),
         recomputed=len(plan.recomputed) if search.units else None,
-        saved_by_units=compiled.peak(first) - compiled.peak(_all_again(compiled)),
+        saved_by_units=compiled.peak(first) - compiled.peak(_all_recomputed(compiled)),
         saved_by_cheap=as_asked.peak - cheap.peak if first.recompute == "none" else 0,
         in_flight_bytes=plan.sizes.in_flight_bytes,
     )
 
 
 def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[Shown]:
-    """Policies from the least memory to the least cost, with the one that was chosen; exact peaks where there are
-    some."""
+    """Yield policies from the least memory to the least cost, the chosen policy among them."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best
     least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = {policy for target in targets if (policy := search.about(target, overhead)) is not None}
+    policies = {policy for target in targets if (policy := search.about(target, overhead)) is not None}
     cost = float("inf")
-    for policy in sorted({*found, best}, key=lambda policy: (peak_of(policy), search.cost(policy))):
+    for policy in sorted({*policies, best}, key=lambda policy: (peak_of(policy), search.cost(policy))):
         if search.cost(policy) < cost or policy == best:
             cost = min(cost, search.cost(policy))
             yield peak_of(policy), search.candidate(policy), policy == best

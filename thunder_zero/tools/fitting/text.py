@@ -1,4 +1,4 @@
-"""What ``tz.tools.fit`` says: the trade-off between memory and work, or why nothing fits.
+"""Prints what ``tz.tools.fit`` found: the trade-off between memory and work, or why nothing fits.
 
 ::
 
@@ -23,41 +23,43 @@ COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "co
 BAR = 16  # columns of the longest bar
 
 
-Shown = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, and whether it is the answer
+Shown = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, and whether it was chosen
 
 
 def print_trade_off(rows: Sequence[Shown], console: Console) -> None:
-    """Print the choices, least memory first, with the cost of each over the least; the bars show the difference.
-    Of rows with equal figures, one is printed."""
-    costs = [one.cost for _, one, _ in rows]
+    """Print the candidates, least memory first, with the cost of each over the least cost. Bars show the difference.
+
+    Rows with equal figures are printed once.
+    """
+    costs = [candidate.cost for _, candidate, _ in rows]
     least, spread = min(costs, default=0), max(costs, default=0) - min(costs, default=0)
     printed: dict[tuple[str, ...], str] = {}
-    for peak, one, chosen in rows:
-        figures = _figures(peak, one, least)
-        if chosen or figures not in printed:
-            bar = "█" * max(round(BAR * (one.cost - least) / (spread or 1)), 1)
-            printed[figures] = bar + " <- chosen" * chosen
+    for peak, candidate, is_chosen in rows:
+        figures = _figures(peak, candidate, least)
+        if is_chosen or figures not in printed:
+            bar = "█" * max(round(BAR * (candidate.cost - least) / (spread or 1)), 1)
+            printed[figures] = bar + " <- chosen" * is_chosen
     console.print(table_of(COLUMNS, [(*cells, end) for cells, end in printed.items()]))
 
 
-def _figures(peak: int, one: Candidate, least: float) -> tuple[str, ...]:
-    """As they are printed; the cost over the least one."""
-    plan = one.timeline.plan
-    flops = f"{one.flops / 1e9:.2f} GFLOP" if one.flops else ""
-    counts = str(len(one.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
-    return size(peak), size(one.sent), flops, *counts, f"{one.cost / (least or 1):.2f}"
+def _figures(peak: int, candidate: Candidate, least: float) -> tuple[str, ...]:
+    """Return the cells of a row. The last is the cost over the least cost."""
+    plan = candidate.timeline.plan
+    flops = f"{candidate.flops / 1e9:.2f} GFLOP" if candidate.flops else ""
+    counts = str(len(candidate.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
+    return size(peak), size(candidate.sent), flops, *counts, f"{candidate.cost / (least or 1):.2f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The least memory that was found.
+    """The compiled policy that takes the least memory.
 
     Attributes:
-        nbytes: at its peak.
-        recomputed: number of units that are computed again whole; None for a model without units.
-        saved_by_units: bytes that computing all units again saves, and nothing else changed, of the policy as asked
-            for; below 0 if it adds some.
-        saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
+        nbytes: bytes at its peak.
+        recomputed: number of units that are recomputed as a whole; None for a model without units.
+        saved_by_units: bytes by which recomputing all units lowers the peak as asked for; below 0 if it raises it.
+        saved_by_cheap: bytes that ``recompute="cheap"`` saves, if the policy asks for ``"none"``; otherwise 0.
+        in_flight_bytes: bytes in flight.
     """
 
     nbytes: int
@@ -68,11 +70,11 @@ class Least:
 
 
 def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
-    """What is missing, what makes the peak, and what would help."""
+    """Return a sentence that says what is missing, what makes the peak, and what would help."""
     where = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
-    at = as_asked.by_kind
-    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
-    sharded, batch = (sum(at.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
+    at_peak = as_asked.by_kind
+    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at_peak.items())[:3])
+    sharded, batch = (sum(at_peak.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
     helps = {
         "twice the ranks": sharded // 2,
         "half the batch": batch // 2,
@@ -82,13 +84,13 @@ def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
     offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
     return (
         f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
-        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
+        f"{size(least.nbytes - memory_bytes)} more, with {_choices_of(least)}; "
         f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )
 
 
-def _with(least: Least) -> str:
-    """How the least memory comes about, and what computing units again has to do with it."""
+def _choices_of(least: Least) -> str:
+    """Return the choices that take the least memory, and what recomputing units changes, in words."""
     in_flight = f"{size(least.in_flight_bytes)} in flight"
     if least.recomputed is None:
         return in_flight

@@ -8,16 +8,16 @@ from thunder_zero.plan.params import Plan
 
 MiB, GiB = 1 << 20, 1 << 30
 
-# Of CUDA, with the code of kernels and the workspaces of cuBLAS: 723 MiB with the first tensor
-# (https://discuss.pytorch.org/t/73021, 2020); a round number above it
+# CUDA's context, the code of kernels and the workspaces of cuBLAS took 723 MiB with the first tensor
+# (https://discuss.pytorch.org/t/73021, 2020). This is a round number above it.
 CONTEXT = GiB
-# Of each NCCL communicator: buffers of a channel and direction: 4 MiB, 512 KiB and about 4.7 MiB for the protocols
-# simple, LL and LL128 (DEFAULT_BUFFSIZE and others, https://github.com/NVIDIA/nccl/blob/master/src/init.cc); 32
-# channels, 2 directions
+# An NCCL communicator has buffers for each channel and direction: 4 MiB, 512 KiB and about 4.7 MiB for the protocols
+# simple, LL and LL128 (DEFAULT_BUFFSIZE and others, https://github.com/NVIDIA/nccl/blob/master/src/init.cc). It has 32
+# channels and 2 directions.
 COMMUNICATOR = 32 * 2 * int(9.2 * MiB)
-# Of torch's allocator: a segment of small blocks and one of larger ones that are not full; to a multiple of BLOCK it
-# rounds each block up (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
-# kLargeBuffer, kMinBlockSize)
+# Torch's allocator has a segment of small blocks and one of large blocks that are not full. It rounds each block up to
+# a multiple of BLOCK (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
+# kLargeBuffer, kMinBlockSize).
 SEGMENTS = 2 * MiB + 20 * MiB
 BLOCK = 512
 OVERHEAD = (
@@ -26,29 +26,34 @@ OVERHEAD = (
     f"{BLOCK} B for each tensor; fragments are not counted"
 )
 
-TRAFFIC = 7  # shards: AdamW reads parameter, gradient and two averages, and writes all but the gradient, in one pass
-STATE = 3  # shards that rest: parameter and two averages
+TRAFFIC = 7  # times a shard: AdamW reads parameter, gradient and two averages, and writes all but the gradient
+STATE = 3  # times a shard: parameter and two averages
 
 
 def overhead_bytes(copies: int, storages: int, slices: int = 1) -> int:
-    """Bytes that no tensor has, with so many copies of the model, and ranks of tensor parallelism; each storage is
-    rounded up by less than a block."""
+    """Return the bytes of a rank that no tensor has.
+
+    ``copies`` are those of the model, and ``slices`` ranks of tensor parallelism. Each storage is rounded up by less
+    than a block.
+    """
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
 def adamw_traffic(plan: Plan) -> int:
-    """Bytes of memory that a fused AdamW reads and writes on a rank."""
+    """Return the bytes of memory that a fused AdamW reads and writes on a rank."""
     return TRAFFIC * _trained_bytes(plan)
 
 
 def shard_and_adamw_bytes(plan: Plan) -> int:
-    """Bytes of trained parameters and of AdamW's averages that a rank holds between steps: less than a forecast has,
-    which knows gradients, frozen parameters and buffers."""
+    """Return the bytes of trained parameters and AdamW's averages that a rank holds between steps.
+
+    A forecast has more: gradients, frozen parameters and buffers.
+    """
     return STATE * _trained_bytes(plan)
 
 
 def _trained_bytes(plan: Plan) -> int:
-    """Bytes of a rank's shards of the parameters that are trained."""
+    """Return the bytes of a rank's shards of trained parameters."""
     trained = [param for param in plan.params if param.requires_grad]
     return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -1,7 +1,7 @@
 """``tz.tools.plan_training``: compares stages and meshes, and recommends one.
 
-A model, a world and a device go in. Few of the model's blocks are compiled for each stage and repeated; each mesh then
-gets its bytes and seconds, and the least recompute that fits; out comes a table with a recommendation and code.
+In: a model, a world and a device. For each stage a few of the model's blocks are compiled and repeated. Each mesh then
+gets its bytes and seconds, and the least recompute that fits. Out: a table with a recommendation, and code.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plan_training(
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
 
-    Traces a few of the model's alike blocks, repeats them, and allocates nothing of the model. Optimizer: AdamW.
+    Traces a few of the model's alike blocks and repeats them. Allocates nothing of the model. The optimizer is AdamW.
 
     >>> print(tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB"))
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
@@ -72,29 +72,29 @@ def plan_training(
             ``FILE.py:function``, which returns ``(module, input, ...)``, or a plain module; it may be on the meta
             device.
         args, kwargs: the arguments of a module's forward: one rank's share of a batch.
-        world_size: ranks that train; 16 nodes of 8 are 128.
+        world_size: ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
-        memory_bytes: of each, as a number or as in ``"80GiB"``; None: the device's.
-        loss: of a module: from what forward returns to the loss (default: forward returns it).
-        devices_per_node: None: the device's.
-        sequence_length: tokens of a sequence, of a model by name; None: the model's.
+        memory_bytes: memory of a device, as a number or such as ``"80GiB"`` (default: the device's).
+        loss: from what a module's forward returns to the loss (default: forward returns it).
+        devices_per_node: devices of a node (default: the device's).
+        sequence_length: tokens of a sequence, of a model by name (default: the model's).
         micro_batch: sequences of a rank in a step, of a model by name.
-        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. Each ``tp`` has the same then; by
+        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. All ``tp`` then train one batch; by
             default twice the ranks of ``tp`` have half the batch.
-        precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
-            optimizer's state keep their own.
-        gather_format, reduce_format: as in :class:`thunder_zero.Policy`, of stages 1 to 3 (default: None).
-        frozen_format: likewise, of stages 2 and 3.
-        stages: to compare (default: 0 to 3).
+        precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32). Parameters and the
+            optimizer's state keep their dtypes.
+        gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).
+        frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
+        stages: stages to compare (default: 0 to 3).
         tp: ranks of tensor parallelism, inside a node: a number, or several to compare, such as ``(1, 2, 4, 8)``.
-        tp_plan: how torch slices a module: styles by names, as for ``parallelize_module``, or a function that takes a
-            copy of the module without values, and a mesh, and slices it. A model by name has its own.
+        tp_plan: how torch slices a module: styles by names, as for ``parallelize_module``, or a function that slices a
+            copy of the module without values over a mesh (default: of a model by name, its own).
 
     Raises:
-        ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes; no stages; options
-            that do not belong to this kind of model; a model in which nothing is trained; ``tp`` that does not divide
-            nodes, or without a plan; ``global_batch`` that the ranks of data do not divide.
-        TypeError: neither a plain module nor a string; no device.
+        ValueError: the model or device is unknown; ranks do not fill nodes; a number is invalid; an option does not
+            belong to this kind of model; nothing is trained; ``tp`` does not divide nodes, or has no plan; the ranks of
+            data do not divide ``global_batch``.
+        TypeError: ``model`` or ``device`` is of another type.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
@@ -107,11 +107,11 @@ def plan_training(
         if micro_batch != 1:
             raise ValueError("micro_batch and global_batch are given; leave one out")
         batches = _shares(global_batch, world_size, sizes)
-    made = {
+    by_batch = {
         batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
         for batch in set(batches.values())
     }
-    subjects = {size: made[batch] for size, batch in batches.items()}
+    subjects = {size: by_batch[batch] for size, batch in batches.items()}
     if max(sizes) > 1 and how is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
     with show_steps("tz.tools.plan_training", rows) as steps:
@@ -124,7 +124,8 @@ def plan_training(
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     known = range(len(STAGES))
-    if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
+    is_some = isinstance(stages, Sequence) and bool(stages)
+    if not is_some or any(not is_count(stage) or stage not in known for stage in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
 
@@ -154,16 +155,16 @@ def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[in
     if not is_count(global_batch) or not global_batch:
         raise ValueError(f"global_batch is {global_batch!r}; give a number of sequences, at least 1")
     if wrong := [size for size in sizes if global_batch % (world_size // size)]:
-        right = [size for size in sizes if size not in wrong]
+        allowed = [size for size in sizes if size not in wrong]
         raise ValueError(
             f"global_batch is {global_batch:,}, which the {world_size // wrong[0]:,} ranks of data at tp={wrong[0]} do "
-            f"not divide; {f'give tp={right}' if right else 'give more ranks of tp'}, or another batch"
+            f"not divide; {f'give tp={allowed}' if allowed else 'give more ranks of tp'}, or another batch"
         )
     return {size: global_batch * size // world_size for size in sizes}
 
 
 def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
-    """The device, in nodes of this many."""
+    """Return the device, in nodes of ``devices_per_node``."""
     if devices_per_node is None:
         return device
     if not is_count(devices_per_node) or not devices_per_node:
@@ -173,26 +174,27 @@ def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Evaluates the rows of a table."""
+    """What the rows of one table have in common."""
 
     subjects: Mapping[int, Subject]  # by ranks of tensor parallelism: their batches differ
     world_size: int
     device: Device
     memory_bytes: int
-    asked: Policy  # its precision and its formats
+    asked: Policy  # has the precision and the formats
     steps: Steps
     how: Slicing
     programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by ranks of tensor parallelism
 
     def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None, slicing: str) -> TrainingPlan:
         subject = self.subjects[sizes[0]]
-        found: dict[tuple[int, int], list[PlanRow]] = {}
+        by_stage: dict[tuple[int, int], list[PlanRow]] = {}
         for slices in sizes:
-            least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not in a lower one
+            levels: Sequence[str] = RECOMPUTE
             for stage in sorted(stages, reverse=True):
-                found[stage, slices] = self._rows(stage, slices, least)
-                least = least[least.index(found[stage, slices][-1].recompute) :]
-        rows = tuple(row for stage in stages for slices in sizes for row in found[stage, slices])
+                rows_of_stage = by_stage[stage, slices] = self._rows(stage, slices, levels)
+                # A level that does not fit on all ranks in one stage does not fit in a lower stage.
+                levels = levels[levels.index(rows_of_stage[-1].recompute) :]
+        rows = tuple(row for stage in stages for slices in sizes for row in by_stage[stage, slices])
         chosen, code = best_of(rows), ""
         if chosen is not None:
             policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
@@ -228,30 +230,30 @@ class _Comparison:
         return self.programs[slices]
 
     def _rows(self, stage: int, slices: int, levels: Sequence[str]) -> list[PlanRow]:
-        """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
-        shards, so that each starts with what the one before computes again."""
-        found: list[PlanRow] = []
+        """Return a row for each mesh of a stage, with the first of the recompute levels that fits, or the last."""
+        rows: list[PlanRow] = []
         programs = self._programs(slices)
+        # From most shards to fewest: a level that does not fit on a mesh does not fit on a mesh of fewer shards.
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
             plan = programs.plan(programs.policy(stage, "none"), mesh)
             resident = sum(param.full_bytes for param in plan.params if param.resident)
-            if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # which a rank holds at rest in any case
+            if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # at rest, whatever is recomputed
                 levels = levels[-1:]
             while True:
                 policy = programs.policy(stage, levels[0])
-                one = programs.evaluate(policy, mesh)
-                beside = overhead_bytes(mesh.replicas, one.held.storages, slices)
-                needed = max(one.held.peak, one.held.optimizer_step) + beside
+                evaluated = programs.evaluate(policy, mesh)
+                overhead = overhead_bytes(mesh.replicas, evaluated.held.storages, slices)
+                needed = max(evaluated.held.peak, evaluated.held.optimizer_step) + overhead
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            found.append(self._row(policy, mesh, one, needed, adamw_traffic(plan)))
+            rows.append(self._row(policy, mesh, evaluated, needed, adamw_traffic(plan)))
             self.steps.advance()
-        return found[::-1]
+        return rows[::-1]
 
-    def _row(self, policy: Policy, mesh: MeshShape, one: Evaluated, needed: int, traffic: int) -> PlanRow:
-        held, estimate, speed = one.held, one.estimate, self.device.memory_bytes_per_second
+    def _row(self, policy: Policy, mesh: MeshShape, evaluated: Evaluated, needed: int, traffic: int) -> PlanRow:
+        held, estimate, speed = evaluated.held, evaluated.estimate, self.device.memory_bytes_per_second
         loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
@@ -273,7 +275,7 @@ class _Comparison:
             seconds=seconds,
             tokens_per_second=self.subjects[mesh.slices].tokens / seconds / mesh.slices,
             mfu=estimate.model_seconds / seconds,
-            traced_blocks=one.traced,
+            traced_blocks=evaluated.traced,
         )
 
 
@@ -289,7 +291,7 @@ OF_SLICES = (
 
 
 def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The fastest that fits; of those that are nearly as fast, the one that needs least memory."""
+    """Return the row that needs least memory among those that fit and are nearly as fast as the fastest."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
     return min(
@@ -308,7 +310,7 @@ DESCRIBED = (
 
 
 def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
-    """What the figures assume, sentence by sentence; ``returns_loss``: whether forward returns one number."""
+    """Return what the figures assume, as sentences. ``returns_loss`` is true if forward returns one number."""
     compute, reduce = (
         "the parameters' dtype" if dtype is None else name_of(dtype)
         for dtype in (asked.mixed_precision.param_dtype, asked.mixed_precision.reduce_dtype)

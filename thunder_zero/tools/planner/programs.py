@@ -26,23 +26,34 @@ from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
 
-TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
+TRACED = (5, 6, 8)  # numbers of alike blocks to trace; the first that repeat are taken
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A policy on a mesh."""
+    """Memory and time of a step under one policy on one mesh."""
 
     held: Held
     estimate: Estimate
-    traced: int  # alike blocks
+    traced: int  # number of alike blocks
 
 
 @dataclass(frozen=True)
 class SubjectPrograms:
-    """The compiled programs of a subject, with the precision and the formats of ``asked``. ``shards`` are ranks of a
-    copy, for the compilation: the schedule does not depend on how many. ``tell`` says what is done now. With more than
-    one rank of tensor parallelism (``slices``), ``how`` slices the subject over them."""
+    """The compiled programs of a subject.
+
+    Attributes:
+        subject: what is planned.
+        asked: a policy with the precision and the formats.
+        shards: ranks that share a copy of the model where a program is compiled. A schedule depends on no such number.
+        device: what costs are counted for.
+        tell: is called with what is done now.
+        slices: ranks of tensor parallelism.
+        how: slices the subject over them.
+        captured: captured modules, by the number of alike blocks.
+        compiled: traces, by policy, whether there are copies of the model, and the number of alike blocks.
+        enough: the number of alike blocks that repeat, by policy.
+    """
 
     subject: Subject
     asked: Policy
@@ -57,18 +68,17 @@ class SubjectPrograms:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of the largest block, which no policy of the table changes."""
+        """The bytes of the largest block, which no policy of the table changes."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
         return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
-        """The plan of the whole model, as the first rank sees it."""
+        """Return the plan of the whole model, as the first rank sees it."""
         return make_plan(self.subject.module, policy, mesh.at_rank_0(), *self._sliced)
 
     @cached_property
     def _sliced(self) -> tuple[Mapping[str, int], frozenset[str]]:
-        """The dimensions along which parameters of the whole model are sliced, and those whose gradients are summed
-        over slices."""
+        """The sliced dimension of each sliced parameter, and the parameters whose gradients are summed over slices."""
         if self.slices == 1:
             return {}, frozenset()
         self.tell(f"slices {self.subject.name} for {self.slices} ranks")
@@ -77,31 +87,35 @@ class SubjectPrograms:
             return slices, partial
 
     def policy(self, stage: int, recompute: str) -> Policy:
-        """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
-        one reduction is under way while the next block's gradients are made."""
+        """Return a policy whose sizes are equal on all meshes.
+
+        A block is a bucket. One block is gathered ahead, and one reduction is in flight while backward computes the
+        next block.
+        """
         asked = self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision)
         asked = replace(asked, frozen_format=None) if stage == 1 else asked
         policy = replace(asked, stage=stage, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def evaluate(self, policy: Policy, mesh: MeshShape) -> Evaluated:
-        """The memory and the time of a step of the whole model. Traces few of its alike blocks, more if those do not
-        repeat, and all of them if none of them do."""
+        """Return the memory and the time of a step of the whole model.
+
+        Traces few of the alike blocks, more if those do not repeat, and all if no number of blocks repeats.
+        """
         blocks = self.subject.blocks
-        for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(policy, 0)]:
-            traced = min(count, blocks)
+        for count in [count for count in (*TRACED, blocks) if count >= self.enough.get(policy, 0)]:
             try:
-                found = self._evaluated(policy, mesh, traced)
+                evaluated = self._evaluate(policy, mesh, min(count, blocks))
             except NotPeriodic:
                 continue
             self.enough[policy] = count
-            return found
+            return evaluated
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, policy: Policy, mesh: MeshShape, traced: int) -> Evaluated:
+    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
-        traces = self._compiled(policy, mesh, traced)
+        traces = self._compile(policy, mesh, traced)
         self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
         with uncollected():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
@@ -110,53 +124,55 @@ class SubjectPrograms:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """Of memory that a given loss and its gradient read and write; of what was compiled."""
+        """The bytes of memory that ``Subject.loss`` and its gradient read and write; 0 without a loss."""
         return loss_traffic(next(iter(self.compiled.values())), self.subject.loss) if self.subject.loss else 0
 
     def returns_loss(self) -> bool:
-        """Whether forward returns one number, as a loss is; of what was compiled."""
+        """Return whether forward returns one number, as a loss is."""
         traces = next(iter(self.compiled.values()))
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
-    def _compiled(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
-        """The traces for a mesh: those of any mesh with another plan, since a schedule depends on nothing of it but
-        whether there are copies of the model."""
+    def _compile(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
+        """Return the traces for a mesh.
+
+        All meshes share the schedule of a small mesh, since it depends only on whether there are copies of the model.
+        """
         has_copies = mesh.replicas > 1
         if (policy, has_copies, traced) not in self.compiled:
             with self.subject.with_blocks(traced), uncollected():
-                captured = self._captured(traced)
+                captured = self._capture(traced)
                 self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
                 small = MeshShape(1 + has_copies, self.shards, self.slices)
                 self.compiled[policy, has_copies, traced] = captured.under(policy, small.at_rank_0())
         traces = self.compiled[policy, has_copies, traced]
         return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
 
-    def _captured(self, traced: int) -> ProgramSource:
-        """The module with few blocks, captured once for all policies and meshes."""
+    def _capture(self, traced: int) -> ProgramSource:
+        """Return the module with few blocks, captured once for all policies and meshes."""
         if traced not in self.captured:
             self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy, small = self.policy(3, "none"), MeshShape(1, self.shards, self.slices).at_rank_0()
-            one = self.subject
-            given: dict[str, Any] = {
-                "args": one.args,
-                "kwargs": one.kwargs,
+            module = self.subject.module
+            options: dict[str, Any] = {
+                "args": self.subject.args,
+                "kwargs": self.subject.kwargs,
                 "policy": policy,
                 "mesh": small,
                 "device": self.device,
             }
             if self.slices == 1:
-                self.captured[traced] = programs_of(one.module, **given)
+                self.captured[traced] = programs_of(module, **options)
             else:
                 with fake_mesh((1, self.slices)) as mesh:
-                    part = sliced_copy(one.module, mesh["tp"], self.how)
-                    _, given["slices"], given["partial"] = mesh_and_slices(part, mesh)
-                    self.captured[traced] = programs_of(part, **given)
+                    part = sliced_copy(module, mesh["tp"], self.how)
+                    _, options["slices"], options["partial"] = mesh_and_slices(part, mesh)
+                    self.captured[traced] = programs_of(part, **options)
         return self.captured[traced]
 
 
 def _on_mesh(traces: Traces, plan: Plan) -> Traces:
-    """The same program of a rank of another mesh."""
+    """Return the program with another plan, of another mesh."""
     lifted = traces.lifted
     return replace(
         traces,
@@ -167,5 +183,5 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """AdamW without the temporaries of torch's ``foreach``: fused, it has none."""
+    """Return an AdamW without the temporaries of torch's ``foreach``, as a fused one has none."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]

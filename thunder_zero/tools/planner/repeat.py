@@ -1,14 +1,13 @@
 """The time and the memory of a step of the whole model, from the step of one with fewer blocks.
 
-Finds a period in a sequence of signs, and where further periods belong. A model of n alike blocks is traced, and the
-model has more. Where two periods of a phase in a row have the same signs, the phases of larger models have more of them
-there::
+A model with few alike blocks was traced; the whole model has more of them. Each operation has a key: operations with
+equal keys do the same. If a phase has a period twice in a row, the longer phase has the period more often::
 
-    signs    a b | c d e | c d e | c d f g
+    keys     a b | c d e | c d e | c d f g
     marks          ^       ^                     where blocks begin to compute
     longer   a b | c d e | c d e | c d e | c d f g
 
-Each block more also adds what rests of it to every figure of memory.
+Each further block also adds the bytes that it has at rest to every figure of memory.
 """
 
 from __future__ import annotations
@@ -27,76 +26,84 @@ from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A period, in positions, and where it repeats: from the first position that is equal to the one a period later."""
+class Period:
+    """Positions that repeat: ``length`` of them, from ``start``, equal those right after them."""
 
     start: int
-    period: int
+    length: int
 
     @property
     def end(self) -> int:
-        """The position where further periods go: behind the first."""
-        return self.start + self.period
+        """The position where further periods are inserted."""
+        return self.start + self.length
 
 
-def stretch_of(signs: Sequence[Hashable], marks: Sequence[int]) -> Stretch | None:
-    """A period that occurs at least twice in a row, where the distance of two marks in a row is the period. Positions
-    with equal signs are equal; the marks, ascending, are where the alike blocks begin."""
-    found = [_around(signs, first, second - first) for first, second in pairwise(marks)]
-    return next((stretch for stretch in found if stretch is not None), None)
+def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> Period | None:
+    """Return the first period that occurs at least twice in a row; None if there is none.
+
+    ``marks`` are the positions, ascending, where alike blocks begin. The length of a period is the distance between two
+    successive marks.
+    """
+    periods = (_period_around(keys, first, second - first) for first, second in pairwise(marks))
+    return next((period for period in periods if period is not None), None)
 
 
-def _around(signs: Sequence[Hashable], at: int, period: int) -> Stretch | None:
-    """The longest run around a position, in which all are equal to those a period later."""
-    if period <= 0 or signs[at] != signs[at + period]:
+def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Period | None:
+    """Return the period of the longest run around a position in which keys equal those ``length`` later."""
+    if length <= 0 or keys[position] != keys[position + length]:
         return None
-    start = stop = at
-    while start and signs[start - 1] == signs[start - 1 + period]:
+    start = stop = position
+    while start and keys[start - 1] == keys[start - 1 + length]:
         start -= 1
-    while stop + period < len(signs) and signs[stop] == signs[stop + period]:
+    while stop + length < len(keys) and keys[stop] == keys[stop + length]:
         stop += 1
-    return Stretch(start, period) if stop - start >= period else None
+    return Period(start, length) if stop - start >= length else None
 
 
-def positions(length: int, stretch: Stretch | None, copies: int) -> list[int]:
-    """For each position of the longer sequence, the one that it has its sign from."""
-    if stretch is None or not copies:
+def positions(length: int, period: Period | None, copies: int) -> list[int]:
+    """Return, for each position of the longer sequence, the position in the sequence of ``length`` that it copies."""
+    if period is None or not copies:
         return list(range(length))
-    middle = list(range(stretch.start, stretch.end)) * copies
-    return [*range(stretch.end), *middle, *range(stretch.end, length)]
+    middle = list(range(period.start, period.end)) * copies
+    return [*range(period.end), *middle, *range(period.end, length)]
 
 
-def linked(at: int, source: int, link: int, stretch: Stretch | None, copies: int) -> int:
-    """Where an earlier position that another refers to is in the longer sequence: ``at`` refers to it there, and has
-    its sign from ``source``, which refers to ``link``. The others are as for :func:`positions`."""
-    if stretch is not None and copies and source >= stretch.end and link < stretch.start:
+def moved_link(position: int, source: int, link: int, period: Period | None, copies: int) -> int:
+    """Return the position in the longer sequence that an operation refers to, such as a wait to its launch.
+
+    The operation at ``position`` copies the one at ``source``, which refers to ``link``.
+    """
+    if period is not None and copies and source >= period.end and link < period.start:
         return link
-    return at - (source - link)
+    return position - (source - link)
 
 
 class NotPeriodic(Exception):
-    """The blocks in the middle do not do the same: trace more of them."""
+    """The traced blocks do not do the same: more of them must be traced."""
 
 
-def longer(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Stretch | None]:
-    """For each position of the longer sequence the one that it has its sign from; and the stretch that repeats. Raises
-    NotPeriodic if nothing repeats, and something has to."""
-    stretch = stretch_of(signs, marks) if copies else None
-    if copies and stretch is None:
+def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
+    """Return what :func:`positions` does for a sequence with ``copies`` more periods, and the period.
+
+    Raises:
+        NotPeriodic: there are copies, and no period.
+    """
+    period = find_period(keys, marks) if copies else None
+    if copies and period is None:
         raise NotPeriodic
-    return positions(len(signs), stretch, copies), stretch
+    return positions(len(keys), period, copies), period
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Where operations of each phase first read parameters of each alike block together with data, ascending."""
+    """Return where operations of forward, and of backward, first read each unit's parameters together with data."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             pairs = zip(op.writes, op.params, strict=True)
             owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
-    found: dict[bool, dict[str, int]] = {False: {}, True: {}}
-    for at, op in enumerate(timeline.ops[:-1]):
+    first_read: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    for position, op in enumerate(timeline.ops[:-1]):
         if op.kind is not Kind.COMPUTE:
             continue
         read = {owner[name] for name in op.reads if name in owner}
@@ -104,68 +111,74 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
             owner.update(dict.fromkeys(op.writes, *read))
             continue
         for unit in read:
-            found[op.backward].setdefault(unit, at)
-    return sorted(found[False].values()), sorted(found[True].values())
+            first_read[op.backward].setdefault(unit, position)
+    return sorted(first_read[False].values()), sorted(first_read[True].values())
 
 
 def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
-    """The positions of each phase, and in it where the alike blocks begin to compute."""
+    """Yield the positions of each phase, and where in it the alike blocks begin to compute."""
     forward, backward = _marks_of(timeline, units)
     yield range(timeline.backward_start), forward
-    yield range(timeline.backward_start, len(timeline.ops)), [at - timeline.backward_start for at in backward]
+    marks = [position - timeline.backward_start for position in backward]
+    yield range(timeline.backward_start, len(timeline.ops)), marks
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """The estimate of a step with ``copies`` more of these blocks than were traced; NotPeriodic if none repeats."""
+    """Return the estimate of a step with ``copies`` more blocks than the ``units`` that were traced.
+
+    Raises:
+        NotPeriodic: the units do not repeat.
+    """
     timeline, lifted = traces.timeline, traces.lifted or traces.timeline
     traced = step_time(timeline, device, fused=counts_fused(traces, device), model=lifted)
     if not copies:
         return traced
-    ops, costs = _longer(timeline, traced.costs, units, copies)
+    ops, costs = _lengthen_ops(timeline, traced.costs, units, copies)
     model = _total(lifted, model_seconds(lifted, device), units, copies)
     return replace(traced, timeline=replace(timeline, ops=ops), costs=costs, model_seconds=model)
 
 
-def _longer(
+def _lengthen_ops(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
-    """The operations of a step with more blocks, as far as a simulation reads them, and their costs."""
-    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.launches}
-    links = [launched[op.reads[0]] if op.waits else at for at, op in enumerate(timeline.ops)]
-    ops: list[Op] = []
-    found: list[Cost] = []
+    """Return the operations of a step with more blocks, as far as a simulation reads them, and their costs."""
+    launched = {op.writes[0]: position for position, op in enumerate(timeline.ops) if op.launches}
+    links = [launched[op.reads[0]] if op.waits else position for position, op in enumerate(timeline.ops)]
+    longer_ops: list[Op] = []
+    longer_costs: list[Cost] = []
     base = 0
     for phase, marks in _phases(timeline, units):
-        for at in phase:  # backward may wait again for a collective of forward, which has ended
-            links[at] = links[at] if links[at] in phase else at
-        signs = [(timeline.ops[at].kind, costs[at], at - links[at]) for at in phase]
-        order, stretch = longer(signs, marks, copies)
-        if stretch is not None:
-            _require_balance([timeline.ops[at] for at in phase[stretch.start : stretch.end]])
-        for at, source in enumerate(order):
+        for position in phase:  # backward may wait again for a collective of forward, which has ended
+            links[position] = links[position] if links[position] in phase else position
+        keys = [(timeline.ops[position].kind, costs[position], position - links[position]) for position in phase]
+        order, period = lengthen(keys, marks, copies)
+        if period is not None:
+            _require_balance([timeline.ops[position] for position in phase[period.start : period.end]])
+        for position, source in enumerate(order):
             op, link = timeline.ops[phase[source]], links[phase[source]] - phase.start
             if op.kind is Kind.FREE:
                 continue
             if op.launches or op.waits:
-                handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
+                handle = (f"handle {base + moved_link(position, source, link, period, copies)}",)
                 op = replace(op, reads=handle * op.waits, writes=handle * op.launches)
-            ops.append(op)
-            found.append(costs[phase[source]])
+            longer_ops.append(op)
+            longer_costs.append(costs[phase[source]])
         base += len(order)
-    return tuple(ops), tuple(found)
+    return tuple(longer_ops), tuple(longer_costs)
 
 
 def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
-    """The sum of what each operation takes, in a step with more blocks."""
+    """Return the sum of the operations' seconds in a step with more blocks."""
     total = 0.0
     for phase, marks in _phases(timeline, units):
-        order, _ = longer([(timeline.ops[at].kind, seconds[at]) for at in phase], marks, copies)
+        keys = [(timeline.ops[position].kind, seconds[position]) for position in phase]
+        order, _ = lengthen(keys, marks, copies)
         total += sum(seconds[phase[source]] for source in order)
     return total
 
 
 def _require_balance(period: Sequence[Op]) -> None:
-    """A period must wait for as many launches as it starts: otherwise they pile up, to be waited for after the last."""
+    """Raise NotPeriodic unless a period waits for as many launches as it starts: others would pile up."""
     started = sum(op.kind in LAUNCHES for op in period)
     if started != sum(op.kind is Kind.WAIT for op in period):
         raise NotPeriodic
@@ -179,12 +192,12 @@ class Held:
     """The memory of one rank in a step, in bytes of tensors' storages.
 
     Attributes:
-        at_rest: between two steps, without gradients.
-        peak: the most in forward, the loss and backward.
-        optimizer_step: the most in the optimizer's step.
-        phase: where the peak is.
-        by_kind: what is alive at the end of the line that has the peak, the most first.
-        storages: at most alive at once.
+        at_rest: bytes between two steps, without gradients.
+        peak: the most bytes in forward, the loss and backward.
+        optimizer_step: the most bytes in the optimizer's step.
+        phase: the phase of the peak.
+        by_kind: bytes alive at the end of the peak's line, by what they hold, the most first.
+        storages: the most storages alive at once.
     """
 
     at_rest: int
@@ -197,7 +210,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What one line does to the bytes alive: its most above those before, and those left by kind."""
+    """How one line changes the bytes alive.
+
+    Attributes:
+        rise: its highest bytes, above those before it.
+        total: bytes after it, less those before it.
+        kinds: ``total`` by what the bytes hold.
+        count: storages that it allocates, less those that it frees.
+    """
 
     rise: int
     total: int
@@ -206,76 +226,83 @@ class _Change:
 
 
 def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> Held:
-    """The memory of a step with ``copies`` more of these alike blocks than were traced, from a forecast with the
-    optimizer; raises NotPeriodic if they do not repeat."""
+    """Return the memory of a step with ``copies`` more blocks than the ``units`` that were traced.
+
+    ``memory`` is the forecast of the traced step, with the optimizer.
+
+    Raises:
+        NotPeriodic: the units do not repeat.
+    """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)
-    of_block = [one for one in memory.storages if copies and one.name.startswith(f"{units[0]}.")]
-    resting = [one for one in of_block if one.line < 0]
+    of_block = [storage for storage in memory.storages if copies and storage.name.startswith(f"{units[0]}.")]
+    resting = [storage for storage in of_block if storage.line < 0]
     alive = _before(memory)
-    alive.update({kind: copies * sum(one.nbytes for one in resting if one.kind is kind) for kind in AT_REST})
-    count = sum(one.line < 0 for one in memory.storages) + copies * len(resting)
+    alive.update(
+        {kind: copies * sum(storage.nbytes for storage in resting if storage.kind is kind) for kind in AT_REST}
+    )
+    count = sum(storage.line < 0 for storage in memory.storages) + copies * len(resting)
     total = sum(alive.values())
     most = count
-    peak = at = 0
-    for number, position in enumerate(order):
-        change = changes[position]
+    peak = peak_line = 0
+    for number, line in enumerate(order):
+        change = changes[line]
         if total + change.rise > peak:
-            peak, at = total + change.rise, number
+            peak, peak_line = total + change.rise, number
         total += change.total
         count += change.count
         most = max(most, count)
-    for position, times in Counter(order[: at + 1]).items():
-        alive.update({kind: times * nbytes for kind, nbytes in changes[position].kinds})
-    by_kind = {str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes}
+    for line, times in Counter(order[: peak_line + 1]).items():
+        alive.update({kind: times * nbytes for kind, nbytes in changes[line].kinds})
+    stepped = sum(storage.nbytes for storage in of_block if storage.kind in STEPPED)
     return Held(
-        at_rest=memory.at_rest + copies * sum(one.nbytes for one in resting if one.kind in AT_REST),
+        at_rest=memory.at_rest + copies * sum(storage.nbytes for storage in resting if storage.kind in AT_REST),
         peak=peak,
-        optimizer_step=(memory.optimizer_step or 0) + copies * sum(o.nbytes for o in of_block if o.kind in STEPPED),
-        phase=memory.lines[order[at]].phase,
-        by_kind=by_kind,
+        optimizer_step=(memory.optimizer_step or 0) + copies * stepped,
+        phase=memory.lines[order[peak_line]].phase,
+        by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
         storages=most,
     )
 
 
 def _before(memory: Memory) -> Counter[Holds]:
-    """Bytes by kind that are there before the step."""
+    """Return the bytes alive before the step, by what they hold."""
     alive = Counter[Holds]()
-    for one in memory.storages:
-        if one.line < 0:
-            alive[one.kind] += one.nbytes
+    for storage in memory.storages:
+        if storage.line < 0:
+            alive[storage.kind] += storage.nbytes
     return alive
 
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
-    """The lines of the longer step, by their positions in the forecast."""
+    """Return the lines of the longer step, as indices of the forecast's lines."""
     forward, backward = _marks_of(traces.timeline, units)
-    found: list[int] = []
+    longer: list[int] = []
     for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):
-        lines = [at for at, line in enumerate(memory.lines) if line.phase == phase]
-        by_position = {memory.lines[at].position: number for number, at in enumerate(lines)}
-        in_phase = [by_position[traces.timeline.ops[at].source[0]] for at in marks]
-        order, _ = longer([changes[at] for at in lines], in_phase, copies if marks else 0)
-        found += [lines[at] for at in order]
-    return found
+        lines = [index for index, line in enumerate(memory.lines) if line.phase == phase]
+        by_position = {memory.lines[line].position: number for number, line in enumerate(lines)}
+        in_phase = [by_position[traces.timeline.ops[mark].source[0]] for mark in marks]
+        order, _ = lengthen([changes[line] for line in lines], in_phase, copies if marks else 0)
+        longer += [lines[number] for number in order]
+    return longer
 
 
 def _changes(memory: Memory) -> list[_Change]:
-    """What each line of a forecast does."""
+    """Return the change of each line of a forecast."""
     born, freed = Counter[int](), Counter[int]()
-    for one in memory.storages:
-        if one.line >= 0:
-            born[one.line] += 1
-        if one.freed is not None:
-            freed[one.freed] += 1
+    for storage in memory.storages:
+        if storage.line >= 0:
+            born[storage.line] += 1
+        if storage.freed is not None:
+            freed[storage.freed] += 1
     alive: dict[Holds, int] = _before(memory)
     total = sum(alive.values())
-    found = []
-    for at, line in enumerate(memory.lines):
+    changes = []
+    for index, line in enumerate(memory.lines):
         now = dict(line.alive.items_in_order)
         kinds = ((kind, now.get(kind, 0) - alive.get(kind, 0)) for kind in Holds)
         highest, after = line.highest - memory.reserve, line.total - memory.reserve
         changed = tuple((kind, nbytes) for kind, nbytes in kinds if nbytes)
-        found.append(_Change(highest - total, after - total, changed, born[at] - freed[at]))
+        changes.append(_Change(highest - total, after - total, changed, born[index] - freed[index]))
         alive, total = now, after
-    return found
+    return changes

@@ -6,8 +6,8 @@
     ZeRO-2 128 x 8     cheap 70.9 GiB 46.7 GiB 48.7 ms 668 ms   12,268 74.5% yes
     ZeRO-3 16 x 64     cheap 40.7 GiB 57.4 GiB 21.8 ms 630 ms   13,010 79.0% chosen
 
-``128 x 8``: 128 copies of the model, each sharded over the 8 devices of a node. With tensor parallelism a
-column ``tp`` has its ranks, and ``recompute`` is called ``again``.
+``128 x 8`` means 128 copies of the model, each sharded over the 8 devices of a node. With tensor parallelism a column
+``tp`` has its ranks, and the column ``recompute`` is called ``again``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
 
-APART = 8  # a mesh shards over so many times as many ranks as the one before
+FACTOR = 8  # a mesh shards over so many times as many ranks as the mesh before
 NARROW = 80  # columns of the text
 COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """``shards`` times ``slices`` ranks hold one copy of the model, of which there are ``replicas``; ``slices`` are
-    ranks of torch's tensor parallelism."""
+    """Ranks of a training: ``replicas`` copies of the model, each held by ``shards`` times ``slices`` ranks. ``slices``
+    are ranks of torch's tensor parallelism."""
 
     replicas: int
     shards: int
@@ -43,16 +43,16 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """Of all copies."""
+        """The number of ranks of all copies."""
         return self.replicas * self.shards * self.slices
 
     def at_rank_0(self) -> Mesh:
-        """Return the mesh of a plan, as its first rank sees it."""
+        """Return the mesh as its first rank sees it."""
         return Mesh.of(self.shards, replicas=self.replicas, slices=self.slices if self.slices > 1 else None)
 
     @property
     def data(self) -> str:
-        """The data axes: ``16 x 64``."""
+        """The data axes as text: ``16 x 64``."""
         return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
     def __str__(self) -> str:
@@ -60,8 +60,13 @@ class MeshShape:
 
 
 def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) -> tuple[MeshShape, ...]:
-    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one. Each with ``slices`` ranks of
-    tensor parallelism, inside a node."""
+    """Return the meshes to compare for a stage: shards over a node, over 8, 64 ... nodes, and over all ranks.
+
+    DDP has one mesh. Each mesh has ``slices`` ranks of tensor parallelism inside a node.
+
+    Raises:
+        ValueError: the ranks do not fill nodes, or ``slices`` does not divide them.
+    """
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
     if world_size > devices_per_node and world_size % devices_per_node:
@@ -78,39 +83,39 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
     whole = (MeshShape(1, data, slices),)
     if not STAGES[stage].sharded or world_size <= devices_per_node:
         return whole
-    found = []
-    shards = devices_per_node // slices if slices < devices_per_node else APART
+    hybrid = []
+    shards = devices_per_node // slices if slices < devices_per_node else FACTOR
     while shards < data:
         if data % shards == 0:
-            found.append(MeshShape(data // shards, shards, slices))
-        shards *= APART
-    return (*found, *whole)
+            hybrid.append(MeshShape(data // shards, shards, slices))
+        shards *= FACTOR
+    return (*hybrid, *whole)
 
 
 @dataclass(frozen=True, repr=False)
 class PlanRow:
-    """A stage on a mesh, with the least computed again that fits; bytes and seconds of the busiest rank and of a step.
+    """A stage on a mesh, with the least recompute that fits. Bytes and seconds are those of the busiest rank in a step.
 
     Attributes:
         stage: 0 to 3.
         mesh: ranks that share a copy of the model, and copies.
-        recompute: of the policy.
-        fits: whether ``needed_bytes`` fit.
-        needed_bytes: at the peak, with the overhead that is no tensor.
-        peak_bytes: of tensors at the peak, the optimizer's step included.
-        at_rest_bytes: of tensors between two steps.
+        recompute: ``Policy.recompute``.
+        fits: True if ``needed_bytes`` fit.
+        needed_bytes: memory at the peak, with the overhead that is no tensor.
+        peak_bytes: bytes of tensors at the peak, the optimizer's step included.
+        at_rest_bytes: bytes of tensors between two steps.
         peak_phase: "forward", "loss", "backward" or "optimizer step".
         by_kind: bytes of tensors at the peak of forward, loss and backward, by what they hold.
-        sent_bytes: that a rank sends.
-        compute_seconds: of forward and backward.
-        exposed_seconds: how long compute waits for communication.
-        tensor_exposed_seconds: how much of that for collectives of tensor parallelism.
-        loss_seconds: of the loss and its gradient.
-        optimizer_seconds: of AdamW's step.
-        seconds: of the step: the sum of the four.
-        tokens_per_second: of a rank: those of its batch, shared among the ranks of tensor parallelism.
+        sent_bytes: bytes that a rank sends.
+        compute_seconds: time of forward's and backward's compute.
+        exposed_seconds: time that compute waits for communication.
+        tensor_exposed_seconds: the part of ``exposed_seconds`` that waits for tensor parallelism.
+        loss_seconds: time of the loss and its gradient.
+        optimizer_seconds: time of AdamW's step.
+        seconds: time of the step: compute, exposed, loss and optimizer.
+        tokens_per_second: tokens of a rank's batch, divided by the step and by the ranks of tensor parallelism.
         mfu: share of the step that the model's FLOPs would take at the device's peak.
-        traced_blocks: of the alike blocks, those that were traced; the others repeat them.
+        traced_blocks: number of alike blocks that were traced and stand for all.
     """
 
     stage: int
@@ -154,21 +159,21 @@ class TrainingPlan:
     """Which stage and mesh to train a model with.
 
     Attributes:
-        model: its name.
-        parameters: how many it has.
-        blocks: of them, those that are alike.
-        world_size: ranks.
-        device: its name.
+        model: name of the model.
+        parameters: number of elements of all parameters.
+        blocks: number of alike blocks.
+        world_size: number of ranks.
+        device: name of the device.
         devices_per_node: devices of a node.
-        memory_bytes: of a rank.
-        tokens: of a rank of data in a step; with a global batch, at the first ``tp``.
-        global_tokens: of all ranks in a step; None without a global batch.
+        memory_bytes: memory of a rank.
+        tokens: tokens of a rank of data in a step; with a global batch, at the first ``tp``.
+        global_tokens: tokens of all ranks in a step; None without a global batch.
         rows: stages and meshes, in the order of the table.
         chosen: the recommended row; None if none fits.
-        reason: why, in one sentence.
-        code: to paste; "" if nothing fits.
-        assumed: what the figures assume, sentence by sentence.
-        is_bound: whether times are lower bounds, as those of devices that were not measured.
+        reason: why the row is recommended, in one sentence.
+        code: Python to paste; "" if nothing fits.
+        assumed: what the figures assume, as sentences.
+        is_bound: True if times are lower bounds, since the device was not measured.
     """
 
     model: str
@@ -189,14 +194,16 @@ class TrainingPlan:
 
     @property
     def expected_tokens_per_second(self) -> tuple[float, float] | None:
-        """What a rank of the chosen row reaches if it does as published runs did, fewest first; None if times are no
-        bounds, or nothing fits."""
+        """The range of tokens/s that a rank of the chosen row reaches if it does as published runs did.
+
+        None if times are no bounds, or nothing fits.
+        """
         if self.chosen is None or not self.is_bound:
             return None
         return LEAST * self.chosen.tokens_per_second, MOST * self.chosen.tokens_per_second
 
     def as_json(self) -> dict[str, Any]:
-        """Of numbers, strings, lists and dicts alone."""
+        """Return the plan as data that JSON can hold."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -204,11 +211,11 @@ class TrainingPlan:
         return summed_up(self, f"{self.model} on {self.world_size:,} {self.device}: {chosen}")
 
     def __str__(self) -> str:
-        """A table of 80 columns, why a row is recommended, code to paste, what is assumed."""
+        """Return the table, the reason, code to paste and what is assumed, in 80 columns."""
         return "\n".join(_text(self))
 
     def table(self) -> str:
-        """A line for each row, of 80 columns."""
+        """Return the table, with a line for each row, in 80 columns."""
         columns, rows = list(COLUMNS), [self._cells(row) for row in self.rows]
         if any(row.mesh.slices > 1 for row in self.rows):
             columns[2:3] = ["tp", "again"]  # narrower than recompute
@@ -258,12 +265,15 @@ def _heading(plan: TrainingPlan) -> str:
     )
 
 
-AS_FAST = 0.995  # of the fastest: below that share of its tokens a second, nothing makes up for it
-MUCH_SLOWER = 0.98
+AS_FAST = 0.995  # a row with this share of the fastest row's tokens/s counts as equally fast
+MUCH_SLOWER = 0.98  # a reason compares the chosen row with rows below this share
 
 
 def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int, batch: int) -> str:
-    """One sentence; ``batch``: rows of a rank's inputs, 1 if the caller cannot choose them."""
+    """Return in one sentence why a row is recommended, or why nothing fits.
+
+    ``batch`` is the number of rows of a rank's inputs; 1 if the caller cannot choose them.
+    """
     if chosen is None:
         return _nothing_fits(rows, memory_bytes, batch)
     fitting = [row for row in rows if row.fits]
@@ -273,7 +283,7 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
 
 
 def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
-    """What sets the row apart."""
+    """Return what distinguishes the chosen row."""
     if len(rows) == 1:
         return f"the only one that was compared, and fits into {memory}"
     if len(fitting) == 1:
@@ -285,7 +295,7 @@ def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, 
 
 
 def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
-    """What a lower stage would take."""
+    """Return the memory that the smallest lower stage that does not fit would take; "" if there is none."""
     lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
     if not lower:
         return ""
@@ -294,34 +304,34 @@ def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> s
 
 
 def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
-    """How much slower the next is, and the part of its step that grows most."""
+    """Return how much slower the next row is, and why; "" if no row is much slower."""
     slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
     if not slower:
         return ""
-    one = max(slower, key=lambda row: row.tokens_per_second)
-    less = 1 - one.tokens_per_second / chosen.tokens_per_second
+    other = max(slower, key=lambda row: row.tokens_per_second)
+    less = 1 - other.tokens_per_second / chosen.tokens_per_second
     parts = {
-        "{} more of communication are exposed": one.exposed_seconds - chosen.exposed_seconds,
-        "it computes {} longer": one.compute_seconds - chosen.compute_seconds,
-        "the loss takes {} longer": one.loss_seconds - chosen.loss_seconds,
-        "the optimizer takes {} longer": one.optimizer_seconds - chosen.optimizer_seconds,
+        "{} more of communication are exposed": other.exposed_seconds - chosen.exposed_seconds,
+        "it computes {} longer": other.compute_seconds - chosen.compute_seconds,
+        "the loss takes {} longer": other.loss_seconds - chosen.loss_seconds,
+        "the optimizer takes {} longer": other.optimizer_seconds - chosen.optimizer_seconds,
     }
-    what = max(parts, key=parts.__getitem__)
+    largest = max(parts, key=parts.__getitem__)
     also = ""
-    if RECOMPUTE.index(one.recompute) > RECOMPUTE.index(chosen.recompute):
-        link = "as" if "computes" in what else "and"
-        also = f", {link} it has to recompute={one.recompute!r} to fit"
-    return f"{one.name} is {less:.0%} slower, where {what.format(duration(parts[what]))}{also}"
+    if RECOMPUTE.index(other.recompute) > RECOMPUTE.index(chosen.recompute):
+        link = "as" if "computes" in largest else "and"
+        also = f", {link} it has to recompute={other.recompute!r} to fit"
+    return f"{other.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{also}"
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
-    """The least that was found, and which lever alone would help."""
+    """Return the row that needs least, and what alone would make it fit."""
     least = min(rows, key=lambda row: row.needed_bytes)
     over = least.needed_bytes - memory_bytes
     sharded = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded
     of_batch = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_phase != "optimizer step")
     offers = []
-    if sharded > over:  # of N times the ranks, each holds 1/N of it
+    if sharded > over:  # with N times the ranks, each holds 1/N of the sharded bytes
         ranks = ceil(least.mesh.ranks * sharded / (sharded - over))
         offers.append(f"about {ranks:,} ranks would be needed, as they share {size(sharded)} of it")
     if of_batch * (batch - 1) // batch >= over:
@@ -334,10 +344,11 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
 
 
 def _format(asked: Formats) -> str:
-    """Return a format as Python; "" if there is none."""
+    """Return a format as Python; "" if there is none. An encoding of the user's own has no prefix."""
     if isinstance(asked, Mapping):
         return "{" + ", ".join(f"{pattern!r}: {_format(form) or None}" for pattern, form in asked.items()) + "}"
-    return f"tz.{asked!r}" if asked else ""
+    prefix = "tz." if type(asked).__module__.startswith("thunder_zero.") else ""
+    return f"{prefix}{asked!r}" if asked else ""
 
 
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
@@ -346,7 +357,7 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
     ``build`` is a line that makes ``module``; ``slicing`` are lines that slice it over ``mesh["tp"]``.
     """
     imports: list[str] = []
-    where, mesh = "", []
+    argument, mesh = "", []
     shape: tuple[int, ...] = (row.mesh.replicas, row.mesh.shards)
     names: tuple[str, ...] = ("replicate", "shard")
     if row.mesh.slices > 1:
@@ -357,7 +368,7 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
         dims = ", ".join(f'"{name}"' for name in names)
         mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=({dims})', ")"]
-        where = ", mesh=mesh"
+        argument = ", mesh=mesh"
     if row.mesh.slices > 1:
         if "parallelize_module" in slicing:
             imports.append("from torch.distributed.tensor.parallel import parallelize_module")
@@ -381,7 +392,7 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         ")",
         build,
         *mesh,
-        f"model = tz.compile(module, policy{where})",
+        f"model = tz.compile(module, policy{argument})",
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
     ]
     return "\n".join(lines)
