@@ -1,6 +1,6 @@
 """What each line of a trace sends: by the plan, in its messages, and on the sockets of this process. Linux.
 
-    python examples/bench/lines.py                 # the tables of docs/performance.md, "Each line and its bytes"
+    python examples/bench/lines.py                 # the figures of docs/performance.md, "Each line and its bytes"
 
 Trains a small GPT under each policy, each copy of the model on two ranks. Each launch is waited for at once, so that
 the sockets have nothing else meanwhile (``examples/sent_bytes.py``). Sockets also have gloo's headers, 144 bytes a

@@ -112,9 +112,9 @@ def with_tables(text: str, data: Data) -> str:
 
 
 def places(data: Data) -> Mapping[str, str]:
-    """What each marked place of the page holds: no rows of the small GPT; of each operator's workspaces the largest."""
+    """Return what each marked place of the page holds: no rows of the small GPT, and the largest workspaces."""
     by_operator = {one.operator: one for one in sorted(data.workspaces, key=lambda one: one.hidden)}
-    largest = sorted(by_operator.values(), key=lambda one: -one.hidden)
+    largest = sorted(by_operator.values(), key=lambda one: -one.hidden)[:4]
     return {
         "measurements": markdown(HEADERS, lines(row for row in data.rows if row.model != "small GPT"))
         + f"\n{besides(data.rows)} {versions_of(data.rows)}\n",
