@@ -1,12 +1,12 @@
-"""A Llama that needs no library, with the names of Hugging Face's: both front ends take it.
+"""A Llama that needs no library, with the names of Hugging Face's; both front ends take it.
 
     thunder-zero report examples/llama.py:large --beside 2      # a picture of a step of a larger one
     thunder-zero plan examples/llama.py:large
 
 Root mean square norms, rotary positions, query heads that share heads of keys and values, and gated layers (Touvron et
-al., LLaMA: Open and efficient foundation language models, 2023). ``thunder.jit`` interprets all of it, which it cannot
-do with the Llama of transformers 5. Parameters have the names and shapes of transformers' ``LlamaForCausalLM``, so
-``tz.ZeroTransform(weights=folder)`` reads a folder of a trained one.
+al., LLaMA: Open and efficient foundation language models, 2023). ``thunder.jit`` can interpret the whole model; the
+Llama of transformers 5 it cannot. Parameters have the names and shapes of transformers' ``LlamaForCausalLM``, so
+``tz.ZeroTransform(weights=folder)`` reads the folder of a trained model.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Layers(nn.Module):
 
 
 class Llama(nn.Module):
-    """Takes tokens, and labels for a loss: the mean cross-entropy of each next label."""
+    """A Llama that takes tokens, and labels for a loss: the mean cross-entropy of each next label."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Llama(nn.Module):
 
 
 def waves(config: LlamaConfig, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of each position, (tokens, features of a head)."""
+    """Return cosines and sines of the angles of each position, (tokens, features of a head)."""
     places = torch.arange(0, config.head_dim, 2, device=tokens.device).float() / config.head_dim
     positions = torch.arange(tokens.shape[1], device=tokens.device).float()
     angles = positions[:, None] * config.rope_theta**-places
@@ -169,7 +169,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss alone."""
+    """A model that returns only its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -181,7 +181,8 @@ class WithLoss(nn.Module):
 
 
 def large() -> tuple[nn.Module, Tensor]:
-    """A Llama of 8 layers and its input, without values, for ``thunder-zero report`` and ``thunder-zero plan``."""
+    """Return a Llama of 8 layers and its input, without values, for ``thunder-zero report`` and ``thunder-zero
+    plan``."""
     config = LlamaConfig(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, tie_word_embeddings=True)
     with torch.device("meta"):
         return WithLoss(Llama(config)), torch.zeros(4, 1024, dtype=torch.long)

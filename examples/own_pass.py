@@ -1,10 +1,10 @@
-"""A pass and a transport of one's own: fewer, larger buckets for a small model, and the bytes that it sends.
+"""A pass and a transport of your own: fewer, larger buckets for a small model, and the bytes that it sends.
 
     torchrun --standalone --nproc-per-node 2 examples/own_pass.py
 
 A launch costs the host as much for 10 KB as for 100 KB, and each block of this model has 65 KB. So :func:`merged` lets
-reductions of neighbouring units travel together. ``thunder_zero`` proves the result before it runs: a pass that loses
-a gradient, or waits for it too early, raises ScheduleError, which names the pass and the operation.
+reductions of neighbouring units travel together. ``thunder_zero`` proves the result before it runs: a pass that loses a
+gradient, or waits for it too early, raises ScheduleError, which names the pass and the operation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def merged(timeline: Timeline) -> Timeline:
 
 
 def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:
-    """The positions of reductions to merge: one kind, dtype and format, no wait between them, ``BYTES`` at most."""
+    """Return the reductions to merge, by index: one kind, dtype and format, no wait between them, ``BYTES`` at most."""
     groups: list[list[int]] = []
     kind, nbytes, ends = None, 0, 0
     for index, op in enumerate(timeline.ops):
@@ -61,7 +61,7 @@ def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:
 
 
 def _joined(ops: Sequence[Op]) -> Op:
-    """One operation with the values, parameters and lines of several."""
+    """Return one operation with the values, parameters and lines of several."""
     parts: dict[str, Any] = {
         name: tuple(each for op in ops for each in getattr(op, name))
         for name in ("reads", "writes", "params", "source")
@@ -70,13 +70,13 @@ def _joined(ops: Sequence[Op]) -> Op:
 
 
 class Counting(PairwiseGloo):
-    """gloo's transport, which counts the bytes of full gradients that it is given."""
+    """A gloo transport that counts the bytes of the full gradients that it is given."""
 
     reduced = 0
     launches = 0
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Any:
-        """Count, and start."""
+        """Count the bytes, and start the reduction."""
         Counting.reduced += sum(grad.nbytes for grad in grads)
         Counting.launches += 1
         return super().reduce_scatter(grads)

@@ -21,7 +21,7 @@ COLORS = ("#3b82c4", "#d1495b", "#2a9d8f", "#e9a23b", "#7b5ea7", "#5c677d", "#9c
 
 @contextmanager
 def picture(path: Path, panels: int = 1, size: tuple[float, float] = (8, 4.5)) -> Iterator[list[Axes]]:
-    """The axes of a picture, side by side, which is saved as a PNG at the end; ``size`` in inches."""
+    """Yield the axes of a picture, side by side, and save it as a PNG at the end; ``size`` is in inches."""
     figure: Figure
     figure, axes = plt.subplots(1, panels, figsize=size, dpi=150, layout="constrained", squeeze=False)
     for each in axes[0]:
@@ -34,14 +34,14 @@ def picture(path: Path, panels: int = 1, size: tuple[float, float] = (8, 4.5)) -
 
 
 def save_curve(path: Path, heading: str, values: Sequence[float], *, x: str, y: str, first: int = 0) -> None:
-    """One curve with a heading as a PNG; ``first`` is the first value's place on the x axis."""
+    """Draw one curve with a heading as a PNG; ``first`` is the first value's place on the x axis."""
     with picture(path) as (axes,):
         curves(axes, {y: (range(first, first + len(values)), values)}, x=x, y=y)
         title(axes, heading)
 
 
 def title(axes: Axes, text: str) -> None:
-    """Above the axes, at the left."""
+    """Write a title above the axes, at the left."""
     axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12)
 
 
@@ -51,11 +51,11 @@ def curves(
     """Draw lines; a legend names them if there are several.
 
     Args:
-        axes: where.
+        axes: where to draw.
         lines: x and y values by name.
-        x: what the x axis is, with its unit.
-        y: the same of the y axis.
-        log: logarithmic y axis.
+        x: what the x axis shows, with its unit.
+        y: what the y axis shows, with its unit.
+        log: True for a logarithmic y axis.
     """
     for (name, (positions, values)), color in zip(lines.items(), COLORS, strict=False):
         axes.plot(positions, values, color=color, linewidth=1.8, label=name)

@@ -1,4 +1,4 @@
-"""What a rank holds and sends by its plan and its timeline alone, without a step: bytes at rest, at the peak, sent."""
+"""What a rank holds and sends, by its plan and its timeline, without a step: bytes at rest, at the peak, sent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from thunder_zero.schedule.timeline import Timeline
 
 
 def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:
-    """Bytes that a rank holds between two steps; the optimizer keeps ``values`` of each element, in the shard's dtype,
-    but nothing of the padding.
+    """Return the bytes that a rank holds between two steps.
 
-    ZeRO-1 keeps all rows in the dtype of compute; its own rows are a view of them, if the dtypes agree.
+    The optimizer keeps ``values`` of each element, in the shard's dtype, but none of the padding. ZeRO-1 keeps all rows
+    in the dtype of compute; its own rows are a view of them, if the dtypes agree.
     """
     stored = {param: param.dtype.itemsize * prod(plan.shard_shape(param)) for param in plan.params}
     own = sum(nbytes for param, nbytes in stored.items() if param.is_cast or not param.resident)
@@ -23,10 +23,10 @@ def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:
 
 
 def foreseen_at_peak(timeline: Timeline) -> int:
-    """The most bytes of gathered parameters and gradients that are alive together in a step.
+    """Return the most bytes of gathered parameters and gradients that are alive together in a step.
 
-    A full gradient lives from the line that computes it to the end of its reduction, its mean from the start of that.
-    One rank alone gathers nothing, and its gradients are the means. Activations and messages are not foreseen.
+    A full gradient lives from the line that computes it to the end of its reduction, and its mean from the reduction's
+    start. One rank alone gathers nothing, and its gradients are the means. Activations and messages are not foreseen.
     """
     reduced = {value for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for value in op.reads}
     most = gradients = 0
@@ -43,9 +43,10 @@ def foreseen_at_peak(timeline: Timeline) -> int:
 
 
 def sent_in_step(plan: tz.schedule.Plan, micro_batches: int) -> tuple[int, int]:
-    """Bytes of parameters and of gradients that this rank sends in an optimizer step, the latter deferred to its end.
+    """Return the bytes of parameters and of gradients that this rank sends in an optimizer step.
 
-    ZeRO-3's parameters are the most possible: backward gathers again only what it reads.
+    Gradients are deferred to the end of the step. ZeRO-3's parameters are an upper bound: backward gathers again only
+    what it reads.
     """
     times = [1 if param.resident else micro_batches * (2 - param.kept_unsharded) for param in plan.params]
     parameters = sum(plan.gather_bytes(param) * count for param, count in zip(plan.params, times, strict=True))

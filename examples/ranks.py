@@ -30,7 +30,7 @@ class Ranks:
     device: torch.device
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over ranks, on every rank; float64, on the CPU."""
+        """Return the mean over ranks, on every rank; float64, on the CPU."""
         summed = values.to(self.device, torch.float64, copy=True)
         dist.all_reduce(summed)
         return summed.cpu() / self.world_size
@@ -53,7 +53,7 @@ class Ranks:
 
     @property
     def words(self) -> str:
-        """Such as "4 ranks"."""
+        """Return words such as "4 ranks"."""
         return f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
 
 
@@ -63,7 +63,7 @@ def rounded_up(count: int, step: int) -> int:
 
 
 def positive(text: str) -> int:
-    """The type of an option that counts something.
+    """Return the number of an option that counts something.
 
     Raises:
         argparse.ArgumentTypeError: it is less than 1; argparse ends the script with the sentence.
@@ -75,7 +75,7 @@ def positive(text: str) -> int:
 
 
 def options_parser(doc: str | None, *, stage: int | None = 3, trains: bool = True) -> argparse.ArgumentParser:
-    """A parser with the options that the examples share; ``doc`` is the example's own text for ``--help``.
+    """Return a parser with the options that the examples share; ``doc`` is the example's own text for ``--help``.
 
     Args:
         doc: what the example teaches.
@@ -108,7 +108,7 @@ def formats_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stage_name(stage: int) -> str:
-    """Such as "ZeRO-3"."""
+    """Return a name such as "ZeRO-3"."""
     return f"ZeRO-{stage}" if stage else "DDP"
 
 

@@ -99,12 +99,12 @@ class ResNet(nn.Module):
 
 
 def learning_rate_at(epoch: float) -> float:
-    """The factor of the highest rate: a linear warm-up, then a tenth after every 30 epochs."""
+    """Return the factor of the highest rate: a linear warm-up, then a tenth after every 30 epochs."""
     return epoch / WARM_UP if epoch < WARM_UP else 0.1 ** (epoch // DECAY_EVERY)
 
 
 def make_batch(step: int, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Images of all ranks, (batch, 3, image, image), and their classes: a pattern of the class under noise."""
+    """Return images of all ranks, (batch, 3, image, image), and their classes: a pattern of the class under noise."""
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
     labels = torch.randint(options.classes, (options.batch,), generator=generator)
     noise = torch.randn(options.batch, 3, options.image, options.image, generator=generator)
@@ -130,7 +130,8 @@ class Trainer:
         )
 
     def step(self, number: int) -> Tensor:
-        """One step on this rank's rows; returns their loss. The gradients stay until the next step, to be counted."""
+        """Take one step on this rank's rows; return their loss. The gradients stay until the next step, to be
+        counted."""
         images, labels = map(self.ranks.rows_of, make_batch(number, self.options))
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(images), labels)
@@ -140,7 +141,7 @@ class Trainer:
         return loss.detach()
 
     def held(self) -> dict[str, int]:
-        """Bytes that this rank holds between two steps."""
+        """Return the bytes that this rank holds between two steps."""
         state = [value["momentum_buffer"] for value in self.optimizer.state.values()]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return {
@@ -151,7 +152,7 @@ class Trainer:
 
 
 def by_formula(plan: tz.schedule.Plan, stage: int) -> dict[str, float]:
-    """The same, by the stage's formula: what is sharded takes 1 / W."""
+    """Return what a rank holds by the stage's formula: what is sharded takes 1 / W."""
     model = sum(param.full_bytes for param in plan.params)
     share = model / plan.mesh.shard.size
     return {
@@ -162,7 +163,7 @@ def by_formula(plan: tz.schedule.Plan, stage: int) -> dict[str, float]:
 
 
 def train(trainer: Trainer, bar: Bar) -> tuple[list[float], int]:
-    """Train; returns the loss of each step, mean over ranks, and the bytes that the last one adds at its peak."""
+    """Train; return the loss of each step, mean over ranks, and the bytes that the last step adds at its peak."""
     losses: list[float] = []
 
     def step() -> None:
@@ -204,7 +205,7 @@ def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
 
 
 def draw(path: Path, heading: str, losses: list[float], memory: dict[str, tuple[float, float]]) -> None:
-    """The loss; and what a rank holds, measured and by the formula, in bytes."""
+    """Draw the loss, and what a rank holds, measured and by the formula, in bytes."""
     with picture(path, panels=2, size=(12, 4)) as (left, right):
         curves(left, {"loss": (range(len(losses)), losses)}, x="step", y="cross entropy, nats")
         title(left, heading)

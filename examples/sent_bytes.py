@@ -32,11 +32,11 @@ TCP_INFO = struct.Struct("@144xI52xQQ")
 
 @contextmanager
 def counted_sends() -> Iterator[Counter[torch.dtype]]:
-    """Collect the bytes of the messages that this rank sends inside of the block, by their dtype.
+    """Collect the bytes of the messages that this rank sends inside the block, by their dtype.
 
-    Only messages of floats count: parameters and gradients. The words by which ranks agree where they are travel as
-    integers. Between CPUs (gloo) every message is a send of thunder_zero's, or of torch's ``isend``; NCCL's collectives
-    send by themselves and are not seen.
+    Only messages of floats count: parameters and gradients. Ranks send the integers by which they agree separately.
+    Between CPUs (gloo) every message is a send of thunder_zero, or of torch's ``isend``. NCCL's collectives send by
+    themselves and are not seen.
     """
     sent: Counter[torch.dtype] = Counter()
 
@@ -64,7 +64,7 @@ class SentLine:
         messages: how many messages of parameters or gradients were handed to gloo.
         nbytes: their bytes.
         on_sockets: bytes that this process wrote to TCP sockets meanwhile: the messages, gloo's headers, and the tag of
-            the phase where the line is the phase's first launch.
+            the phase, if the line is the phase's first launch.
     """
 
     line: str
@@ -81,9 +81,11 @@ class _Launched(Protocol):
 
 @contextmanager
 def counted_lines() -> Iterator[list[SentLine]]:
-    """Collect what each line sends of the traces that are compiled and run inside of the block, in the order in which
-    lines run. Each launch is waited for at once, so that nothing else is in flight. Lines that are no launch count only
-    if they send something. Between CPUs (gloo), on Linux."""
+    """Collect what each line sends of the traces that are compiled and run inside the block, in the order of the lines.
+
+    Each launch is waited for at once, so that nothing else is in flight. Lines that are no launch count only if they
+    send something. This works between CPUs (gloo), on Linux.
+    """
     lines: list[SentLine] = []
     sent: list[int] = []
     send, functions_of = pairwise.send, symbols.functions_of
@@ -119,8 +121,8 @@ def counted_lines() -> Iterator[list[SentLine]]:
 
 
 def bytes_on_sockets() -> int:
-    """Return how many bytes this process has written to the TCP sockets that it has now, those of packets that are sent
-    again counted once."""
+    """Return how many bytes this process has written to the TCP sockets that it has now; packets sent again count
+    once."""
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:

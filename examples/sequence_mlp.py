@@ -48,7 +48,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def perceptron(width: int) -> nn.Sequential:
-    """128-width-128 with ReLU; weights are LeCun-normal (variance 1 / inputs), biases zero."""
+    """Return a perceptron 128-width-128 with ReLU; weights are LeCun-normal (variance 1 / inputs), biases zero."""
     module = nn.Sequential(nn.Linear(POINTS, width), nn.ReLU(), nn.Linear(width, POINTS))
     for layer in (module[0], module[2]):
         nn.init.normal_(layer.weight, std=1 / math.sqrt(layer.in_features))
@@ -57,7 +57,7 @@ def perceptron(width: int) -> nn.Sequential:
 
 
 def make_batch(rows: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Noisy windows and their targets, (rows, 128) each; they depend on the seed and the step only."""
+    """Return noisy windows and their targets, (rows, 128) each; they depend only on the seed and the step."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
 
     def uniform(low: float, high: float) -> Tensor:  # (rows, sines, 1)
@@ -81,7 +81,7 @@ def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.O
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, ranks: Ranks) -> list[float]:
-    """Train on this rank's rows of each batch; returns the loss of each step, mean over ranks."""
+    """Train on this rank's rows of each batch; return the loss of each step, mean over ranks."""
     losses, rows = [], ranks.rounded_up(options.rows)
     with progress_bar(console_of(ranks), options.optimizer, options.steps, rows, "windows") as bar:
         for step in range(options.steps):
@@ -97,13 +97,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.
 
 @torch.no_grad()
 def forecast(model: nn.Module, options: argparse.Namespace, ranks: Ranks) -> tuple[list[float], list[float]]:
-    """The model's forecast of one window that it has not seen, and the target; every rank calls the model."""
+    """Return the model's forecast of one window that it has not seen, and the target; every rank calls the model."""
     x, y = make_batch(1, options.steps, options.seed)
     return model(x.to(ranks.device))[0].tolist(), y[0].tolist()
 
 
 def momentum_rows(plan: Plan) -> list[Rows]:
-    """Who holds the optimizer's momentum: the rows of the parameters that the optimizer steps."""
+    """Return which rank holds which rows of the optimizer's momentum: the rows of the parameters that the optimizer
+    steps."""
     return [Rows(f"momentum of {rows.name}", rows.count, rows.of_rank) for rows in rows_of_plan(plan, stepped=True)]
 
 
@@ -121,7 +122,7 @@ def report(options: argparse.Namespace, ranks: Ranks, losses: list[float], held:
 
 
 def draw(options: argparse.Namespace, losses: list[float], shown: tuple[list[float], list[float]]) -> str:
-    """The loss, and one forecast over its target; returns the picture's path."""
+    """Draw the loss, and one forecast over its target; return the picture's path."""
     path = options.out / f"sequence_mlp_{options.optimizer}_stage{options.stage}.png"
     with picture(path, panels=2, size=(12, 4)) as (left, right):
         curves(left, {"loss": (range(len(losses)), losses)}, x="step", y="mean squared error", log=True)
@@ -133,7 +134,7 @@ def draw(options: argparse.Namespace, losses: list[float], shown: tuple[list[flo
 
 
 def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: Plan, replicated: Plan) -> str:
-    """Who holds what, in the terminal and as a picture: replicated beside this run's stage."""
+    """Draw who holds what, in the terminal and as a picture: replicated beside this run's stage."""
     path = options.out / f"sequence_mlp_layout_stage{options.stage}.png"
     with picture(path, panels=2, size=(12, 3.6)) as panels:
         for axes, plan in zip(panels, (replicated, plan_of_run), strict=True):

@@ -19,7 +19,7 @@ LAST_STEPS = 20  # that the throughput is the median of
 
 
 def console_of(ranks: Ranks) -> Console:
-    """The console of rank 0; other ranks print nothing."""
+    """Return the console of rank 0; other ranks print nothing."""
     return Console(quiet=ranks.rank != 0, width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
@@ -43,7 +43,7 @@ def figures(console: Console, title: str, rows: Iterable[Sequence[str]], header:
 
 
 def mb(nbytes: float) -> str:
-    """Such as "12.34 MB"."""
+    """Return text such as "12.34 MB"."""
     return f"{nbytes / 1e6:.2f} MB"
 
 
@@ -62,7 +62,7 @@ class Bar:
     seconds: list[float] = field(default_factory=list)
 
     def step(self, loss: float) -> None:
-        """One more step is done, with this loss."""
+        """Count one more step, with this loss."""
         now = perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
@@ -75,7 +75,7 @@ class Bar:
 
     @property
     def speed(self) -> float:
-        """Items a second in a median step of the last ones."""
+        """Return the items a second in a median step of the last ones."""
         return self.items / median(self.seconds[1:][-LAST_STEPS:] or self.seconds)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,8 @@ class Bar:
 
 @contextmanager
 def progress_bar(console: Console, name: str, steps: int, items: int, unit: str, done: int = 0) -> Iterator[Bar]:
-    """A bar called ``name`` over training steps of ``items`` rows or tokens (``unit``) each, of which some are done."""
+    """Yield a bar called ``name`` over training steps of ``items`` rows or tokens (``unit``) each, of which some are
+    done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -28,7 +28,7 @@ VALIDATION_EVERY = 16  # every 16th file is for validation
 
 @dataclass(frozen=True)
 class Text:
-    """Training and validation bytes, each a 1-d uint8 tensor."""
+    """The bytes for training and for validation, each a 1-d uint8 tensor."""
 
     train: Tensor
     validation: Tensor
@@ -49,7 +49,7 @@ class Shape:
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The library's Python files below ``root``, sorted by their path relative to it."""
+    """Return the library's Python files below ``root``, sorted by their path relative to it."""
     inside = {path: path.relative_to(root) for path in root.rglob("*.py")}
     wanted = [path for path, name in inside.items() if SKIPPED.isdisjoint(name.parts)]
     return sorted(wanted, key=lambda path: inside[path].as_posix())
@@ -72,7 +72,7 @@ def load_text(root: Path | None = None) -> Text:
 
 
 def packed_text(end_of_text: int, root: Path | None = None) -> Tensor:
-    """All files as one int16 tensor of bytes, with the token ``end_of_text`` after each."""
+    """Return all files as one int16 tensor of bytes, with the token ``end_of_text`` after each."""
     end = torch.tensor([end_of_text], dtype=torch.int16)
     files = stdlib_files(root or Path(sysconfig.get_paths()["stdlib"]))
     texts = [_bytes_of(path.read_bytes()).short() for path in files if path.stat().st_size]
@@ -80,7 +80,7 @@ def packed_text(end_of_text: int, root: Path | None = None) -> Tensor:
 
 
 def train_batch(text: Text, step: int, shape: Shape, seed: int) -> Tensor:
-    """This rank's rows of one step's global batch: int64, (rows / world_size, context + 1).
+    """Return this rank's rows of one step's global batch: int64, (rows / world_size, context + 1).
 
     The last column is only a target.
     """
@@ -90,7 +90,7 @@ def train_batch(text: Text, step: int, shape: Shape, seed: int) -> Tensor:
 
 
 def validation_batches(text: Text, count: int, shape: Shape) -> list[Tensor]:
-    """This rank's rows of ``count`` fixed batches, spread evenly over the validation text."""
+    """Return this rank's rows of ``count`` fixed batches, spread evenly over the validation text."""
     last = len(text.validation) - shape.context - 1
     starts = torch.arange(count * shape.rows) * last // max(count * shape.rows - 1, 1)
     return [_windows(text.validation, batch, shape) for batch in starts.chunk(count)]

@@ -29,9 +29,9 @@ def write_step_report(
     optimizer: Callable[..., torch.optim.Optimizer],
     ranks: Ranks,
 ) -> None:
-    """On every rank: measures the machine, unless it has GPUs, and ``step`` of the model; rank 0 writes the file.
+    """Measure the machine, unless it has GPUs, and ``step`` of the model, on every rank; rank 0 writes the file.
 
-    The other stage is ZeRO-2 beside ZeRO-3, and ZeRO-3 beside all others; ``plain`` is the module before it was
+    The other stage is ZeRO-2 beside ZeRO-3, and ZeRO-3 beside all other stages; ``plain`` is the module before it was
     sharded, and ``inputs`` are those of a step.
     """
     times = tz.tools.measure_times(model, step)

@@ -86,12 +86,12 @@ class Wire:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def parts(self, full: Tensor) -> list[Tensor]:
-        """The rows of each rank, as views."""
+        """Return the rows of each rank, as views."""
         ranges = [layout.row_range(len(full), self.world_size, rank) for rank in range(self.world_size)]
         return [full[start:stop] for start, stop in ranges]
 
     def gather(self, rows: Tensor, count: int, purpose: str) -> Tensor:
-        """Every rank's rows -> all rows, on every rank. Sends its rows to each peer: (W - 1) / W of the bytes."""
+        """Return all rows, on every rank. Sends this rank's rows to each peer: (W - 1) / W of the bytes."""
         full = rows.new_empty(count, *rows.shape[1:])
         parts = self.parts(full)
         parts[self.rank].copy_(rows)
@@ -99,7 +99,7 @@ class Wire:
         return full
 
     def reduce_scatter(self, grad: Tensor) -> Tensor:
-        """The mean over ranks of this rank's rows. Sends each peer its rows: (W - 1) / W of the bytes."""
+        """Return the mean over ranks of this rank's rows. Sends each peer its rows: (W - 1) / W of the bytes."""
         parts = self.parts(grad.contiguous())
         found = [torch.empty_like(parts[self.rank]) for _ in parts]
         found[self.rank] = parts[self.rank]
@@ -110,7 +110,7 @@ class Wire:
         return total / self.world_size
 
     def all_reduce(self, grad: Tensor) -> Tensor:
-        """The mean over ranks, on every rank: a reduce-scatter and a gather, 2 (W - 1) / W of the bytes."""
+        """Return the mean over ranks, on every rank: a reduce-scatter and a gather, 2 (W - 1) / W of the bytes."""
         return self.gather(self.reduce_scatter(grad), len(grad), REDUCED)
 
 
@@ -121,7 +121,7 @@ class Part:
     """What one rank holds of a parameter.
 
     Attributes:
-        own: what the optimizer steps: all rows (DDP), or this rank's.
+        own: the rows that the optimizer steps: all rows (DDP), or this rank's.
         full: all rows (DDP, ZeRO-1), or None: gathered where they are needed.
     """
 
@@ -132,11 +132,11 @@ class Part:
         self.full = value if stage < 2 else None
 
     def gathered(self, purpose: str) -> Tensor:
-        """All rows."""
+        """Return all rows."""
         return self.wire.gather(self.own.detach(), self.count, purpose) if self.full is None else self.full.detach()
 
     def reduced(self, grad: Tensor) -> Tensor:
-        """The mean over ranks, of the rows that the optimizer steps."""
+        """Return the mean over ranks, of the rows that the optimizer steps."""
         return self.wire.all_reduce(grad) if self.stage == 0 else self.wire.reduce_scatter(grad)
 
     def step(self) -> None:
@@ -153,7 +153,7 @@ class Part:
 
 
 class Layer(torch.autograd.Function):
-    """``x @ weight.t() + bias``; autograd needs to see what the optimizer steps, so that it gets the gradients."""
+    """``x @ weight.t() + bias``. Autograd sees what the optimizer steps, so that this gets the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Part, bias: Part, *stepped: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Run:
     Attributes:
         weights: all parameters in full.
         sent: bytes that this rank sent in the last step.
-        parts: the same by what they were for and by receiver, if that is known.
+        parts: bytes by what they were for and by receiver, if that is known.
     """
 
     weights: list[Tensor]
@@ -189,11 +189,11 @@ class Run:
     parts: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def sum_for(self, purpose: str) -> int:
-        """Bytes to all ranks."""
+        """Return the bytes to all ranks."""
         return sum(count for (of_part, _), count in self.parts.items() if of_part == purpose)
 
     def sums_to(self, world_size: int) -> list[int]:
-        """Bytes to each rank."""
+        """Return the bytes to each rank."""
         return [sum(count for (_, peer), count in self.parts.items() if peer == rank) for rank in range(world_size)]
 
 
@@ -205,7 +205,7 @@ def perceptron(seed: int) -> nn.Sequential:
 
 
 def make_batch(step: int, options: argparse.Namespace, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's own rows and their targets."""
+    """Return this rank's own rows and their targets."""
     generator = torch.Generator().manual_seed((options.seed * 1000 + step) * ranks.world_size + ranks.rank)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, x.roll(1, dims=1)
@@ -256,7 +256,7 @@ def train_sharded(options: argparse.Namespace, ranks: Ranks) -> Run:
 
 
 def formula(stage: int, ranks: Ranks) -> tuple[float, str]:
-    """Bytes that a rank sends in a step, where all rows divide by the number of ranks."""
+    """Return the bytes that a rank sends in a step, if the number of ranks divides all rows."""
     share = (ranks.world_size - 1) / ranks.world_size
     sizes = [param.nbytes for param in perceptron(0).parameters()]
     if stage < 3:
@@ -266,20 +266,20 @@ def formula(stage: int, ranks: Ranks) -> tuple[float, str]:
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """Every rank's value."""
+    """Return every rank's value."""
     found = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def digest(weights: list[Tensor]) -> str:
-    """The first digits of the SHA-256 of the weights."""
+    """Return the first digits of the SHA-256 of the weights."""
     joined = b"".join(value.contiguous().numpy().tobytes() for value in weights)
     return hashlib.sha256(joined).hexdigest()[:16]
 
 
 def draw(path: Path, heading: str, table: list[list[int]], bars: dict[str, float]) -> None:
-    """Bytes of a step: from whom to whom, and this rank's sum, counted and by the formula."""
+    """Draw the bytes of a step: from whom to whom, and this rank's sum, counted and by the formula."""
     with picture(path, panels=2, size=(11, 4)) as (left, right):
         left.imshow(table, cmap="Blues", vmin=0, vmax=3 * max(map(max, table)) or 1)
         for sender, row in enumerate(table):

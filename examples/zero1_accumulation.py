@@ -48,9 +48,9 @@ class Preset:
     Attributes:
         model: its sizes.
         context: tokens in a sequence.
-        batch: sequences in an optimizer step, over all ranks and micro-batches; rounded up to a multiple of those.
+        batch: sequences in an optimizer step, over all ranks and micro-batches; rounded up to a multiple of these.
         rates: learning rate after the warm-up, and at the end.
-        warm_up: steps.
+        warm_up: number of steps.
     """
 
     model: AlibiConfig
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def dry_run(preset: Preset, world_size: int, micro_batches: int) -> dict[int, dict[str, int]]:
-    """Bytes that rank 0 of so many holds and sends, for each stage. Modules on the meta device allocate nothing."""
+    """Return the bytes that rank 0 holds and sends, for each stage. Modules on the meta device allocate nothing."""
     with torch.device("meta"):
         module = AlibiGPT(preset.model)
     stages = {}
@@ -101,7 +101,7 @@ def dry_run(preset: Preset, world_size: int, micro_batches: int) -> dict[int, di
 
 
 def print_dry_run(options: argparse.Namespace, ranks: Ranks) -> None:
-    """A line for each stage."""
+    """Print a line for each stage."""
     preset, micro_batches = PRESETS[options.preset], options.micro_batches
     stages = dry_run(preset, options.ranks, micro_batches)
     with torch.device("meta"):
@@ -115,7 +115,7 @@ def print_dry_run(options: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def learning_rate_at(step: int, preset: Preset, steps: int) -> float:
-    """The factor of the highest rate: a linear warm-up, then a cosine down to the last rate."""
+    """Return the factor of the highest rate: a linear warm-up, then a cosine down to the last rate."""
     highest, last = preset.rates
     if step < preset.warm_up:
         return (step + 1) / preset.warm_up
@@ -124,7 +124,7 @@ def learning_rate_at(step: int, preset: Preset, steps: int) -> float:
 
 
 def decayed(model: nn.Module) -> list[dict[str, object]]:
-    """Two groups for AdamW: matrices get weight decay; biases and norms do not."""
+    """Return two groups for AdamW: matrices get weight decay; biases and norms do not."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -186,7 +186,8 @@ class Trainer:
 
 
 def different_masks(ranks: Ranks) -> int:
-    """How many dropout masks the ranks would draw now. A collective; draws nothing from the ranks' streams."""
+    """Return how many dropout masks the ranks would draw now. A collective; it draws nothing from the ranks'
+    streams."""
     with torch.random.fork_rng():
         mask = F.dropout(torch.ones(256, device=ranks.device), 0.1).tolist()
     masks: list[list[float]] = [[]] * ranks.world_size
@@ -195,7 +196,7 @@ def different_masks(ranks: Ranks) -> int:
 
 
 def sent_in(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]], ranks: Ranks) -> tuple[str, str]:
-    """Bytes sent in messages of this dtype; in which micro-batches."""
+    """Return the bytes sent in messages of this dtype, and in which micro-batches."""
     if ranks.device.type == "cuda":
         return "not counted", "NCCL's sends are not seen"
     used = [number for number, of_one in enumerate(sent, 1) if of_one[dtype]]
