@@ -51,7 +51,7 @@ class CollectiveTag:
     """What a rank does, as far as it can tell. Two ranks with different tags must not communicate.
 
     Attributes:
-        text: as an error calls it: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
+        text: the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
         details: what else must agree, such as a schedule; only its digest travels.
     """
 
@@ -146,7 +146,7 @@ def channel_of(group: ProcessGroup) -> ProcessGroup | None:
 
 
 def require_same_so_far(group: ProcessGroup) -> None:
-    """Raise at once, with the earlier sentence, if ranks differed before."""
+    """Raise the earlier error again if ranks have differed before."""
     difference = _differences.get(channel_of(group) or group)
     if difference is not None:
         raise RuntimeError(difference[0])

@@ -22,7 +22,7 @@ from thunder_zero.plan import layout
 
 
 class _Native(Launching):
-    """A base of both transports: buffers, padding and handles."""
+    """A base class of both transports: buffers, padding and handles."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # dtypes of which the collective itself takes the mean
@@ -95,13 +95,13 @@ class _Native(Launching):
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return what gradients are divided by before they are added up, and after."""
+        """Return two divisors: of gradients before they are added up, and of their sum."""
         if dtype in self.means:
             return 1, 1
         return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
-        """Return the part that divides the sums which have arrived."""
+        """Return the bucket part that divides sums once they have arrived."""
         _, after = self._divisors(means[0].dtype)
         return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
 
@@ -158,7 +158,7 @@ class PerTensor(_Native):
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:
-    """Return what float16 gradients are divided by before they are added up, a power of 2, and after.
+    """Return two divisors for float16 gradients: before they are added up, a power of 2, and of their sum.
 
     Each is about the square root of W, as in FSDP2: dividing by W first loses small gradients, and adding up first
     overflows.

@@ -200,7 +200,7 @@ class PairwiseGloo(Launching):
         return Handle([BucketPart((lambda: results.extend(launched().wait()),))], results, self._pending)
 
     def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start`` in AVERAGER, after its earlier tasks. The function returned waits for the result."""
+        """Run ``start`` in AVERAGER, after its earlier tasks. Return a function that waits for the result."""
         return in_background(AVERAGER, start).result
 
     def with_tag(self, tag: int) -> PairwiseGloo:
@@ -316,7 +316,7 @@ def tags_of(role: int, tag: int) -> tuple[int, int, int]:
     """Return three tags: for what a transport launches, for the means of an all-reduce, for the second launch of
     ``in_two``.
 
-    AVERAGER starts the latter two. Transports of a model (roles 0 to 2) may share a group.
+    The second and the third tag are for what AVERAGER starts. Transports of a model (roles 0 to 2) may share a group.
     """
     first = TAG + 16 * tag + 4 * role
     return first, first + 1, first + 2
@@ -383,8 +383,8 @@ class PackedMessage:
 
 @cache
 def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, limit: int) -> tuple[PackedMessage, ...]:
-    """Return the messages of a bucket of parameters of these shapes. Those that take less than ``limit`` bytes share
-    one."""
+    """Return the messages of a bucket of parameters of these shapes. Parameters below ``limit`` bytes share one
+    message."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
     packed = []
     for members in grouped([prod(shape) * itemsize for shape in shards], limit):

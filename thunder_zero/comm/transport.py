@@ -41,7 +41,7 @@ def outside_autograd(function: Function) -> Function:
 
 
 class Transport(ABC):
-    """A base of transports, which launch the collectives of one bucket at a time.
+    """The interface of a transport, which launches the collectives of one bucket at a time.
 
     All tensors of a bucket share a dtype; those of gradients are among ``averages``. Every rank launches the same
     buckets in the same order, from one thread. Inputs must not change before the handle's ``wait`` returns.
@@ -116,7 +116,7 @@ class Transport(ABC):
 
 
 class Launching(Transport):
-    """A base of transports that launch collectives: the handles in flight."""
+    """A base class of transports that keeps the handles in flight."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()

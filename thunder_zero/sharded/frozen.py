@@ -37,8 +37,8 @@ def frozen_param(tensor: object) -> Param | None:
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return the shape and dtype that a tensor of a model has in full. For a parameter that rests as bytes they are the
-    plain module's."""
+    """Return the shape and dtype of a tensor of a model in full. A parameter that rests as bytes has those of the plain
+    module."""
     param = frozen_param(tensor)
     return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
 

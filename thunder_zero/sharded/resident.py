@@ -129,13 +129,14 @@ class ResidentParameters(StayingParameters):
     def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:
         """Let all ranks refresh the parameters that changed on any rank.
 
-        Ranks agree after each backward, since an optimizer may then have stepped on some of them only (a scaler that
-        found an Inf). They also agree after other changes on this rank: loaded, initialised or updated in place. It is
-        one small collective, and none while nothing can have changed. Such other changes must be made on all ranks, as
-        with any replicated parameter: a rank without them would not take part.
+        Ranks agree, by one small collective, after each backward: an optimizer may then have stepped on some of them
+        only (a scaler that found an Inf). They also agree after other changes on this rank, such as a load or a write
+        in place. These changes must be made on all ranks, as with any replicated parameter, since a rank without them
+        would not take part. While nothing can have changed, there is no collective.
 
-        Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count
-        where ranks agree anyway. Elsewhere this raises, since a rank without such a write would not take part.
+        Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count when
+        ranks agree for another reason. Otherwise such a write raises: a rank without it would not take part in an
+        agreement.
         """
         if not self._buffers:
             return

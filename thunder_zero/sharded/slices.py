@@ -37,8 +37,8 @@ class _SliceWithoutValues(Tensor):
 
 
 def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return the placeholder of a parameter. For a DTensor it is one on its mesh, with its placements, without
-    memory."""
+    """Return the placeholder of a parameter. The placeholder of a DTensor is a DTensor on the same mesh, placed alike,
+    without memory."""
     if not isinstance(param, DTensor):
         return placeholder(path, param, dtype, device)
     rows = without_memory(_SliceWithoutValues, local(param), dtype, device)
@@ -61,13 +61,13 @@ def path_of(value: object) -> str | None:
 class Slice:
     """What a graph takes in the place of a placeholder that is a DTensor.
 
-    Torch brings the gradient of ``whole``'s result to the placements of the parameter. A gradient that each rank has
-    computed from its part of a sequence is reduced that way.
+    Torch brings the gradient of the DTensor to the placements of the parameter. A gradient that each rank has computed
+    from its part of a sequence is reduced that way.
 
     Attributes:
         taken: looks like the slice that this rank computes with.
         whole: makes the DTensor of the slice and of ``args``.
-        args: placements and shape; graphs with other ones differ.
+        args: the placements and the shape. Inputs that differ in them need different graphs.
     """
 
     taken: Placeholder

@@ -20,8 +20,8 @@ from thunder_zero.sharded.dtensors import local
 class Versions:
     """The versions of shards when they were last noted.
 
-    An operator in place raises a DTensor's own version. Code that takes its local tensor raises that tensor's. Fused
-    optimizers raise neither; ``optimizers.py`` reports their steps.
+    An operator in place raises the version of the DTensor; code that writes to its local tensor raises the version of
+    that tensor. Fused optimizers raise neither, so ``optimizers.py`` reports their steps.
     """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
@@ -78,7 +78,7 @@ def _sum(words: Tensor) -> Tensor:
 
 
 def _products(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Return the product of each row of words with the first weights."""
+    """Return the dot product of each row of words with the first weights."""
     weights = weights[: blocks.shape[1]]
     at_once = CACHED if blocks.device.type in MULTIPLY_INTEGERS else SLICE
     if len(blocks) <= at_once:

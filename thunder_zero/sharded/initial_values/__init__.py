@@ -168,7 +168,7 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
 
 
 def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
-    """Return all values. Only one full tensor at a time is alive. A collective if one rank sends values."""
+    """Return all values; a collective if one rank sends them. Only one full tensor at a time is alive."""
     at_rest: dict[str, Tensor] = {}
     unplanned = []
     for tensor, names in model.names.items():
