@@ -27,7 +27,7 @@ POLICIES["holding"] = replace(tz.ZERO2, reshard_after_backward=False)
 
 
 class Paths(nn.Module):
-    """Five rows and a scalar in all micro-batches; one layer in the first alone, one in the last alone."""
+    """A model with five rows and a scalar in all micro-batches; one layer in the first alone, one in the last alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def batch(number: int) -> Tensor:
 
 
 def deferred(model: Any) -> set[str]:
-    """The parameters whose gradients ``no_sync`` holds."""
+    """Return the parameters whose gradients ``no_sync`` holds."""
     return set(sharded_model(model).state.accumulation.paths)
 
 
@@ -115,7 +115,7 @@ def check_bytes(plan: tz.schedule.Plan, world_size: int, reduced: list[int], def
 
 
 def changed_on_the_way(model: Any) -> None:
-    """Held parameters are gathered again if they were written to, here between two micro-batches of a step."""
+    """Write to held parameters between two micro-batches of a step: they are gathered again."""
     plain = Paths()
     plain.load_state_dict({name: 2 * value for name, value in tz.full_state_dict(model).items()})
     model.zero_grad()
@@ -145,8 +145,8 @@ def reduce_all(model: Any) -> None:
 
 
 def refuses_and_drops(model: Any) -> None:
-    """An accumulation that is left open is refused by optimizers; ``zero_grad`` of the model drops it, and not that of
-    an optimizer."""
+    """Leave an accumulation open: optimizers refuse it. ``zero_grad`` of the model drops it, that of an optimizer does
+    not."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     before = [param.detach().clone() for param in model.parameters()]
     defer(model)
@@ -171,7 +171,7 @@ def refuses_and_drops(model: Any) -> None:
 
 
 def finds_nan(model: Any, rank: int) -> None:
-    """Rank 1 defers NaN for a layer that only the first micro-batch reaches; nothing adds it later."""
+    """Defer NaN on rank 1 for a layer that only the first micro-batch reaches; nothing adds it later."""
 
     def both(x: Tensor) -> None:
         defer(model, x)
@@ -191,7 +191,7 @@ def gradient(model: Any, x: Tensor, wanted: Any) -> tuple[Tensor, ...]:
 
 
 def gives_what_is_asked_for(model: Any) -> None:
-    """torch.autograd.grad works, but not where it would add to an accumulation or lose a part of it."""
+    """Call torch.autograd.grad: it works, but not where it would add to an accumulation or lose a part of it."""
     model.zero_grad()
     x = batch(0).requires_grad_()
     params = [param for name, param in model.named_parameters() if not name.startswith("last")]
@@ -210,7 +210,7 @@ def gives_what_is_asked_for(model: Any) -> None:
 
 
 def runs_hooks_once(model: Any) -> None:
-    """When a gradient is reduced, as FSDP2's do."""
+    """Run hooks when a gradient is reduced, as FSDP2 does."""
     fired: list[tuple[str, str, Tensor]] = []
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: fired.append(("before", name, grad.clone())))
@@ -244,7 +244,7 @@ def test_deferred_gradients_are_reduced_once_or_dropped(ranks_pool: RanksPool, n
 
 
 def reach(rank: int, world_size: int) -> None:
-    """Under no_sync rank 0 reaches one layer and rank 1 another; the last micro-batch reaches neither."""
+    """Reach one layer on rank 0 and another on rank 1 under no_sync; the last micro-batch reaches neither."""
     model, one = sharded(fresh(Paths), tz.DDP), fresh(Paths)
     with model.no_sync():
         model(batch(0), PATHS[2 * rank]).sum().backward()

@@ -1,6 +1,6 @@
 """Ranks that do different things: an error on both at once, which names both tags, and nothing is taken for another.
 
-Rank 0 is the one that does something else.
+Rank 0 is the rank that does something else.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import thunder
 WIDTH = 4
 
 
-def assert_differ(said: str, one: str, other: str) -> None:
-    """The sentence on both ranks; a tag may be given by its start."""
-    found = f"the ranks do different things: rank 0 is in {one}"
-    if one == other:
-        found = f"the ranks do different things: rank 0 and rank 1 are both in {one}"
-    assert found in said, (said, found)
-    assert f"rank 1 is in {other}" in said if one != other else "would send different messages there" in said, said
+def assert_differ(said: str, text: str, other: str) -> None:
+    """Check the sentence on both ranks; a tag may be given by its start."""
+    sentence = f"the ranks do different things: rank 0 is in {text}"
+    if text == other:
+        sentence = f"the ranks do different things: rank 0 and rank 1 are both in {text}"
+    assert sentence in said, (said, sentence)
+    assert f"rank 1 is in {other}" in said if text != other else "would send different messages there" in said, said
     assert "so that all ranks call every model and every function" in said, said
 
 
@@ -48,13 +48,13 @@ def assert_differ(said: str, one: str, other: str) -> None:
 
 
 def gather(transport: TaggedTransport, rows: int) -> Waitable:
-    """Of a tensor whose elements are the rank that has them."""
+    """Gather a tensor whose elements are the rank that has them."""
     return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], [(rows, 2)])
 
 
 @contextmanager
 def another_try() -> Iterator[None]:
-    """As if the ranks had restarted."""
+    """Forget all tags, as if the ranks had restarted."""
     yield
     collective_tags._differences.clear()
     collective_tags._unconfirmed.clear()
@@ -67,7 +67,7 @@ def said_in(what: str, step: Callable[[], object]) -> str:
 
 
 def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
-    """Every kind of difference, and what is none."""
+    """Meet every kind of difference, and some cases that are none."""
     group = everyone()
     steps = (lambda: barrier(group), lambda: all_gather_object(rank, group))
     with another_try():
@@ -97,7 +97,7 @@ def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> No
 
 
 def alike(rank: int, one: TaggedTransport, other: TaggedTransport) -> None:
-    """Two models, waited for in another order than launched, with the user's own messages in between."""
+    """Wait for two models in another order than launched, with the user's own messages in between."""
     (full,) = gather(one, 2).wait()
     assert full.tolist() == [[0.0] * 2, [1.0] * 2], full
     theirs, sent = torch.empty(3), torch.full((3,), float(rank))
@@ -116,7 +116,7 @@ def alike(rank: int, one: TaggedTransport, other: TaggedTransport) -> None:
 
 
 def meet_under_the_debug_switch(rank: int, world_size: int) -> None:
-    """The collective that stands in for gloo's messages, for which the host waits."""
+    """Meet by the collective that stands in for gloo's messages, for which the host waits."""
     with (
         mock.patch.object(collective_tags, "channel_of", return_value=None),
         mock.patch.object(collective_tags, "is_debugging", return_value=True),
@@ -130,7 +130,7 @@ def test_every_difference_is_an_error_on_both_ranks(ranks_pool: RanksPool) -> No
 
 
 def numbers(rank: int, world_size: int) -> None:
-    """Of models that some ranks make alone, and of one that all make."""
+    """Return the numbers of models that some ranks make alone, and of one that all ranks make."""
     alone = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     assert isinstance(alone, dist.ProcessGroup)
     made = [next_number(alone) for _ in range(1 + 2 * (rank == 2))] + [next_number(everyone())]
@@ -190,7 +190,7 @@ class Trained:
                 tz.full_state_dict(self.model)
 
     def assert_right(self) -> None:
-        """The losses are those of one process: all ranks have the same batches."""
+        """Check that the losses are those of one process: all ranks have the same batches."""
         module = fresh(Mlp, WIDTH, 2)
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         for number, found in self.losses:
@@ -202,7 +202,7 @@ class Trained:
 
 
 def does_something_else(rank: int, world_size: int, stage: int, actions: str, here: str, there: str) -> str:
-    """What a rank hears, and hears again in the next step; the losses until then are right."""
+    """Check what a rank hears, and hears again in the next step; the losses until then are right."""
     one = Trained(stage)
 
     def run(*actions: str) -> None:
@@ -250,7 +250,7 @@ def test_rank_0_does_something_else(ranks_pool: RanksPool, stage: int, actions: 
 
 
 def two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag: str) -> None:
-    """A student learns from a teacher; in the third step rank 0 calls the student first."""
+    """Let a student learn from a teacher; in the third step rank 0 calls the student first."""
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(2)] if several_groups else [None] * 2
     teacher, student = (Trained(stage, process_group=group) for group in groups)
 
@@ -286,7 +286,7 @@ def test_two_models_called_in_another_order(ranks_pool: RanksPool, stage: int, s
 
 
 class Branches(nn.Module):
-    """Another layer for each kind of batch."""
+    """A model with another layer for each kind of batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,8 +311,11 @@ def test_programs_that_ranks_compile_later_and_differ(ranks_pool: RanksPool, sta
 
 
 def fails_in_the_middle(rank: int, world_size: int) -> None:
-    """A launch in the middle of a forward fails. If it does on both ranks, the next step is right; if on rank 0 alone,
-    the other misses it at the time-out: nothing of rank 0's next step is taken for the rest of this one."""
+    """Let a launch in the middle of a forward fail.
+
+    If it fails on both ranks, the next step is right. If it fails on rank 0 alone, the other rank times out: nothing of
+    rank 0's next step is taken for the rest of this one.
+    """
     one = Trained(3, process_group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
     one.do("step")
     with failing_launch():
@@ -333,7 +336,7 @@ def fails_in_the_middle(rank: int, world_size: int) -> None:
 
 @contextmanager
 def failing_launch() -> Iterator[None]:
-    """The second gather inside of the block."""
+    """Make the second gather inside the block fail."""
     launch, calls = TaggedTransport.all_gather, 0
 
     def failing(self: TaggedTransport, *args: Any) -> Waitable:

@@ -39,7 +39,7 @@ def inputs(rank: int) -> Tensor:
 
 
 def arrives(value: Tensor, world_size: int) -> Tensor:
-    """What all ranks get of a parameter whose rows these are."""
+    """Return what all ranks get of a parameter with these rows."""
     padded = value.new_zeros(layout.padded_shape(tuple(value.shape), world_size))
     padded[: len(value)] = value
     for rows in padded.chunk(world_size):
@@ -52,7 +52,7 @@ def loss_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def exact_gradients(weights: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Means over ranks of the gradients at these weights."""
+    """Return the means over ranks of the gradients at these weights."""
     module, leaves = make(), {name: value.clone().requires_grad_() for name, value in weights.items()}
     losses = [loss_of(lambda x: functional_call(module, leaves, x), inputs(rank)) for rank in range(ranks)]
     torch.stack(losses).mean().backward()
@@ -63,14 +63,14 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-def assert_within_steps(found: dict[str, Tensor], right: dict[str, Tensor], steps: float = 1.0) -> None:
-    """Each element is off by less than so many of the largest steps that any rank's gradient can have."""
+def assert_within_steps(gradients_here: dict[str, Tensor], right: dict[str, Tensor], steps: float = 1.0) -> None:
+    """Check that each element is off by less than so many of the largest steps that any rank's gradient can have."""
     for name, value in right.items():
-        assert (found[name] - value).abs().max() <= steps * 4 * value.abs().max() / 127, name
+        assert (gradients_here[name] - value).abs().max() <= steps * 4 * value.abs().max() / 127, name
 
 
 def travels(rank: int, world_size: int, stage: int) -> None:
-    """Each step computes with what arrives of the exact weights, and sends what the plan says."""
+    """Check that each step computes with what arrives of the exact weights, and sends what the plan says."""
     model = tz.compile(fresh(make), stage=stage, reshard_after_forward=True if stage == 3 else None, **FORMATS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
@@ -95,7 +95,7 @@ def travels(rank: int, world_size: int, stage: int) -> None:
 
 
 def accumulates(rank: int, world_size: int, stage: int) -> None:
-    """What no_sync has deferred is added before it is written as bytes: twice the gradient of one batch."""
+    """Check that deferred gradients are added before they are written as bytes: twice the gradient of one batch."""
     model = tz.compile(fresh(make), stage=stage, **FORMATS)
     right = exact_gradients({n: arrives(v, world_size) for n, v in tz.full_state_dict(model).items()}, world_size)
     with model.no_sync():
@@ -105,7 +105,7 @@ def accumulates(rank: int, world_size: int, stage: int) -> None:
 
 
 def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
-    """A rank's Inf reaches the owner of each row of its block, and no other block."""
+    """Check that a rank's Inf reaches the owner of each row of its block, and no other block."""
     model = tz.compile(nn.Linear(BLOCK, 4, bias=False), stage=3, reduce_format=tz.Int8(BLOCK))
     x = torch.ones(1, BLOCK)
     factor = torch.ones(1, 4)
@@ -115,17 +115,17 @@ def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
 
 
 def errors(rank: int, world_size: int, stage: int) -> None:
-    """What wire_error says is what it says of numbers known here; gradients and weights are as they were."""
+    """Compare ``wire_error`` with numbers known here; gradients and weights do not change."""
     model = tz.compile(fresh(make), stage=stage, **FORMATS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         loss_of(model, inputs(rank)).backward()
         optimizer.step()
     weights, grads = tz.full_state_dict(model), gradients(model)
-    found = tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward())
+    report = tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward())
     right = exact_gradients(weights, world_size)
     for name, value in weights.items():
-        (error,) = [each for each in found if each.path == name]
+        (error,) = [item for item in report if item.path == name]
         off = (arrives(value, world_size) - value).norm() / value.norm()
         assert error.gather == pytest.approx(off.item(), rel=1e-3)
         assert 0 < error.gradient < 0.1
@@ -140,7 +140,7 @@ def errors(rank: int, world_size: int, stage: int) -> None:
     seen = {name: arrives(value, world_size) for name, value in weights.items()}
     expected = functional_call(make(), seen, inputs(rank))
     torch.testing.assert_close(model(inputs(rank)), expected, rtol=1e-6, atol=1e-7)
-    assert str(found).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
+    assert str(report).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
     with model.no_sync():
         loss_of(model, inputs(rank)).backward()
     said = raised(lambda: tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward()))
@@ -150,7 +150,7 @@ def errors(rank: int, world_size: int, stage: int) -> None:
 
 
 def mixed_precision(rank: int, world_size: int) -> None:
-    """Bytes are written of float32 rows, and read as bfloat16."""
+    """Write bytes of float32 rows, and read them as bfloat16."""
     half = tz.MixedPrecision(torch.bfloat16, torch.float32)
     model = tz.compile(fresh(make), stage=3, mixed_precision=half, **FORMATS)
     seen = {name: arrives(value, world_size).bfloat16() for name, value in tz.full_state_dict(model).items()}
@@ -175,7 +175,7 @@ def test_non_finite_gradients_and_mixed_precision(ranks_pool: RanksPool) -> None
 
 
 def copies_average(rank: int, world_size: int) -> None:
-    """Exactly inside of a copy, and as bytes between copies; all copies have the same bits."""
+    """Average exactly inside of a copy, and as bytes between copies; all copies have the same bits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = tz.compile(fresh(make), stage=3, mesh=mesh, **FORMATS)
     seen = {name: arrives(value, 2) for name, value in tz.full_state_dict(model).items()}
@@ -185,17 +185,21 @@ def copies_average(rank: int, world_size: int) -> None:
     assert sum(on_all_ranks(sum(sent))) == pytest.approx(
         sum(on_all_ranks(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
     )
-    found = gradients(model)
-    assert_within_steps(found, exact_gradients(seen, world_size), steps=1.5)
+    gradients_here = gradients(model)
+    assert_within_steps(gradients_here, exact_gradients(seen, world_size), steps=1.5)
     across = [op for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
     sends = {timeline.plan.reduce_sends(param, "replicate", 0) for op in across for param in timeline.params_of(op)}
     assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
-    assert all(torch.equal(each, found["layers.0.weight"]) for each in on_all_ranks(found["layers.0.weight"]))
+    assert all(
+        torch.equal(other, gradients_here["layers.0.weight"])
+        for other in on_all_ranks(gradients_here["layers.0.weight"])
+    )
     dist.barrier()
 
 
 def exact_and_bytes_share_a_wire(rank: int, world_size: int) -> None:
-    """Messages of biases, which are exact, and of weights meet their own, though the averages of one rank are late."""
+    """Check that messages of biases, which are exact, and of weights do not mix, though the averages of one rank are
+    late."""
     late = in_background
 
     def later(thread: str, call: Callable[[], Any]) -> Any:

@@ -44,7 +44,8 @@ class Lora(nn.Module):
 
 
 class Net(nn.Module):
-    """Rows that 2 and 3 do not divide, fewer rows than ranks, an odd number of elements, a frozen convolution."""
+    """A net with rows that 2 and 3 do not divide, fewer rows than ranks, an odd number of elements, a frozen
+    convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ FROZEN = {"layers.0.base.weight", "layers.1.base.weight", "conv.weight", "head.w
 
 
 def quantized(module: nn.Module) -> nn.Module:
-    """The module, whose frozen base has the values that arrive."""
+    """Replace the values of the frozen base by those that arrive; return the module."""
     for param in module.parameters():
         if not param.requires_grad and param.dim() > 1:
             param.data = FORM.decode(FORM.encode(param), torch.empty(param.shape, dtype=param.dtype))
@@ -75,16 +76,16 @@ def batch(step: int, ranks: int) -> Tensor:
 
 
 def losses(model: Any, rank: int, ranks: int, rows: int, steps: int = 5) -> list[float]:
-    """Of the rows of a rank of these ranks."""
+    """Return the losses of the rows of one rank."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    found = []
+    values = []
     for step in range(steps):
         loss = model(batch(step, rows).chunk(ranks)[rank]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def means(of_rank: list[float]) -> Tensor:
@@ -92,7 +93,7 @@ def means(of_rank: list[float]) -> Tensor:
 
 
 def bytes_of(model: Any) -> dict[str, Tensor]:
-    """What this rank has of the frozen base."""
+    """Return the bytes that this rank has of the frozen base."""
     return {name: local(param.detach()).clone() for name, param in model.named_parameters() if name in FROZEN}
 
 
@@ -104,7 +105,7 @@ def make_model(module: nn.Module, frontend: str = "dynamo", **options: Any) -> A
 
 
 def trains_as_one_process(rank: int, world_size: int, stage: int, frontend: str) -> None:
-    """Losses, and all weights at the end, of one process whose base has the values that arrive."""
+    """Compare losses, and all weights at the end, with one process whose base has the values that arrive."""
     plain = quantized(fresh(Net))
     expected = losses(plain, 0, 1, world_size)
     model = make_model(fresh(Net), frontend, stage=stage, reshard_after_forward=True if stage == 3 else None)
@@ -125,7 +126,7 @@ def trains_as_one_process(rank: int, world_size: int, stage: int, frontend: str)
 
 
 def state_is_decoded(model: Any, plain: nn.Module) -> None:
-    """Full values are decoded ones, and change no byte when they are loaded; others are encoded."""
+    """Check that full values are decoded and change no byte when they are loaded; other values are encoded."""
     before, values = bytes_of(model), tz.full_state_dict(model)
     for name, value in plain.state_dict().items():
         check = {"rtol": 0, "atol": 0} if name in FROZEN else {"rtol": 1e-4, "atol": 1e-5}
@@ -162,8 +163,10 @@ def saves(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
 
 
 def loads(rank: int, world_size: int, folder: Path, saved: dict[str, Tensor]) -> None:
-    """A checkpoint has the bytes; a model of other values takes them, and an exact one refuses. ``save_pretrained``
-    writes decoded values, which ``weights=`` encodes into the same bytes."""
+    """Load a checkpoint that has the bytes into a model of other values; an exact model refuses it.
+
+    ``save_pretrained`` writes decoded values, which ``weights=`` encodes into the same bytes.
+    """
     torch.manual_seed(1)
     other = make_model(Net())
     tz.load(folder / "checkpoint", other)
@@ -187,7 +190,8 @@ def test_checkpoints_have_the_bytes_and_folders_the_values(ranks_pool: RanksPool
 
 
 def other_ways(rank: int, world_size: int) -> None:
-    """Half precision; copies of the model; values that are drawn on the meta device; accumulation that keeps them."""
+    """Try half precision, copies of the model, values drawn on the meta device, and an accumulation that keeps
+    parameters."""
     half = make_model(fresh(Net), mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))
     plain = quantized(fresh(Net)).bfloat16()
     x = batch(0, world_size)
@@ -220,7 +224,7 @@ def other_ways(rank: int, world_size: int) -> None:
 
 
 def full_checkpoints_of_lightning(rank: int, world_size: int) -> None:
-    """Rank 0's has decoded values, and they load into the same bytes."""
+    """Check that rank 0's checkpoint has decoded values, which load into the same bytes."""
     from thunder_zero.lightning import ZeroTrainerStrategy, full_model_state_dict
 
     model = make_model(fresh(Net))
@@ -248,7 +252,7 @@ def test_precision_copies_drawn_values_and_accumulation(ranks_pool: RanksPool) -
 
 
 def llama() -> Any:
-    """A Llama in bfloat16, whose rows have several blocks."""
+    """Return a Llama in bfloat16, whose rows have several blocks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=40,
@@ -266,7 +270,8 @@ def llama() -> Any:
 
 
 def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
-    """The example of docs/formats.md: its losses, its bytes, its adapters. Returns the logits of the trained model."""
+    """Run the example of docs/formats.md: its losses, its bytes, its adapters. Return the logits of the trained
+    model."""
     import peft
 
     generator = torch.Generator().manual_seed(1)
@@ -300,7 +305,7 @@ def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
 
 
 def less_is_held_and_sent(model: Any, world_size: int) -> None:
-    """Of a frozen layer 9 of 32 bytes, at rest and in each gather; its rows have 128 elements or 192."""
+    """Hold and send 9 of 32 bytes of a frozen layer; its rows have 128 elements or 192."""
     params = [param for param in tz.traces_of(model).plan.params if param.frozen_format]
     assert len(params) == 2 * 7
     held = sum(model.state.rows[param.path].nbytes for param in params)

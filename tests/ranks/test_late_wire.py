@@ -39,16 +39,19 @@ POLICIES = {
 
 
 def batches(step: int) -> list[Tensor]:
-    """Two micro-batches of all ranks' rows."""
+    """Return two micro-batches of the rows of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return list(torch.randint(0, 9, (2, ROWS, 3), generator=generator))
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Tensor:
-    """The mean loss of each step, with ``no_sync`` in every second one; they also show the weights, gathered anew."""
+    """Return the mean loss of each step, with ``no_sync`` in every second step.
+
+    The losses also show the weights, gathered anew.
+    """
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-    found = []
+    losses = []
     for step in range(STEPS):
         first, second = (tokens[rows] for tokens in batches(step))
         if step % 2:
@@ -58,8 +61,8 @@ def train(model: nn.Module, rank: int, world_size: int) -> Tensor:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
-    return torch.stack(found)
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def shard(policy: tz.Policy, copies: int = 1) -> Any:
@@ -67,20 +70,20 @@ def shard(policy: tz.Policy, copies: int = 1) -> Any:
     return thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(policy, mesh=mesh)])
 
 
-def assert_right(found: Tensor, tolerance: float = 1e-5) -> None:
-    """All ranks' losses, on average, are those of one process."""
-    dist.all_reduce(found)
+def assert_right(losses: Tensor, tolerance: float = 1e-5) -> None:
+    """Check that the losses, averaged over ranks, are those of one process."""
+    dist.all_reduce(losses)
     right = train(fresh(Small), 0, 1)
-    torch.testing.assert_close(found / dist.get_world_size(), right, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(losses / dist.get_world_size(), right, rtol=tolerance, atol=tolerance)
 
 
 def on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
     with late_wire() as wire:
-        found = train(shard(POLICIES[name], copies), rank, world_size)
+        losses = train(shard(POLICIES[name], copies), rank, world_size)
     assert wire.waiting == 0, "messages were not waited for"
     assert wire.most > 0, "nothing was in flight"
     assert wire.poisoned > 0, "nothing was freed"
-    assert_right(found, 0.03 if "bfloat16" in name else 1e-5)
+    assert_right(losses, 0.03 if "bfloat16" in name else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_a_late_wire_changes_nothing(ranks_pool: RanksPool, name: str, copies: i
 
 
 def on_gloo(rank: int, world_size: int, stage: int) -> None:
-    """As it is, with torch's own grouping of collectives, on gloo with sums."""
+    """Run the transport as it is, with torch's own grouping of collectives, on gloo with sums."""
     with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): CoalescedSums}):
         assert_right(train(shard(tz.Policy(stage=stage)), rank, world_size))
 

@@ -31,7 +31,7 @@ import thunder
 
 
 class Gated(nn.Module):
-    """Parameters of its own, drawn after those of its parts, one of them not contiguous, and a buffer."""
+    """A module with parameters of its own, drawn after those of its parts, one of them not contiguous, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gated(nn.Module):
 
 
 class Net(nn.Module):
-    """Torch's layers, statistics, and an output layer that is tied to the embedding."""
+    """A net of torch's layers, with statistics, and an output layer that is tied to the embedding."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def style(module: nn.Module) -> None:
-    """As GPTs do it; ``.data`` raises no version, and the norm is only scaled."""
+    """Draw weights as GPTs do: ``.data`` raises no version, and the norm is only scaled."""
     if isinstance(module, nn.Linear | nn.Embedding):
         module.weight.data.normal_(0.0, 0.02)
     if isinstance(module, nn.BatchNorm1d):
@@ -71,7 +71,8 @@ def style(module: nn.Module) -> None:
 
 
 class Styled(Net):
-    """Its constructor applies ``style``, and ties the input to the output; so ``style`` draws for both, in turn."""
+    """A module whose constructor applies ``style``, and ties the input to the output; so ``style`` draws for both, in
+    turn."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -95,7 +96,7 @@ def jit(module: nn.Module, stage: int = 3, **arguments: Any) -> Any:
 
 
 def assert_like(model: Any, right: nn.Module, case: Any) -> None:
-    """A materialised model has the values of an ordinary module, all of them real."""
+    """Check that a materialised model has the values of an ordinary module, all of them real."""
     tensors = [*model.parameters(), *model.buffers(), *model._model.parameters(), *model._model.buffers()]
     assert not any(tensor.is_meta for tensor in tensors), case
     assert same(tz.full_state_dict(model), right.state_dict()) == [], case
@@ -122,7 +123,7 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 
 
 def construct(rank: int, world_size: int) -> None:
-    """The layers of torch, and models; tests/one/test_interface.py trains one."""
+    """Compare layers of torch, and models, with those that were constructed; tests/one/test_interface.py trains one."""
     for name, build in BUILT.items():
         for stage in (0, 1, 3) if build in (Net, Styled) else (3,):
             right, next_number = ordinary(build), torch.rand(())
@@ -141,7 +142,8 @@ def test_the_values_are_those_of_construction(ranks_pool: RanksPool, world_size:
 
 
 def load(rank: int, world_size: int, folder: Path) -> None:
-    """From a saved file, which one rank or all read; a partly real module takes all its values from the file, too."""
+    """Load from a saved file, which one rank or all read; a partly real module takes all its values from the file,
+    too."""
     right = ordinary(Net, seed=9)
     path = folder / f"{rank}.pt"
     torch.save(right.state_dict(), path)
@@ -172,7 +174,8 @@ def test_the_values_of_a_state_dict(ranks_pool: RanksPool, world_size: int, tmp_
 
 
 def take(rank: int, world_size: int, source: int) -> None:
-    """The source has a real module, or draws one; the others' random generators have other seeds."""
+    """Take values from the source, which has a real module or draws one; the generators of other ranks have other
+    seeds."""
     for is_real in (True, False):
         for stage in (0, 3):
             right = ordinary(Styled)
@@ -187,7 +190,8 @@ def test_the_values_of_a_rank(ranks_pool: RanksPool, world_size: int, source: in
 
 
 def mix(rank: int, world_size: int) -> None:
-    """Real tensors stay as they are, with ``init`` or without; ignored parameters are each rank's own."""
+    """Check that real tensors stay as they are, with ``init`` or without; each rank keeps its own ignored
+    parameters."""
     right = ordinary(Net)
     module = on_meta(Net)
     module.blocks[1], module.head.bias = ordinary(Net).blocks[1], nn.Parameter(torch.full((11,), 3.0))
@@ -220,7 +224,7 @@ def deep_mlp() -> nn.Module:
 
 
 def peaks(rank: int, world_size: int, path: Path) -> None:
-    """The most bytes that are alive while a model is made, beside those at rest after it."""
+    """Return the most bytes that are alive while a model is made, beside those at rest after it."""
     cpu, weights, kept = torch.device("cpu"), torch.load(path, mmap=True), []
     sources: list[dict[str, Any]] = [{}, {"init": style}, {"stage": 1}, {"weights": weights}]
     for arguments in sources:
@@ -235,8 +239,10 @@ def peaks(rank: int, world_size: int, path: Path) -> None:
 
 
 def send(rank: int, world_size: int, path: Path) -> None:
-    """Counts how many of the parameters that a rank sends or receives are alive at once; the profiler does not see
-    gloo's threads free them."""
+    """Count how many of the parameters that a rank sends or receives are alive at once.
+
+    The profiler does not see gloo's threads free them.
+    """
     seen, alive = [], []
 
     def counted(tensor: Tensor, *arguments: Any) -> None:
@@ -262,7 +268,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, tm
 
 
 class Bare(nn.Module):
-    """A weight that only ``init`` gives values."""
+    """A module with a weight that only ``init`` gives values."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -282,7 +288,7 @@ TWO_VALUES = ("weights has unlike values for 'embed.weight' and 'head.weight', w
 
 
 def differ(rank: int, world_size: int) -> None:
-    """Every rank raises; the module and the group can still be used."""
+    """Check that every rank raises, and that the module and the group can still be used."""
     last = rank == world_size - 1
     right = ordinary(Net).state_dict()
     short = {name: value for name, value in right.items() if name != "norm.bias" or not last}

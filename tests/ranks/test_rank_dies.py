@@ -20,8 +20,11 @@ TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has what the ranks that live said, of the selected cases, which one worker runs beside each other, as they mostly
-    wait. It fails if one of them has not ended, process and all."""
+    """Run the selected cases in one worker, beside each other, as they mostly wait; return the folder of what survivors
+    said.
+
+    It fails if a case has not ended, process and all.
+    """
     folder = tmp_path_factory.mktemp("deaths")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = [str(test.callspec.params["name"]) for test in tests if "folder" in test.fixturenames]
@@ -43,8 +46,10 @@ def test_the_others_end_and_name_the_rank_or_the_timeout(folder: Path, name: str
 
 
 def assert_names(rank: int, sentence: str, name: str) -> None:
-    """A rank that notices later may have lost the other one, too, which ended because of it. The error says where the
-    rank was, but not in a save's thread."""
+    """Check that the error names the dead rank, and where this rank was, except in a save's thread.
+
+    A rank that notices later may have lost another survivor, too, which ended because of the death.
+    """
     other = 2 - rank
     silent = sentence.removeprefix(f"rank {rank} got no answer from ").partition(": it died")[0]
     who, _, place = silent.partition(" in ")

@@ -1,6 +1,6 @@
 """The transports: values, bits, bytes sent and memory, compared with what one process computes from known tensors.
 
-Every rank's tensors come from a seed, so each process knows those of all others, and asserts for itself.
+Every rank's tensors come from a seed, so each process knows the tensors of all ranks, and asserts for itself.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ CASES: tuple[Case, ...] = (
 
 
 def plan_of(kind: str, shapes: Shapes, dtype: torch.dtype = torch.float32) -> tz.schedule.Plan:
-    """Of parameters that are sharded (stage 3) or whole (stage 0)."""
+    """Return a plan of parameters that are sharded (stage 3) or whole (stage 0)."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
     policy = tz.Policy(stage=0 if kind == "all_reduce" else 3)
     return tz.schedule.make_plan(module, policy, tz.schedule.Mesh.of(dist.get_world_size(), dist.get_rank()))
 
 
 def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The gradient of ``rank``; that of rank 0 is also the full parameter."""
+    """Return the gradient of ``rank``; that of rank 0 is also the full parameter."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def shard_of(full: Tensor) -> Tensor:
-    """This rank's rows and their padding."""
+    """Return this rank's rows and their padding."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shard = full.new_zeros(layout.shard_shape(tuple(full.shape), world_size))
     start, stop = layout.row_range(full.shape[0], world_size, rank)
@@ -74,7 +74,7 @@ def shard_of(full: Tensor) -> Tensor:
 
 
 def mean_of(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """In rank order, half precision in float32, divided once."""
+    """Return the mean: summed in rank order, half precision in float32, divided once."""
     grads = [known(shape, rank, dtype) for rank in range(dist.get_world_size())]
     total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
     for grad in grads:
@@ -100,19 +100,19 @@ def launch(transport: Transport, kind: str, shapes: Shapes) -> Waitable:
 
 
 def started(transport: Transport, kind: str, inputs: Sequence[Tensor], shapes: Shapes) -> Waitable:
-    """A collective of tensors; ``shapes`` are the full ones."""
+    """Start a collective of tensors; ``shapes`` are the full ones."""
     if kind == "all_gather":
         return transport.all_gather(inputs, shapes)
     return transport.reduce_scatter(inputs) if kind == "reduce_scatter" else transport.all_reduce(inputs)
 
 
-def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = 0.0) -> None:
-    """Shapes, dtypes and values; without a tolerance bit for bit, hence equal on all ranks and in every run."""
-    torch.testing.assert_close(list(found), list(wanted), rtol=tolerance, atol=tolerance)
+def assert_same(results: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = 0.0) -> None:
+    """Compare shapes, dtypes and values. Without a tolerance the bits are equal, on all ranks and in every run."""
+    torch.testing.assert_close(list(results), list(wanted), rtol=tolerance, atol=tolerance)
 
 
 def turned(tensor: Tensor) -> Tensor:
-    """The same values in another order of memory."""
+    """Return the same values in another order of memory."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
@@ -146,7 +146,7 @@ def carry(transport: Transport, case: Case, inputs: list[Tensor]) -> None:
 
 
 def assert_least(sent: list[int], case: Case) -> None:
-    """The bytes of each message from this rank."""
+    """Check the bytes of each message from this rank."""
     kind, shapes, dtype = case
     peers, plan = dist.get_world_size() - 1, plan_of(*case)
     if kind == "all_reduce":  # uneven parts: each rank is near the minimum, their sum is exactly at it
@@ -254,7 +254,7 @@ def nothing_made_here_is_an_inference_tensor(rank: int, world_size: int) -> None
 
 
 def buckets_are_waited_for_in_any_order(rank: int, world_size: int) -> None:
-    """All three under way twice, waited for in another order on each rank."""
+    """Launch all three collectives twice, and wait in another order on each rank."""
     transport, shapes = PairwiseGloo(everyone()), ((257, 401), (5,))
     handles = [(kind, launch(transport, kind, shapes)) for _ in range(2) for kind in KINDS]
     for kind, handle in handles[rank:] + handles[:rank]:
@@ -284,7 +284,7 @@ def an_all_reduce_that_has_to_wait_blocks_nothing_else(rank: int, world_size: in
 
 
 def drain_ends_all_that_a_failed_step_left(rank: int, world_size: int) -> None:
-    """A step that launches everything and waits for nothing. The next one is right; results are given once."""
+    """Launch everything in a step and wait for nothing: the next step is right, and results are given once."""
     transport, shapes = PairwiseGloo(everyone()), ((350, 300), (7,))
     handles = [launch(transport, kind, shapes) for kind in KINDS]
     was_in_flight = transport.in_flight
@@ -297,7 +297,7 @@ def drain_ends_all_that_a_failed_step_left(rank: int, world_size: int) -> None:
 
 
 def ranks_trade_tensors_of_their_own_sizes(rank: int, world_size: int) -> None:
-    """Of several sizes, some empty; rank 0 sends rank 1 nothing. On gloo small ones share a message."""
+    """Trade tensors of several sizes, some empty; rank 0 sends rank 1 nothing. On gloo small ones share a message."""
     peers = [peer for peer in range(world_size) if peer != rank]
 
     def sizes(one: int, other: int) -> Shape:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 40)
 
 @pytest.fixture(scope="module", params=[*slow(3), *deep(2, 4)])
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
-    """What each rank of a world counted, one process and one namespace a rank."""
+    """Return what each rank of a world counted, one process and one namespace a rank."""
     assert all(rows % request.param for rows in ROWS)
     if not can_limit():
         pytest.skip("network namespaces need root, ip and tc (iproute2)")
@@ -50,7 +50,7 @@ def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
 
 
 def count(places: list[Seat]) -> list[Reply]:
-    """Runs a worker on each seat; they are killed, by their ids, when time is over."""
+    """Run a worker on each seat; kill them, by their ids, when time is over."""
     workers = []
     try:
         for rank, seat in enumerate(places):
@@ -81,8 +81,9 @@ def test_a_step_sends_what_its_timeline_foresees(replies: list[Reply]) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> None:
-    """2u, and for stage 3 3u less what backward does not need again or has kept. u is (W - 1) / W of the model, a rank;
-    ranks with fewer rows send less, so that the lower bound is of all together."""
+    """A step sends twice one model's worth of traffic, (W - 1) / W of the model a rank. Stage 3 sends three times as
+    much, without what backward does not need again or has kept. Ranks with fewer rows send less, so the lower bound is
+    of all ranks together."""
     world_size = len(replies)
     least = 2 * (world_size - 1) * model_bytes()  # what all ranks send together to gather, and to reduce
     if RUNS[name].stage == 3:
@@ -96,14 +97,15 @@ def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> Non
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_parameters_cost_a_part_of_a_gather_for_each_way(replies: list[Reply], name: str) -> None:
-    """u / W a rank, on average, for each time that rows travel to their owners or back."""
+    """One model's worth of traffic, (W - 1) / W of it, divided by W: for each time that rows travel to their owners or
+    back."""
     more = [reply[name]["whole"] - reply[name]["foreseen"] for reply in replies]
-    part = (len(replies) - 1) / len(replies) * model_bytes()  # W u / W, what all ranks send together
+    part = (len(replies) - 1) / len(replies) * model_bytes()  # what all ranks send together
     assert 0.97 <= sum(more) / part / WHOLE[name] <= 1.03, [count / part for count in more]
 
 
 def each_line_sends_what_the_plan_says(rank: int, world_size: int, name: str, copies: int) -> None:
-    """The messages of a launch have the plan's bytes; sockets have headers and tags beside them."""
+    """Check that the messages of a launch have the plan's bytes; sockets have headers and tags beside them."""
     policy = POLICIES[name]
     timeline, lines = lines_of(fresh(Net), policy, copies, Size(vocabulary=ROWS[-1], tokens=8))
     assert [line.params for line in lines] == [op.params for op in timeline.launches.values()]
