@@ -310,7 +310,7 @@ def name_in_table(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a row for each verdict, the most frequent first, and how classes were constructed."""
+    """Return a row for each verdict, the most frequent first."""
     verdicts: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         verdicts.setdefault(verdict_of(row), []).append(row)
@@ -318,12 +318,7 @@ def table(rows: Sequence[Row]) -> str:
     for verdict, members in sorted(verdicts.items(), key=lambda item: -len(item[1])):
         packages = [[row for row in members if row.name.startswith(start)] for start in ("torch.", PACKAGE)]
         lines.append("| " + " | ".join((*verdict, *(", ".join(map(name_in_table, part)) for part in packages))) + " |")
-    ways: dict[str, list[str]] = {row.way: [] for row in rows if row.way}
-    for row in rows:
-        if row.way:
-            ways[row.way].append(name_in_table(row).partition(" (")[0])
-    constructed = "; ".join(f"{way} ({', '.join(names)})" for way, names in ways.items())
-    return "\n".join(lines) + f"\n\nWhat a few constructors were given: {constructed}.\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
