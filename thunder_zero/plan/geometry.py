@@ -100,10 +100,8 @@ class Geometry:
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that reduce the gradient, in order. The first one cuts it into rows.
-
-        A collective over data axes averages; one over ``tensor`` sums.
-        """
+        """The axes of the collectives that reduce the gradient, in order. The first one cuts it into rows. A collective
+        over data axes averages; one over ``tensor`` sums."""
         summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
             return (SHARD, *summed)

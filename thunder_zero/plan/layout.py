@@ -70,9 +70,6 @@ def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
-    """Return how many elements each rank sends in one all-reduce.
-
-    It is a reduce-scatter and an all-gather, ``2 (W - 1) / W`` of the elements, rounded up (Patarasuk and Yuan,
-    Bandwidth optimal all-reduce algorithms, 2009).
-    """
+    """Return how many elements each rank sends in one all-reduce. It is a reduce-scatter and an all-gather, ``2 (W - 1)
+    / W`` of the elements, rounded up (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
     return -(-2 * (world_size - 1) * prod(shape) // world_size)

@@ -182,11 +182,9 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once for forward and backward.
-
-        ZeRO-3 chooses them when it schedules a step, so read them from ``traces_of(model).plan``. They make up whole
-        units; forward still frees those that backward does not read (biases).
-        """
+        """Paths of the sharded parameters that are gathered once for forward and backward. ZeRO-3 chooses them when it
+        schedules a step, so read them from ``traces_of(model).plan``. They make up whole units; forward still frees
+        those that backward does not read (biases)."""
         return tuple(
             param.path for param in self.params if param.sharded and param.kept_unsharded and not param.resident
         )
@@ -198,10 +196,8 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Bytes of a bucket and in flight, and units gathered ahead.
-
-        They do not depend on the shapes of inputs, which may differ between ranks: all ranks must launch the same.
-        """
+        """Bytes of a bucket and in flight, and units gathered ahead. They do not depend on the shapes of inputs, which
+        may differ between ranks: all ranks must launch the same."""
         if self.memory_bytes is None:
             return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
@@ -248,10 +244,8 @@ class Plan:
         return frozenset(chosen) - {ROOT}
 
     def may_serve_copies(self, param: Param) -> bool:
-        """Return whether backward may gather or keep a parameter only for recomputed operations.
-
-        It may for biases, and other parameters of one dimension, of units that it recomputes whole.
-        """
+        """Return whether backward may gather or keep a parameter only for recomputed operations. It may for biases, and
+        other parameters of one dimension, of units that it recomputes whole."""
         return param.unit in self.recomputed and len(param.shape) <= 1
 
     def keeping(self, paths: Container[str]) -> Plan:
@@ -323,10 +317,8 @@ class Plan:
         return form or Encoding(param.reduce_dtype)
 
     def payload_bytes(self, param: Param) -> int:
-        """Return the bytes of a rank's rows as they are gathered.
-
-        Padding counts, since the blocks of all ranks are alike.
-        """
+        """Return the bytes of a rank's rows as they are gathered. Padding counts, since the blocks of all ranks are
+        alike."""
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
     def gather_sends(self, param: Param, rank: int) -> int:
@@ -349,18 +341,14 @@ class Plan:
         return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
     def part_bytes(self, param: Param, over: str) -> int:
-        """Return the bytes of the part of an encoded gradient that one rank of an axis sums up.
-
-        Over ``shard`` it is the rank's rows; over ``replicate`` these rows are divided among the copies of the model.
-        """
+        """Return the bytes of the part of an encoded gradient that one rank of an axis sums up. Over ``shard`` it is
+        the rank's rows; over ``replicate`` these rows are divided among the copies of the model."""
         rows = prod(self.shard_shape(param))
         return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.mesh.replicate.size))
 
     def reduce_sends(self, param: Param, over: str, rank: int) -> int:
-        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis.
-
-        In a format it sends parts to its peers; between copies of the model, it also sends back the mean of its part.
-        """
+        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis. In a format it sends
+        parts to its peers; between copies of the model, it also sends back the mean of its part."""
         encoding = self.reduce_encoding(param, over)
         if encoding.block:
             return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
@@ -400,9 +388,7 @@ class Plan:
 
     def gather_work(self, param: Param) -> tuple[int, int]:
         """Return the bytes of memory that the lines before and after a gather, which encode and decode, read and write.
-
-        A cast counts as encoding.
-        """
+        A cast counts as encoding."""
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
             return 0, param.rest_bytes + param.full_bytes  # also on one rank alone
@@ -414,11 +400,8 @@ class Plan:
 
     def reduce_work(self, param: Param, over: str) -> tuple[int, int]:
         """Return the bytes of memory that the lines before and after a reduction, which encode and decode, read and
-        write.
-
-        In a format each part is written once and summed once. Between copies the sum is written again, and all ranks
-        read it.
-        """
+        write. In a format each part is written once and summed once. Between copies the sum is written again, and all
+        ranks read it."""
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1
         mean = rows * param.dtype.itemsize
         if self.reduces_bytes(param, over):

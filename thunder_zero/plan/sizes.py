@@ -43,11 +43,8 @@ def choose(policy: Policy, defaults: Sizes) -> Sizes:
 
 
 def on_cpu(largest_unit: int) -> Sizes:
-    """Return the default sizes on the CPU.
-
-    In flight are two of the largest units, 4 to 32 MiB. Gathers get one byte less, so that one of the largest units is
-    gathered while another computes, but not two.
-    """
+    """Return the default sizes on the CPU. In flight are two of the largest units, 4 to 32 MiB. Gathers get one byte
+    less, so that one of the largest units is gathered while another computes, but not two."""
     in_flight = min(max(2 * largest_unit, 4 * MiB), 32 * MiB)
     return Sizes(bucket_bytes=SMALL, prefetch=2, in_flight_bytes=in_flight, ahead_bytes=in_flight - 1)
 

@@ -33,11 +33,9 @@ def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def regathered(timeline: Timeline) -> dict[str, int]:
-    """Return the derived values of forward that backward must not read, each with the index of its writer.
-
-    They depend on a parameter that is gathered again, or on the cast copy of a replicated parameter. The handles of the
-    gathers are included.
-    """
+    """Return the derived values of forward that backward must not read, each with the index of its writer. They depend
+    on a parameter that is gathered again, or on the cast copy of a replicated parameter. The handles of the gathers are
+    included."""
     writers: dict[str, int] = {}
     for index, op in enumerate(timeline.ops[: timeline.backward_start]):
         if op.kind is Kind.GATHER:

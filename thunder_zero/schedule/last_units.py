@@ -57,10 +57,8 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     """Return the units that backward would gather again, from the last of forward on, each with all its parameters.
-
     Parameters that backward does not read (biases) are included: a fuser may make backward compute from them. The root
-    has several runs, head first.
-    """
+    has several runs, head first."""
     needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]

@@ -67,11 +67,9 @@ def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ..
 
 
 def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
-    """Estimate the bytes alive while each operation runs, to compare schedules.
-
-    ``tz.tools.memory`` has the exact number. This one leaves out what exists before the step, the loss, the buffers of
-    transports, and what an operation allocates and frees by itself.
-    """
+    """Estimate the bytes alive while each operation runs, to compare schedules. ``tz.tools.memory`` has the exact
+    number. This one leaves out what exists before the step, the loss, the buffers of transports, and what an operation
+    allocates and frees by itself."""
     return bytes_alive(timeline, lifetimes(timeline))
 
 

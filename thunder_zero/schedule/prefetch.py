@@ -101,11 +101,9 @@ class Bound(StrEnum):
 
 
 def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
-    """Return, for each gather of a scheduled timeline, the index after which it starts, and why not earlier.
-
-    Gathers are named by their handles. The index is that of a wait, or the one before the first read of a bucket that
-    forward gathered. For the first gathers of a phase, it is the one before the phase.
-    """
+    """Return, for each gather of a scheduled timeline, the index after which it starts, and why not earlier. Gathers
+    are named by their handles. The index is that of a wait, or the one before the first read of a bucket that forward
+    gathered. For the first gathers of a phase, it is the one before the phase."""
     ops = timeline.ops
     result: dict[str, tuple[int, Bound]] = {}
     for start, stop in _phases(timeline):
@@ -183,10 +181,8 @@ def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, O
 
 
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
-    """Return, for each bucket of a phase, how many earlier buckets must have been used before its gather starts.
-
-    Each :class:`Bound` demands its own number; the largest one decides.
-    """
+    """Return, for each bucket of a phase, how many earlier buckets must have been used before its gather starts. Each
+    :class:`Bound` demands its own number; the largest one decides."""
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:

@@ -55,10 +55,8 @@ def recompute(timeline: Timeline) -> Timeline:
 
 
 def saved_bytes(timeline: Timeline) -> int:
-    """Return the bytes that forward computes or gathers and backward reads; each memory counts once.
-
-    Parameters that backward gathers again, or must (``fusion_repair.py``), do not count.
-    """
+    """Return the bytes that forward computes or gathers and backward reads; each memory counts once. Parameters that
+    backward gathers again, or must (``fusion_repair.py``), do not count."""
     dropped = regathered(timeline)
     forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
@@ -190,10 +188,8 @@ def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[
 
 
 def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
-    """Return the memory that recomputing may need, what each is made from, and which of it backward reads.
-
-    The memory is in the order of forward. Memory that cannot be computed again is made from None.
-    """
+    """Return the memory that recomputing may need, what each is made from, and which of it backward reads. The memory
+    is in the order of forward. Memory that cannot be computed again is made from None."""
     wanted = {
         phases.timeline.memory(name)
         for name in phases.read

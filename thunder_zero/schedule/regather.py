@@ -54,10 +54,8 @@ def _regather_in_backward(timeline: Timeline) -> Timeline:
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
     """Return the gathered parameters that backward gathers where it comes to their unit, by the index of that place.
-
     These are the parameters of units of which forward saves only the borders: those that backward needs, and biases.
-    The choice does not depend on what will be recomputed.
-    """
+    The choice does not depend on what will be recomputed."""
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
@@ -106,9 +104,7 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
     """Return, for each unit, forward's values (and handles) that derive only from its ``gather_per_unit`` parameters.
-
-    Each value has the index of its writer.
-    """
+    Each value has the index of its writer."""
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
     for name, index in regathered(timeline).items():

@@ -181,10 +181,8 @@ class Timeline:
 
     @cached_property
     def replicated(self) -> frozenset[str]:
-        """Inputs that are replicated parameters.
-
-        Both phases may read them, so values that depend only on them and on gathered parameters can be computed again.
-        """
+        """Inputs that are replicated parameters. Both phases may read them, so values that depend only on them and on
+        gathered parameters can be computed again."""
         by_name = self.plan.by_name
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
@@ -298,11 +296,8 @@ class Timeline:
 
     def wire_bytes(self, op: Op) -> int:
         """Return the bytes that the busiest rank sends or receives in one collective; every rank computes the same
-        number.
-
-        The busiest is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter,
-        and averages most between the copies of a sharded model.
-        """
+        number. The busiest is rank 0, which owns the most rows: it sends most in a gather, receives most in a
+        reduce-scatter, and averages most between the copies of a sharded model."""
         return sum(self._busiest(op, param) for param in self.params_of(op))
 
     def _busiest(self, op: Op, param: Param) -> int:

@@ -66,11 +66,8 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
 
 
 def first_touches(timeline: Timeline) -> dict[str, int]:
-    """Return, for each unit but the root, the index where backward first needs it.
-
-    There backward reads a value of forward that one of the unit's runs computes, or a parameter of the unit that it
-    gathers again.
-    """
+    """Return, for each unit but the root, the index where backward first needs it. There backward reads a value of
+    forward that one of the unit's runs computes, or a parameter of the unit that it gathers again."""
     of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
     unit_of = {name: unit for unit, ops in of_runs for op in ops for name in op.writes}
     units = _units_of_values(timeline)

@@ -49,11 +49,9 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
 
 
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that a pass did nothing wrong; the gathers of backward and the frees may still be missing.
-
-    Each operation of ``lifted``, the timeline before the first pass, must occur exactly once. Every operation must read
-    the values that it read there, or copies of them, and backward must return the same gradients.
-    """
+    """Prove that a pass did nothing wrong; the gathers of backward and the frees may still be missing. Each operation
+    of ``lifted``, the timeline before the first pass, must occur exactly once. Every operation must read the values
+    that it read there, or copies of them, and backward must return the same gradients."""
     _check_communication(timeline)
     _check_same(timeline, lifted)
     _check_results(timeline, [path for path, _ in lifted.gradients])
@@ -163,11 +161,8 @@ def _check_bucket(timeline: Timeline, index: int, op: Op) -> None:
 
 
 def _check_axis(timeline: Timeline, index: int, op: Op) -> None:
-    """Check that a launch goes over the right axis of the mesh.
-
-    Gathers stay inside a copy of the model. Reductions go over the axes of the plan, one after the other, and each
-    reads the means of the one before.
-    """
+    """Check that a launch goes over the right axis of the mesh. Gathers stay inside a copy of the model. Reductions go
+    over the axes of the plan, one after the other, and each reads the means of the one before."""
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
         axes = (SHARD,) if op.kind is Kind.GATHER else timeline.plan.reduced_over(param)
         if op.over not in axes:
@@ -238,10 +233,7 @@ def _check_reductions(timeline: Timeline) -> None:
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     """Check that backward returns every reduced gradient (the mean) as the gradient of its own parameter, and nothing
-    else.
-
-    A deferred gradient has a placeholder, which is returned in its place.
-    """
+    else. A deferred gradient has a placeholder, which is returned in its place."""
     means = {
         (path, name): index
         for index, op in enumerate(timeline.ops)
@@ -341,10 +333,8 @@ def _check_regathered(timeline: Timeline) -> None:
 
 
 def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
-    """Check that backward gathers only what its own operations read, and nothing for recomputed operations.
-
-    Biases of units that save only their borders are an exception.
-    """
+    """Check that backward gathers only what its own operations read, and nothing for recomputed operations. Biases of
+    units that save only their borders are an exception."""
     before = replace(lifted, plan=timeline.plan)
     needed = needed_in_backward(before, regathered(before))
     read = {param.path for _, name, param in before.gathered if name in needed}

@@ -18,10 +18,8 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:
-    """Prove that gathers in flight, and reductions in flight, stay within the bounds.
-
-    A single launch may exceed them, and so may a launch that is waited for immediately.
-    """
+    """Prove that gathers in flight, and reductions in flight, stay within the bounds. A single launch may exceed them,
+    and so may a launch that is waited for immediately."""
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
     in_flight: Counter[Kind] = Counter()
@@ -41,11 +39,9 @@ def check_in_flight(timeline: Timeline) -> None:
 
 
 def _check_ahead(timeline: Timeline) -> None:
-    """Check that at most ``Sizes.prefetch`` units are gathered ahead; one unit always may be.
-
-    A unit is ahead until one of its gathers has ended, or a parameter is read that forward gathered for backward. A
-    gather that is waited for immediately does not count.
-    """
+    """Check that at most ``Sizes.prefetch`` units are gathered ahead; one unit always may be. A unit is ahead until one
+    of its gathers has ended, or a parameter is read that forward gathered for backward. A gather that is waited for
+    immediately does not count."""
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch

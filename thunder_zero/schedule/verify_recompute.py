@@ -12,11 +12,9 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
-    """Prove that recomputing in backward, instead of saving, changed nothing else.
-
-    All operations but recomputed ones must be those of ``before``, in order. What is recomputed depends on the shapes
-    of inputs, and ranks whose inputs differ must launch the same.
-    """
+    """Prove that recomputing in backward, instead of saving, changed nothing else. All operations but recomputed ones
+    must be those of ``before``, in order. What is recomputed depends on the shapes of inputs, and ranks whose inputs
+    differ must launch the same."""
     _check_others_stay(timeline, before)
     _check_recomputed(timeline, before)
     _check_lives_no_longer(timeline, before)
@@ -46,9 +44,7 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
 
 def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     """Check that the policy allows what backward recomputes, and that nothing overwrites the values that it reads.
-
-    Derived values are always allowed.
-    """
+    Derived values are always allowed."""
     policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
     unit_of = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
@@ -72,10 +68,8 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """Return, for each gathered parameter that is not resident, the index of its last read, and how many operations
-    come before.
-
-    Recomputed operations are not counted. Biases are left out if only the borders of their unit are saved.
-    """
+    come before. Recomputed operations are not counted. Biases are left out if only the borders of their unit are
+    saved."""
     last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {

@@ -92,11 +92,9 @@ def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
 
 
 def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
-    """Make the prologue take the rows that the computation gets, and check that the program serves the call.
-
-    A program serves calls with its ``guard`` that reduce gradients, or do not, as it does. The prologue is changed in
-    place, as Thunder's own transforms do.
-    """
+    """Make the prologue take the rows that the computation gets, and check that the program serves the call. A program
+    serves calls with its ``guard`` that reduce gradients, or do not, as it does. The prologue is changed in place, as
+    Thunder's own transforms do."""
     executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for line in prologue.bound_symbols:
@@ -154,10 +152,8 @@ def _refuse_parameters(line: BoundSymbol, facts: Facts) -> None:
 
 
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """Return what a phase sends, in order, such as ``all_gather h.0.w, h.0.b``.
-
-    Frees and waits are left out, since ranks may differ in them: the shapes of inputs decide what a rank recomputes.
-    """
+    """Return what a phase sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since
+    ranks may differ in them: the shapes of inputs decide what a rank recomputes."""
     launches = []
     for line in trace.bound_symbols:
         if (symbol := executor.launches.get(line.sym.name)) is not None:

@@ -177,11 +177,8 @@ def _require_right_symbol(symbol: Symbol, paths: Sequence[str], over: str, facts
 
 
 def read_by(line: BoundSymbol) -> dict[str, Proxy]:
-    """Return the proxies that a line reads, by name.
-
-    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
-    that it saves are read in backward.
-    """
+    """Return the proxies that a line reads, by name. A ``get_grad`` names an output of forward but reads its gradient.
+    Forward's return reads the outputs; the values that it saves are read in backward."""
     if line.sym is prims.get_grad:
         return {}
     is_forward_return = line.sym is prims.python_return and len(line.args) == 2 and isinstance(line.args[0], dict)
@@ -201,10 +198,8 @@ def proxies_in(tree: Any) -> list[Proxy]:
 
 
 def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield the operations; each wait gets the parameters of its launch.
-
-    A wait for a collective of torch's that is not one of slices becomes a plain computation.
-    """
+    """Yield the operations; each wait gets the parameters of its launch. A wait for a collective of torch's that is not
+    one of slices becomes a plain computation."""
     params: dict[str, tuple[str, ...]] = {}
     of_slices: set[str] = set()
     for op in ops:
@@ -218,11 +213,9 @@ def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _keep_frees_of_gathered(timeline: Timeline) -> Timeline:
-    """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
-
-    A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
-    Deletions of resident parameters, and of all other values, are dropped.
-    """
+    """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters. A
+    gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
+    Deletions of resident parameters, and of all other values, are dropped."""
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))

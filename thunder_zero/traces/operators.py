@@ -130,11 +130,9 @@ def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a backward operator of which it reads only shape and dtype, on every device.
-
-    They are the bias of a layer norm, and the weight if no gradient of the input is asked for: the gradient of a layer
-    is linear in its input.
-    """
+    """Return the arguments of a backward operator of which it reads only shape and dtype, on every device. They are the
+    bias of a layer norm, and the weight if no gradient of the input is asked for: the gradient of a layer is linear in
+    its input."""
     candidates: Sequence[Any]
     match target:
         case torch.ops.aten.convolution_backward.default:

@@ -86,10 +86,8 @@ def symbol_names(line: BoundSymbol) -> Iterator[str]:
 
 @cache
 def draws_random_numbers(name: str) -> bool:
-    """Return whether an operator draws random numbers.
-
-    Our table says so, or torch tags it as seeded; Thunder does not tag all of them.
-    """
+    """Return whether an operator draws random numbers. Our table says so, or torch tags it as seeded; Thunder does not
+    tag all of them."""
     if WORK.get(name) is Work.RANDOM:
         return True
     packet: Any = getattr(torch.ops.aten, name, None)

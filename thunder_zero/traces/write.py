@@ -48,11 +48,8 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
 
 
 def _lines(line: BoundSymbol, names: dict[str, Any], known: set[Symbol]) -> list[str]:
-    """Return the text of a line, and add the names that it needs to ``names``.
-
-    A line whose arguments are only values and plain constants prints them as they are, and needs only its symbol's
-    names.
-    """
+    """Return the text of a line, and add the names that it needs to ``names``. A line whose arguments are only values
+    and plain constants prints them as they are, and needs only its symbol's names."""
     parts = line.output, line.args, line.kwargs
     is_plain = all(map(_is_plain, parts)) and not line.header
     if not is_plain or line.sym not in known:
