@@ -1,14 +1,14 @@
 """``sharded``: Hugging Face's trainers with a sharded model; ``parallelize``: a model's own plan.
 
-In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model once
-they are made. A trainer has two names for its model, so the code of any trainer finds what it expects::
+In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
+``__init__``. A trainer has two names for its model, so the code of any trainer finds what it expects::
 
-    trainer.model            the plain module, whose parameters are DTensors now: its class, config, signature, adapters
-    trainer.model_wrapped    the sharded model, in the place of DistributedDataParallel: what a step calls
+    trainer.model            the plain module with DTensors: code reads its class, config, signature and adapters
+    trainer.model_wrapped    the sharded model in place of DistributedDataParallel: a step calls it
 
-``parallelize`` slices a model by its own plan for tensor parallelism, however the model was made.
+``parallelize`` slices a model by its own plan for tensor parallelism.
 
-Nothing here imports transformers at run time, but ``parallelize``: the class is the user's.
+Only ``parallelize`` imports transformers at run time. The class of trainers is the user's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ else:
     Trainer = object
 
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
-VERSIONS = "4.56 to 5.24"  # of transformers, with which docs/hugging-face.md has measured
-RUN = "run"  # in a checkpoint's folder: what training continues from
+VERSIONS = "4.56 to 5.24"  # of transformers; docs/hugging-face.md has measurements with them
+RUN = "run"  # the folder inside a checkpoint from which training continues
 REFUSED = {  # arguments of a trainer, with what to do instead
     "fsdp": "choose a stage of thunder_zero",
     "deepspeed": "choose a stage of thunder_zero",
@@ -57,91 +57,97 @@ REFUSED = {  # arguments of a trainer, with what to do instead
 
 
 def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **arguments: Any) -> TrainerClass:
-    """Return a subclass of a trainer's class whose instances shard the model that they are given.
+    """Return a subclass of a trainer's class, whose instances shard their model.
 
     >>> trainer = sharded(Trainer, stage=3)(model=model, args=args, train_dataset=data)
 
-    ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``, with a folder
-    ``run`` inside, from which any number of ranks resumes. Checkpoints of plain trainers are resumed, too.
+    ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``. The folder ``run``
+    inside it lets any number of ranks resume. Checkpoints of plain trainers can be resumed as well.
 
     Args:
         trainer: ``transformers.Trainer``, or a class derived from it.
-        policy, arguments: as for :func:`thunder_zero.compile`, but all ranks take rank 0's initial values
-            (``broadcast_from=0``), as under DistributedDataParallel, unless a :class:`~thunder_zero.Policy` says
-            otherwise. Give neither if the trainer's model is one of ``compile`` already.
+        policy, arguments: see :func:`thunder_zero.compile`. Unless ``policy`` is a :class:`~thunder_zero.Policy`, all
+            ranks take rank 0's initial values (``broadcast_from=0``), as under DistributedDataParallel. Pass neither if
+            the trainer's model is already sharded by ``compile``.
 
     Raises:
-        TypeError: the class lacks a method that is replaced: it is no trainer, or of another version of transformers.
-        ValueError: when a trainer is made: an argument of it does not fit a sharded model.
+        TypeError: the class lacks a method that is replaced, so it is no trainer, or transformers has another version.
+        ValueError: raised by the subclass if an argument of the trainer does not fit a sharded model.
     """
     _require_methods(trainer)
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
-    given = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
-    made: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_of_compile": given})
-    return made  # type: ignore[no-any-return]
+    for_compile = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
+    subclass: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_for_compile": for_compile})
+    return subclass  # type: ignore[no-any-return]
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
-    """Slice a model of transformers by its own plan for tensor parallelism, in place, as ``from_pretrained`` with a
-    ``DistributedConfig`` does; then give :func:`thunder_zero.compile` the whole mesh.
+    """Slice a model of transformers in place by its own plan for tensor parallelism.
+
+    ``from_pretrained`` with a ``DistributedConfig`` does so as well. Afterwards pass the whole mesh to
+    :func:`thunder_zero.compile`.
 
     >>> parallelize(model, mesh["tp"])
     >>> sharded_model = tz.compile(model, stage=3, mesh=mesh)
 
-    Each rank keeps its slices of the values that it has, so nothing is sent: ranks have to make equal models.
+    Each rank keeps slices of its own values, and nothing is sent. So all ranks must make equal models.
 
     Args:
-        model: made of a config, or loaded whole by ``from_pretrained``.
-        mesh: one dimension, among whose ranks parameters are sliced.
-        plan: rules that differ from the model's own, as ``DistributedConfig.tp_plan``: paths, with ``*`` for numbers of
-            layers, and names of styles.
+        model: a model that is built from a config, or loaded whole by ``from_pretrained``.
+        mesh: a mesh of one dimension, among whose ranks parameters are sliced.
+        plan: rules that replace rules of the model's plan, as in ``DistributedConfig.tp_plan``: a style for each path,
+            with ``*`` for the number of a layer.
 
     Raises:
         TypeError: not a model of transformers, or not a mesh of one dimension.
-        ValueError: the model has no plan, and none is given; the plan names what the model does not have, or a style
-            that no test compares with one process, such as those of experts; the model is sliced already; sizes that
-            the ranks do not divide.
-        RuntimeError: a version of transformers without such plans.
+        ValueError: there is no plan; the plan names a path that the model lacks, or a style that is not tested, such as
+            those of experts; the model is already sliced; the number of ranks does not divide a size.
+        RuntimeError: this version of transformers has no such plans.
     """
     apply_plan(model, mesh, plan)
 
 
 class ShardedTrainer(Trainer):
-    """What a trainer of a sharded model does differently; stands before the trainer's class."""
+    """The methods of a trainer that a sharded model needs changed; a base class in front of the trainer's class."""
 
-    _of_compile: ClassVar[dict[str, Any]]  # the arguments of compile; none if the trainer is given a sharded model
+    _for_compile: ClassVar[dict[str, Any]]  # arguments of compile; empty if the trainer is given a sharded model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not self._of_compile and not isinstance(model, ShardedModel):
+        if not self._for_compile and not isinstance(model, ShardedModel):
             raise ValueError("nothing says how to shard the model of the trainer; pass stage= to sharded(...)")
         super().__init__(_plain(model), *args, **kwargs)
-        _refuse(self, model)
-        made = compile(self.model, **{"device": self.args.device, **self._of_compile}) if self._of_compile else model
-        self.model_wrapped = self.accelerator.prepare_model(made, evaluation_mode=True)
+        _require_fitting_arguments(self, model)
+        if self._for_compile:
+            model = compile(self.model, **{"device": self.args.device, **self._for_compile})
+        self.model_wrapped = self.accelerator.prepare_model(model, evaluation_mode=True)
         if self.optimizer is not None:
             step_shards(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let the accelerator unwrap the sharded model, as it does DistributedDataParallel."""
+        """Let the accelerator unwrap the sharded model, as it unwraps DistributedDataParallel."""
         super().create_accelerator_and_postprocess()
         unwrap = self.accelerator.unwrap_model
         self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_plain(model), *args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the plain model where it is: sharding moves this rank's rows alone."""
+        """Do nothing: sharding moves only this rank's rows."""
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """Let ``DPOTrainer`` call the plain model on the device of its inputs, before it is sharded."""
+        """Move the plain model to its device, where ``DPOTrainer`` calls it before it is sharded."""
         if self.ref_model is None:
             super()._move_model_to_device(self.model, self.args.device)
         return super()._precompute_ref_logps(*args)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """Return the sharded model in the place of DistributedDataParallel."""
+        """Return the sharded model in place of DistributedDataParallel."""
         return self.model_wrapped
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss, and name the way out where a trainer calls the plain module, which has rows alone."""
+        """Compute a loss.
+
+        Raises:
+            RuntimeError: the trainer called the plain module, which has only rows.
+        """
         try:
             return super().compute_loss(model, *args, **kwargs)
         except RuntimeError as error:
@@ -157,7 +163,7 @@ class ShardedTrainer(Trainer):
     # Checkpoints
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the accelerator prepare the optimizer, which trainers of transformers 4 leave out for a wrapped model."""
+        """Let the accelerator prepare the optimizer: trainers of transformers 4 do not, if the model is wrapped."""
         self.optimizer = self.accelerator.prepare(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
@@ -176,7 +182,7 @@ class ShardedTrainer(Trainer):
         save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a plain trainer; those of a sharded one come with the optimizer."""
+        """Load the weights of a plain trainer's checkpoint; a sharded trainer's are loaded with the optimizer."""
         if not _has_run(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
 
@@ -194,7 +200,10 @@ class ShardedTrainer(Trainer):
 
 
 def _require_methods(trainer: type[Any]) -> None:
-    """Refuse a class that never calls what :class:`ShardedTrainer` replaces: it would save the rows of rank 0."""
+    """Raise TypeError for a class without the methods that :class:`ShardedTrainer` replaces.
+
+    Such a trainer would never call them, and would save the rows of rank 0.
+    """
     replaced = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
     if missing := sorted(
         name for name in replaced if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
@@ -210,7 +219,7 @@ def _version_of_transformers() -> str:
 
 
 def _has_run(checkpoint: str) -> bool:
-    """Return whether a sharded trainer wrote a checkpoint, as rank 0 sees it: loading is a collective."""
+    """Return whether a sharded trainer wrote a checkpoint. Rank 0 decides, since loading is a collective."""
     return on_rank_0("look for a run", lambda _: (Path(checkpoint) / RUN).exists())
 
 
@@ -218,8 +227,8 @@ def _plain(model: Any) -> Any:
     return model.plain if isinstance(model, ShardedModel) else model
 
 
-def _refuse(trainer: Any, model: Any) -> None:
-    """Refuse arguments of a trainer that a sharded model does not fit."""
+def _require_fitting_arguments(trainer: Any, model: Any) -> None:
+    """Raise ValueError for an argument of a trainer that does not fit a sharded model."""
     args, is_sharded = trainer.args, isinstance(model, ShardedModel)
     for name, instead in REFUSED.items():
         if vars(args).get(name):
@@ -228,7 +237,7 @@ def _refuse(trainer: Any, model: Any) -> None:
         raise ValueError("save_only_model=True leaves out what load_best_model_at_end=True loads; set one of the two")
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model for each train(), unsharded; pass the model itself as model=")
-    if is_sharded and trainer._of_compile:
+    if is_sharded and trainer._for_compile:
         raise ValueError(
             "the model of the trainer is sharded twice; leave stage= and the other arguments of sharded(...) out"
         )

@@ -1,6 +1,6 @@
 """Imports the public names of a package when they are first used (PEP 562).
 
-In: a package's table, from each module to the names that the package has of it. Out: its module functions::
+In: a package's table of names, by the module that defines them. Out: the package's ``__getattr__`` and ``__dir__``::
 
     NAMES = {"thunder_zero.plan.policy": ("Policy", "DDP")}      tz.Policy    ->  imports plan/policy.py
     look_up, list_names, __all__ = lazy(__name__, NAMES)         tz.Polcy     ->  AttributeError
@@ -24,7 +24,7 @@ ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
-    ``names`` maps each module to the names that the package has of it. Under the package itself are its submodules.
+    ``names`` maps a module to the names that the package takes from it, and the package itself to its submodules.
     """
     homes = {name: module for module, exported in names.items() for name in exported}
 

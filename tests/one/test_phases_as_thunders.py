@@ -51,7 +51,7 @@ def lines(trace: TraceCtx) -> list[str]:
 
 
 def test_the_split_and_the_frees_are_thunders(joint: TraceCtx) -> None:
-    with programs.as_thunder_compiles():
+    with programs.thunder_context():
         forward, backward = split_into_forward_and_backward(joint)
     expected = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
     for ours, theirs in zip(split(joint), expected, strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 
 import thunder_zero as tz
 from tests.harness.models import LENGTH, VOCABULARY, GptShape
-from thunder_zero.frontends.dynamo.programs import as_thunder_compiles
+from thunder_zero.frontends.dynamo.programs import thunder_context
 from thunder_zero.traces import pipeline
 from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.pipeline import JointTrace, Program, Scheduled
@@ -60,7 +60,7 @@ def in_words(program: Program) -> dict[str, Any]:
 
 
 def compiled(scheduled: Scheduled) -> Program:
-    with as_thunder_compiles():
+    with thunder_context():
         return pipeline.compile_program(scheduled, pipeline.make_phases)
 
 

@@ -1,7 +1,7 @@
 """How a module becomes a sharded model: transform, dynamo, plugins, and what is refused.
 
 In: a plain module with a policy, and calls of the model. Out: what forward returns, connected to our backward; the
-traces that ran. Its doors: ``transform.ZeroTransform``, ``dynamo.compile.compile``, ``plugin`` (``zero``, ``Zero``,
+traces that ran. Entry points: ``transform.ZeroTransform``, ``dynamo.compile.compile``, ``plugin`` (``zero``, ``Zero``,
 ``Recipe``), ``zero_module.traces_of``::
 
     thunder.jit(module, transforms=[ZeroTransform])      tz.compile(module)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Replacement(NamedTuple):
-    """What FSDP2 has, and what to use here.
+    """A row of the table: a feature of FSDP2, and its replacement here.
 
     Attributes:
         here: what to use here, in Markdown.

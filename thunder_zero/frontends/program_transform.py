@@ -146,7 +146,7 @@ class ProgramTransform(Transform):
         return compilation.scheduled.trace
 
     def _repaired(self, trace: TraceCtx) -> TraceCtx:
-        return repaired(trace, self._compilation.scheduled, self.fusers)
+        return repair_fused(trace, self._compilation.scheduled, self.fusers)
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Prove the traces that will run, compare them between ranks, and let each phase announce itself."""
@@ -178,7 +178,7 @@ class ProgramTransform(Transform):
         return Program(scheduled, traces[-1], backward[-1] if backward else None)
 
 
-def repaired(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:
+def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:
     """Return the fused joint trace, repaired after Thunder's rematerialisation.
 
     Rematerialisation may let a region of backward recompute from an input of a region of forward. That input may be a

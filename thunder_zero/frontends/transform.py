@@ -155,10 +155,10 @@ class ZeroTransform(ProgramTransform):
 
     def _adopt(self, model: ThunderModule) -> None:
         """Make the jitted module a sharded model, which Thunder compiles with our executors."""
-        calls = ModelRuntime(self._state)
-        self.install(model, self._state.plan, calls)
+        runtime = ModelRuntime(self._state)
+        self.install(model, self._state.plan, runtime)
         adopt(model, ZeroModule, self._state, self._arguments.progress)
-        model._calls = calls
+        model._runtime = runtime
         model._entry = self.entry
 
     def _make_checks(self, model: ThunderModule) -> list[Check]:
@@ -198,7 +198,7 @@ class ZeroTransform(ProgramTransform):
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
         """Count the forward, and wait for copies of offloaded shards, so that the host may write to them.
 
-        A backward would wait for the copies as well, but none need follow.
+        A backward would also wait for the copies, but forward may run without one.
         """
         self._state.training_forwards += model.training and torch.is_grad_enabled()
         if self.policy.cpu_offload:

@@ -64,7 +64,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     """
 
     _forward_fn: Callable[..., Any]
-    _calls: ModelRuntime
+    _runtime: ModelRuntime
     _entry: Callable[[Any], Entry]  # from an entry of Thunder's cache to a program
     _slots: ParameterSlots
     _compilations: Compilations
@@ -79,7 +79,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return [[self._entry(entry) for entry in entries]]
 
     def guard(self, output: Any) -> None:
-        """Let the backward of a program's output raise if it would be wrong."""
+        """Make a wrong backward of a program's output raise."""
         guard(output, BACKWARD_NODES, type(self.plain).__name__, self.state.accumulation)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
-        """Return :func:`thunder_zero.full_state_dict` of the model; Thunder has this name for it."""
+        """Return :func:`thunder_zero.full_state_dict` of the model, under Thunder's name for it."""
         return full_state_dict(self)
 
     # The tree, the names and the state dict are the plain module's, which torch's tools walk.
@@ -132,7 +132,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._model.add_module(name, module)
 
     def train(self, mode: bool = True) -> Self:
-        """Call the plain module's ``train``, which may be its own."""
+        """Call the plain module's ``train``, which its class may override."""
         self._model.train(mode)
         return self
 
@@ -192,7 +192,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.guards.form = room.form_of_call(args, kwargs)
+        self._runtime.guards.form = room.form_of_call(args, kwargs)
         room.forget_autocast(self)
         try:
             output = self._forward_fn(*args, **kwargs)
@@ -309,7 +309,7 @@ def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
 
 
 def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:
-    """Make a jitted module a ZeroModule in place, by its class, as torch's ``fully_shard`` changes a class."""
+    """Change the class of a jitted module to ZeroModule in place, as torch's ``fully_shard`` changes a class."""
     plain, reports = plain_of(model), progress and state.group.rank() == 0
     model.__class__ = kind
     model._state = state

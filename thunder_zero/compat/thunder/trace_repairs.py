@@ -208,7 +208,7 @@ def _is_registered_automatically(bsym: BoundSymbol) -> bool:
 
 # needed while: a fuser's pass rematerialises by dtypes alone.
 # Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled (``fusion_repair.py``:
-# backward may also read what forward gathered). :func:`thunder_zero.frontends.program_transform.repaired` answers
+# backward may also read what forward gathered). :func:`thunder_zero.frontends.program_transform.repair_fused` answers
 # both.
 
 

@@ -1,10 +1,10 @@
 """``tz.compile``: dynamo captures graphs of a module, and PyTorch's joint graph of each is trained.
 
-In: a sharded module, and graphs of dynamo. Out: programs, one for each graph, choice of parameters and mode. Its door
-is ``compile.py``::
+In: a sharded module, and graphs of dynamo. Out: programs, one for each graph, choice of parameters and mode. Its
+entry point is ``compile.py``::
 
     module.py     captured graphs, their numbers, their programs        compat/dynamo.py, compat/aot/
-    checkpoints   the joint graph computes again what checkpoints tag
+    checkpoints   backward recomputes what checkpoints tag
     convert       joint graph -> joint trace: rows, gathers, reductions
     programs      scheduled, split, proved, run
 """

@@ -31,7 +31,8 @@ def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
     """Change a graph to take slices in place of parameters that are DTensors; return the new inputs.
 
     The graph's first lines make DTensors of the slices. So parameters and their gradients are plain tensors afterwards.
-    In backward torch redistributes a gradient as its parameter is placed, such as a sum over part of a sequence.
+    In backward torch redistributes each gradient to the placement of its parameter, even a gradient that is a sum over
+    part of a sequence.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
@@ -84,7 +85,7 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 
 
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the groups of inputs that overlap in memory; each input is its position and the byte at which it begins.
+    """Return the groups of inputs that overlap in memory; a group has the position and the first byte of each input.
 
     PyTorch traces a graph that writes to inputs for the overlaps of the first call. Dynamo does not guard overlaps.
     """

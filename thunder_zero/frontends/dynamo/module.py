@@ -55,7 +55,7 @@ from thunder.core.module import ThunderModule
 class DynamoModule(ZeroModule):
     """A sharded model whose forward dynamo captures."""
 
-    _calls: GraphRuntime
+    _runtime: GraphRuntime
     _graphs: Graphs
     _fuses: bool
 
@@ -65,7 +65,7 @@ class DynamoModule(ZeroModule):
         ``dynamic`` is the argument of ``torch.compile``. If ``fuses``, inductor compiles the regions between our lines.
         """
         self._fuses = fuses
-        self._calls, self._graphs = GraphRuntime(self.state), Graphs()
+        self._runtime, self._graphs = GraphRuntime(self.state), Graphs()
         model = ref(self)  # dynamo keeps the backend and its results as long as the process lives
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -174,9 +174,11 @@ class DynamoModule(ZeroModule):
                 )
             if paths not in captured.programs:
                 require_traceable(self.plain, PARTS)
-                executor = ZeroExecutor(self.state.plan, self._calls, captured.name)
+                executor = ZeroExecutor(self.state.plan, self._runtime, captured.name)
                 name, joint = type(self.plain).__name__, captured.joint
-                captured.programs[paths] = Programs(joint, paths, name, executor, self._fuses, self.state, self._calls)
+                captured.programs[paths] = Programs(
+                    joint, paths, name, executor, self._fuses, self.state, self._runtime
+                )
             programs = captured.programs[paths]
             if programs.draws:
                 self.state.same_batch.require_same_generators()

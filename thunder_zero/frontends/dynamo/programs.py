@@ -140,14 +140,14 @@ def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
 ) -> tuple[Converted, pipeline.Program]:
     """Return a graph as a joint trace, and its program for a mode."""
-    with as_thunder_compiles():
+    with thunder_context():
         converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
         return converted, pipeline.compile_program(pipeline.schedule_trace(converted.joint), phases_of(fuses=fuses))
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
     """Return the program without the gradients of outputs that nobody differentiated; ``missing`` are their names."""
-    with as_thunder_compiles():
+    with thunder_context():
         pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
     return replace(pruned, forward=program.forward)
 
@@ -166,7 +166,7 @@ def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
     return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
-def as_thunder_compiles() -> Any:
+def thunder_context() -> Any:
     """Return Thunder's context of a compilation, with default options."""
     return compile_data_and_stats(CompileData(fn=_nothing, disable_preprocessing=True), None)
 
@@ -288,7 +288,7 @@ class GraphRuntime(ModelRuntime):
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of all parameters at the end of this backward.
 
-        Before the end nobody knows which parameters no graph of this backward reaches.
+        Only then is it known which parameters the graphs of this backward do not reach.
         """
         backward = running_backward()
         if backward != self._at_end_of:

@@ -10,8 +10,8 @@ Different slices need different masks, or their elements would always be dropped
                                                   y = run_with_rng_state(state, aten.native_dropout, y, 0.1, True)
 
 A slice's generator is seeded with the slice's number and with a number that all ranks draw, so that ranks stay in step.
-A value is a slice if DTensor's placements in dynamo's graph say so. In the joint graph it is one if it is computed
-from slices of parameters, up to the collective that joins them.
+A value is a slice if DTensor's placements in dynamo's graph say so. In the joint graph, values that are computed from
+slices of parameters are slices, up to the collective that joins them.
 """
 
 from __future__ import annotations
