@@ -9,7 +9,7 @@ WIDTH, HEIGHT, LANE = 600, 80, 18  # pixels: of a picture, of a curve, and the h
 COLOURS = ("#7aa9de", "#46aaa3", "#9783d0")
 WAITS = "#c4601c"
 
-Bar = tuple[float, float, bool]  # start, end, whether it is a wait
+LaneBar = tuple[float, float, bool]  # start, end, whether it is a wait
 
 
 def small(title: str, facts: Mapping[str, str], picture: str) -> str:
@@ -32,7 +32,7 @@ def curve(values: Sequence[float], label: str) -> str:
     return _svg(area + mark, HEIGHT, label)
 
 
-def lanes(bars_by_name: Mapping[str, Iterable[Bar]], label: str) -> str:
+def lanes(bars_by_name: Mapping[str, Iterable[LaneBar]], label: str) -> str:
     """Return an SVG of lanes, each with its name and bars; bars that touch are merged. ``label`` says what it shows."""
     merged = {name: _merge(list(bars)) for name, bars in bars_by_name.items()}
     scale = WIDTH / (max((end for bars in merged.values() for _, end, _ in bars), default=0) or 1)
@@ -47,10 +47,10 @@ def lanes(bars_by_name: Mapping[str, Iterable[Bar]], label: str) -> str:
     return _svg("".join(parts), len(merged) * LANE, label)
 
 
-def _merge(bars: Sequence[Bar]) -> list[Bar]:
+def _merge(bars: Sequence[LaneBar]) -> list[LaneBar]:
     """Merge bars with less than a third of a pixel between them."""
     gap = max((end for _, end, _ in bars), default=0) / WIDTH / 3
-    merged: list[Bar] = []
+    merged: list[LaneBar] = []
     for start, end, is_wait in bars:
         if merged and merged[-1][2] is is_wait and start - merged[-1][1] <= gap:
             merged[-1] = merged[-1][0], end, is_wait
