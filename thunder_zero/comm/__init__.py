@@ -1,7 +1,7 @@
 """Everything that talks to ``torch.distributed``: groups, collectives, agreement between ranks.
 
-In: tensors of one bucket, and the plans of their parameters; numbers, objects and facts that ranks share. Out: handles,
-whose ``wait`` gives what arrived; an error on all ranks where one refuses, or that names the lost rank::
+In: tensors of one bucket, and the plans of their parameters; numbers, objects and facts that ranks exchange. Out:
+handles, whose ``wait`` gives what arrived; or an error on all ranks, if a rank refuses or is lost::
 
     launch                 tag -> peers         the first message of a phase says what this rank does there
       all_gather           rows -> peers        in the background

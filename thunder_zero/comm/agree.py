@@ -47,8 +47,8 @@ def digest(tensor: Tensor) -> str:
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
     """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
 
-    Values are not among them. A parameter on the meta device counts as such only without ``broadcast_from``: all ranks
-    then draw its values together.
+    Values are not among them. Without ``broadcast_from`` all ranks draw the values of parameters on the meta device
+    together, so the facts then say which parameters these are.
     """
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")

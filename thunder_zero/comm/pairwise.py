@@ -345,8 +345,8 @@ def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
 def _real(tensor: Tensor) -> Tensor:
     """Return the tensor, or its numbers as pairs if it is complex: gloo sends no complex numbers.
 
-    :func:`send` and :func:`receive` need it since they leave out ``dist.isend``, whose checks hold for all our
-    messages.
+    :func:`send` and :func:`receive` call the group directly. ``dist.isend`` would convert complex tensors, too, but its
+    checks are not needed: they hold for all our messages.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

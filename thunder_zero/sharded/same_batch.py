@@ -1,6 +1,6 @@
 """Ranks that compute with slices of one model have one batch, and draw the same random numbers.
 
-Nothing in a step would fail if they did not: gradients of two batches would be added as if they were parts of one. So
+No step would fail otherwise: gradients of two batches would be added as if they were parts of one. So
 before a forward ranks compare a digest of its arguments, and one of their random generators::
 
     mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    the same, or RuntimeError on all ranks

@@ -130,7 +130,7 @@ def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], f
 
 
 def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
-    """Refuse two values for one tied tensor, unless they are equal in the dtype that tells fewer values apart."""
+    """Refuse two values for one tied tensor, unless they are equal in the dtype of lower precision."""
     narrow = max(
         value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
     )

@@ -1,8 +1,8 @@
 """The user's sources, the module that needs values, the values; what ranks compare of them.
 
-:func:`initial_values` takes :class:`Sources` and gives :class:`InitialValues`. Between the two, :class:`PlainModel`
-says which tensor gets its value from whom, :class:`Sharder` cuts full values to what a rank keeps and remembers their
-digests, and :class:`Failures` keeps an error until the next agreement, as the other ranks wait in collectives::
+:func:`initial_values` takes :class:`Sources` and gives :class:`InitialValues`. :class:`PlainModel` says which tensor
+gets its value from whom. :class:`Sharder` cuts full values to what a rank keeps, and remembers their digests.
+:class:`Failures` keeps an error until the next agreement, as the other ranks wait in collectives::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare, unless one sent it to all
@@ -113,7 +113,7 @@ def fitted(value: object, like: Tensor, what: str) -> Tensor:
 
 
 def whole_like(tensor: Tensor) -> Tensor:
-    """Return a meta tensor that looks like a DTensor with the slices of all ranks; any other tensor itself."""
+    """Return a tensor on the meta device that looks like a DTensor in full; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
