@@ -1,4 +1,4 @@
-"""Answers questions about traces: about one parameter, about two programs; a file for Perfetto.
+"""Answers questions about traces: about one parameter, two programs, or a step in Perfetto.
 
 In: traces. Out: ``Explanation``, ``Difference``, printed lines.
 """

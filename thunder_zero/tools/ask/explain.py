@@ -162,7 +162,7 @@ class _Program:
         return next((index for index in self.readers.get(name, ()) if index > after and ops[index].kind is kind), None)
 
     def lines(self, *positions: int | None) -> dict[int | None, Line]:
-        """Return the lines of operations by their positions; None is left out."""
+        """Return the lines of operations, by position. Positions that are None are left out."""
         lines: dict[int | None, Line] = {}
         for index in positions:
             if index is not None:

@@ -44,8 +44,8 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
 
-    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Its slices name the
-    parameters; their arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that its
+    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each slice names its
+    parameters. Its arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that its
     first launch of a collective begins where the forecast's does.
 
     >>> with torch.profiler.profile() as profile:

@@ -177,7 +177,9 @@ def _stands_inside(bsym: BoundSymbol) -> bool:
 
 def _step(bsym: BoundSymbol) -> _Step:
     name = bsym.sym.name.removeprefix("_unsafe_")
-    args = ", ".join([*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(a)}" for key, a in bsym.kwargs.items())])
+    args = ", ".join(
+        [*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(value)}" for key, value in bsym.kwargs.items())]
+    )
     return _Step(name, args, _shape(bsym.output) if isinstance(bsym.output, TensorProxy) else ())
 
 

@@ -205,7 +205,10 @@ def outside_of_the_peak(memory: Memory) -> list[str]:
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
-    """Return ``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; without a module, the phase."""
+    """Return a line such as ``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``.
+
+    Storages without a module have the phase in its place.
+    """
     statement = ""
     if storage.line >= 0 and storage.kind in COMPUTED:
         statement = f": {_statement(memory.lines[storage.line].code)}"

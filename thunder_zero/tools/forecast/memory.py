@@ -99,15 +99,15 @@ def begin_replay(
     for tensor in rehearsal.on_host():
         watch.stop_counting(tensor)
     shards = rehearsal.trained_on_device()
-    made = None
+    stepped = None
     foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
     if optimizer is not None and shards:
-        made = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
+        stepped = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
     if accumulating:
         watch.kind = Holds.DEFERRED
         for path in rehearsal.accumulate():
             watch.name_new(path)
-    return Replay(traces, watch, rehearsal, made, *(around or (nullcontext(), nullcontext())))
+    return Replay(traces, watch, rehearsal, stepped, *(around or (nullcontext(), nullcontext())))
 
 
 def run_step(replay: Replay, loss: Loss | None, excluded: tuple[str, ...], reserve: int = 0) -> Memory:

@@ -110,7 +110,7 @@ class Replay:
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
     def run_without_phases(self, loss: Loss | None) -> None:
-        """Run the loss and the optimizer's step, on outputs and gradients that are made by their shapes."""
+        """Run the loss and the optimizer's step alone, on outputs and gradients made from their shapes."""
         self.watch.begin_step()
         if self.traces.backward is None:
             return
@@ -300,7 +300,7 @@ def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
 
 
 def values_of_return(trace: TraceCtx) -> Any:
-    """Return what a trace returns, made by the shapes of its proxies."""
+    """Return tensors without values in place of what a trace returns, with the shapes of its proxies."""
     return _returned(trace, _returned_values(trace))
 
 
@@ -312,7 +312,7 @@ def _returned(trace: TraceCtx, values: Mapping[str, Any]) -> Any:
 
 
 def _returned_values(trace: TraceCtx) -> dict[str, Any]:
-    """Return the values that a trace returns by name, made by the shapes of their proxies."""
+    """Return tensors without values for what a trace returns, by name, with the shapes of the proxies."""
     return {proxy.name: empty_like(proxy) for proxy in trace.bound_symbols[-1].flat_proxy_args}
 
 

@@ -90,7 +90,10 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
 
 
 def _implied_numbers(traces: Traces, shapes: Shapes, asked: Mapping[str, int]) -> dict[str, int]:
-    """Return symbols of inputs without a new shape, which equalled a size of a reshaped input in the same dimension."""
+    """Return the symbols of inputs without a new shape.
+
+    A size that equalled a reshaped input's size in the same dimension follows it.
+    """
     before = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
     for name, sizes in traces.sizes.items():

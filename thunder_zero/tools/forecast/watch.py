@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(substitute, *layout)
 
     def name_new(self, name: str) -> None:
-        """Name the storages that this line has allocated of the expected kind, unless they have a name."""
+        """Name the storages of kind ``self.kind`` that this line has allocated, unless they have a name."""
         for allocation in reversed(self.allocations):
             if allocation.line != self.line:
                 return

@@ -188,14 +188,14 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
     """Return the curve (changes of bytes by kind), the tensors with their first and last lines, and the peak."""
     places = _places(program, memory)
     kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
-    now: dict[Holds, int] = {}
+    before: dict[Holds, int] = {}
     changes: list[list[int]] = []
     for number, line in zip(places, memory.lines, strict=True):
         alive = dict(line.alive)
         for kind in kinds:
-            if step := alive.get(kind, 0) - now.get(kind, 0):
+            if step := alive.get(kind, 0) - before.get(kind, 0):
                 changes.append([number, kinds.index(kind), step])
-        now = alive
+        before = alive
     tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
     return {
         "kinds": [str(kind) for kind in kinds],
@@ -222,11 +222,11 @@ def _places(program: PageProgram, memory: Memory) -> list[int]:
 
 
 def _tensor(storage: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:
-    made = places[storage.line] if storage.line >= 0 else -1
+    first = places[storage.line] if storage.line >= 0 else -1
     freed = None if storage.freed is None else places[storage.freed]
     has_module = storage.module != "" and storage.kind in (Holds.SAVED, Holds.TEMPORARY)
     name = storage.module if has_module else storage.name
-    return {"kind": kinds.index(storage.kind), "bytes": storage.nbytes, "name": name, "made": made, "freed": freed}
+    return {"kind": kinds.index(storage.kind), "bytes": storage.nbytes, "name": name, "made": first, "freed": freed}
 
 
 def _columns(rows: Sequence[Data]) -> Data:

@@ -1,13 +1,13 @@
-// Draws the data of the page: lanes and memory on a canvas, the lines as a list of which only the seen part exists.
+// Draws the data of the page: lanes and memory on a canvas; the list of lines has only its visible part in the DOM.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const make = (tag, properties, ...children) => {
   const { style, ...others } = properties;
-  const made = Object.assign(document.createElement(tag), others);
-  if (style) made.style.cssText = style;
-  made.append(...children.filter((child) => child !== null && child !== ""));
-  return made;
+  const element = Object.assign(document.createElement(tag), others);
+  if (style) element.style.cssText = style;
+  element.append(...children.filter((child) => child !== null && child !== ""));
+  return element;
 };
 const size = (bytes) => {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -33,20 +33,20 @@ const NAMES = { gather: "gathers", reduce: "reductions", tensor: "of slices" };
 const title = (lane, program) => {
   const [kind, wire] = lane.split(" ");
   if (!wire) return NAMES[lane] ?? lane;
-  const both = new Set(program.lanes.map((one) => one.split(" ")[1])).size > 2;
+  const both = new Set(program.lanes.map((lane) => lane.split(" ")[1])).size > 2;
   return `${NAMES[kind]}${both ? `, ${wire}` : ""}`;
 };
 
-// What each program's columns say, the other way round.
+// Inverse tables of the columns of each program.
 for (const program of page.programs) {
   const { lines, bars, memory } = program;
   program.count = lines.code.length;
   program.lineOf = new Map();
   lines.ops.forEach((ops, line) => ops.forEach((op) => program.lineOf.set(op, line)));
   program.collectiveOf = new Map();
-  program.collectives.forEach((one, at) => [one.launch, one.wait].forEach((line) => program.collectiveOf.set(line, at)));
+  program.collectives.forEach((collective, index) => [collective.launch, collective.wait].forEach((line) => program.collectiveOf.set(line, index)));
   program.barsOf = new Map();
-  bars.line.forEach((line, at) => program.barsOf.set(line, [...(program.barsOf.get(line) ?? []), at]));
+  bars.line.forEach((line, index) => program.barsOf.set(line, [...(program.barsOf.get(line) ?? []), index]));
   program.rows = [];
   let phase = "", origin = 0;
   for (let line = 0; line < program.count; line++) {
@@ -56,7 +56,7 @@ for (const program of page.programs) {
     origin = lines.origin[line] || origin;
     program.rows.push({ line });
   }
-  program.rowOf = new Map(program.rows.map((row, at) => [row.line, at]));
+  program.rowOf = new Map(program.rows.map((row, index) => [row.line, index]));
   program.highest = Math.max(0, ...(memory ? [memory.peak.bytes, program.figures.optimizer_step_bytes ?? 0] : []));
   if (memory) {
     program.alive = memory.kinds.map(() => new Float64Array(program.count));
@@ -74,8 +74,8 @@ const current = () => page.programs[chosen.program];
 function choose(program, line, { parameter, zoom = false } = {}) {
   Object.assign(chosen, { program, line });
   const { lines, collectiveOf, collectives } = current();
-  const own = line < 0 ? [] : lines.params[line];
-  chosen.parameter = parameter ?? (own.includes(chosen.parameter) ? chosen.parameter : largest(own));
+  const parameters = line < 0 ? [] : lines.params[line];
+  chosen.parameter = parameter ?? (parameters.includes(chosen.parameter) ? chosen.parameter : largest(parameters));
   if (zoom && line >= 0) zoomTo(line);
   else if (line >= 0 && (lines.end[line] < view.start || lines.start[line] > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
   showWhich();
@@ -91,8 +91,8 @@ function choose(program, line, { parameter, zoom = false } = {}) {
   $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
 }
 
-const largest = (own) => own.reduce((most, one) => (most < 0 || current().parameters[one].elements > current().parameters[most].elements ? one : most), -1);
-// After a choice that was made outside of the picture: bring it, or what is said of it, into the window.
+const largest = (parameters) => parameters.reduce((most, item) => (most < 0 || current().parameters[item].elements > current().parameters[most].elements ? item : most), -1);
+// Scroll the choice, or the panel about it, into the window: the choice was made outside of the picture.
 function reveal() {
   const place = $(innerWidth > 60 * parseFloat(getComputedStyle(document.documentElement).fontSize) ? "step-title" : "chosen-title"), { top } = place.getBoundingClientRect();
   if (top < 0 || top > innerHeight / 2) place.scrollIntoView();
@@ -109,9 +109,9 @@ function openLink() {
 const canvas = $("lanes"), pen = canvas.getContext("2d");
 let text = 12, gutter = 90, width = 800, areas = [], colours = {};
 
-function zoomBy(factor, at = (view.start + view.end) / 2) {
+function zoomBy(factor, center = (view.start + view.end) / 2) {
   const length = Math.min(whole, Math.max(whole / 1e6, (view.end - view.start) * factor));
-  const start = Math.max(0, Math.min(whole - length, at - ((at - view.start) / (view.end - view.start)) * length));
+  const start = Math.max(0, Math.min(whole - length, center - ((center - view.start) / (view.end - view.start)) * length));
   show(start, length);
 }
 function show(start, length) {
@@ -124,8 +124,8 @@ function pan(seconds) {
   show(start, length);
 }
 function zoomTo(line) {
-  const { lines, collectiveOf, collectives } = current(), one = collectives[collectiveOf.get(line)];
-  const start = one ? one.launched : lines.start[line], end = one ? lines.end[one.wait] : lines.end[line];
+  const { lines, collectiveOf, collectives } = current(), collective = collectives[collectiveOf.get(line)];
+  const start = collective ? collective.launched : lines.start[line], end = collective ? lines.end[collective.wait] : lines.end[line];
   const length = Math.min(whole, Math.max((end - start) * 3, whole / 40)), from = Math.max(0, Math.min(whole - length, (start + end - length) / 2));
   Object.assign(view, { start: from, end: from + length });
 }
@@ -137,7 +137,7 @@ function layOut() {
   text = 0.75 * em;
   width = canvas.clientWidth;
   gutter = Math.min(7.2 * em, width * 0.2);
-  for (const name of ["ink", "quiet", "panel", "line", "chosen", "shade", "warn", ...[-1, 0, 1, 2, 3, 4, 5, 6, 7].map((at) => `u${at}`)])
+  for (const name of ["ink", "quiet", "panel", "line", "chosen", "shade", "warn", ...[-1, 0, 1, 2, 3, 4, 5, 6, 7].map((unit) => `u${unit}`)])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   let y = 1.4 * em;
   areas = page.programs.map((program) => {
@@ -204,18 +204,18 @@ function draw() {
   if (!areas.length) return;
   pen.clearRect(0, 0, canvas.width, canvas.height);
   drawAxis();
-  page.programs.forEach((program, at) => {
-    const area = areas[at];
-    if (page.programs.length > 1) write(program.name, 0, area.top + 0.8 * text, { bold: true, colour: at === chosen.program ? colours.chosen : colours.ink });
+  page.programs.forEach((program, index) => {
+    const area = areas[index];
+    if (page.programs.length > 1) write(program.name, 0, area.top + 0.8 * text, { bold: true, colour: index === chosen.program ? colours.chosen : colours.ink });
     drawPhases(program, area);
     drawLanes(program, area);
     if (program.memory) drawMemory(program, area);
-    if (at === chosen.program && chosen.line >= 0) drawChosen(program, area);
+    if (index === chosen.program && chosen.line >= 0) drawChosen(program, area);
   });
 }
 function drawAxis() {
   const rough = (view.end - view.start) / Math.max(3, (width - gutter) / 110), power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((times) => times * power).find((one) => one >= rough);
+  const step = [1, 2, 5, 10].map((times) => times * power).find((candidate) => candidate >= rough);
   for (let tick = Math.ceil(view.start / step) * step; tick <= view.end; tick += step) {
     pen.fillStyle = colours.line;
     pen.fillRect(x(tick), text * 1.4, 1, canvas.clientHeight);
@@ -231,30 +231,30 @@ function drawPhases(program, area) {
   }
   write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
   for (const [unit, first, last] of program.runs) {
-    const at = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`]);
-    if (at && at.right - at.left > 1.2 * text) write(shortened(program.units[unit] || "root", at.right - at.left - 4), at.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: at.right - at.left - 4 });
+    const box = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`]);
+    if (box && box.right - box.left > 1.2 * text) write(shortened(program.units[unit] || "root", box.right - box.left - 4), box.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: box.right - box.left - 4 });
   }
 }
 function drawLanes(program, area) {
   const { bars, lines } = program, last = program.lanes.map(() => -9);
-  program.lanes.forEach((lane, at) => write(title(lane, program), 0, area.lanes[at] + area.lane / 2, { room: gutter - 6 }));
-  for (let at = 0; at < bars.line.length; at++) {
-    if (bars.end[at] < view.start || bars.start[at] > view.end) continue;
-    const lane = bars.lane[at], y = area.lanes[lane], right = x(bars.end[at]), wide = right - x(bars.start[at]);
+  program.lanes.forEach((lane, index) => write(title(lane, program), 0, area.lanes[index] + area.lane / 2, { room: gutter - 6 }));
+  for (let index = 0; index < bars.line.length; index++) {
+    if (bars.end[index] < view.start || bars.start[index] > view.end) continue;
+    const lane = bars.lane[index], y = area.lanes[lane], right = x(bars.end[index]), wide = right - x(bars.start[index]);
     if (wide < 1 && Math.floor(right) === last[lane]) continue;
     last[lane] = Math.floor(right);
-    const unit = lines.unit[bars.line[at]], colour = colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`];
-    if (bars.waits[at]) rectangle(bars.start[at], bars.end[at], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
-    const seen = rectangle(bars.start[at], bars.end[at], y, area.lane, bars.waits[at] ? hatch(colours.warn) : colour);
+    const unit = lines.unit[bars.line[index]], colour = colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`];
+    if (bars.waits[index]) rectangle(bars.start[index], bars.end[index], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
+    const seen = rectangle(bars.start[index], bars.end[index], y, area.lane, bars.waits[index] ? hatch(colours.warn) : colour);
     if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
-    if (!seen || seen.right - seen.left < (bars.waits[at] ? 3.4 : 1.2) * text) continue;
-    const named = lines.label[bars.line[at]] || program.units[unit] || lines.phase[bars.line[at]];
-    const words = bars.waits[at] ? "waits" : shortened(named, seen.right - seen.left - 7, program.units[unit] || "root");
-    if (bars.waits[at]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
-    write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[at] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
+    if (!seen || seen.right - seen.left < (bars.waits[index] ? 3.4 : 1.2) * text) continue;
+    const named = lines.label[bars.line[index]] || program.units[unit] || lines.phase[bars.line[index]];
+    const words = bars.waits[index] ? "waits" : shortened(named, seen.right - seen.left - 7, program.units[unit] || "root");
+    if (bars.waits[index]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
+    write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[index] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
   }
 }
-const mostBytes = () => Math.max(...page.programs.map((one) => one.highest)) * 1.06 || 1;
+const mostBytes = () => Math.max(...page.programs.map((program) => program.highest)) * 1.06 || 1;
 const bytesOf = ({ memory, alive }, kind, line) => (line < 0 ? 0 : line === memory.peak.line ? memory.peak.by_kind[memory.kinds[kind]] ?? 0 : alive[kind][line]);
 function seenLines(program) {
   const columns = Math.max(1, Math.floor(width - gutter)), seen = new Int32Array(columns).fill(-1), { end, highest } = program.lines;
@@ -275,8 +275,8 @@ function drawMemory(program, area) {
   }
   write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
   const names = [];
-  memory.kinds.forEach((kind, at) => {
-    const bytesIn = (line) => bytesOf(program, at, line);
+  memory.kinds.forEach((kind, number) => {
+    const bytesIn = (line) => bytesOf(program, number, line);
     const wide = Math.ceil(widthOf(kind));
     let thickest = 0, where = -1;
     pen.beginPath();
@@ -334,7 +334,7 @@ function writeOn(words, left, top, colour) {
   write(words, left + 4, top + 0.75 * text, { colour, bold: true });
 }
 function drawChosen(program, area) {
-  const one = program.collectives[program.collectiveOf.get(chosen.line)], related = one ? [one.launch, one.wait] : [chosen.line];
+  const collective = program.collectives[program.collectiveOf.get(chosen.line)], related = collective ? [collective.launch, collective.wait] : [chosen.line];
   const frame = (bar, colour, thick) => {
     const left = Math.max(gutter, x(program.bars.start[bar])), right = Math.min(width, x(program.bars.end[bar]));
     if (right < gutter || left > width) return;
@@ -345,20 +345,20 @@ function drawChosen(program, area) {
   if (chosen.parameter >= 0)
     program.barsOf.forEach((bars, line) => program.lines.params[line].includes(chosen.parameter) && bars.forEach((bar) => frame(bar, colours.ink, 1.5)));
   for (const line of related) for (const bar of program.barsOf.get(line) ?? []) frame(bar, colours.chosen, 3);
-  const at = x(program.lines.end[chosen.line]);
-  if (at < gutter || at > width) return;
+  const left = x(program.lines.end[chosen.line]);
+  if (left < gutter || left > width) return;
   pen.fillStyle = colours.chosen;
-  pen.fillRect(at - 1, area.units, 2, area.bottom - area.units);
+  pen.fillRect(left - 1, area.units, 2, area.bottom - area.units);
   pen.beginPath();
-  pen.moveTo(at - 5, area.units - 5);
-  pen.lineTo(at + 5, area.units - 5);
-  pen.lineTo(at, area.units + 2);
+  pen.moveTo(left - 5, area.units - 5);
+  pen.lineTo(left + 5, area.units - 5);
+  pen.lineTo(left, area.units + 2);
   pen.fill();
 }
 function hit(event) {
   const box = canvas.getBoundingClientRect(), left = event.clientX - box.left, top = event.clientY - box.top;
-  const at = areas.findIndex((area) => top >= area.top && top <= area.bottom), area = areas[at], program = page.programs[at];
-  if (at < 0 || left < gutter) return null;
+  const index = areas.findIndex((area) => top >= area.top && top <= area.bottom), area = areas[index], program = page.programs[index];
+  if (index < 0 || left < gutter) return null;
   const lane = area.lanes.findIndex((y) => top >= y && top <= y + area.lane), { bars } = program;
   if (lane >= 0) {
     let best = -1, nearest = 3;
@@ -367,25 +367,25 @@ function hit(event) {
       const away = Math.max(x(bars.start[bar]) - left, left - x(bars.end[bar]), 0);
       if (away < nearest) [best, nearest] = [bar, away];
     }
-    return best < 0 ? null : { program: at, line: bars.line[best], bar: best };
+    return best < 0 ? null : { program: index, line: bars.line[best], bar: best };
   }
   if (top >= area.units && top < area.lanes[0]) {
     const run = program.runs.find(([, first, last]) => secondsAt(left) >= program.lines.start[first] && secondsAt(left) <= program.lines.end[last]);
-    return run ? { program: at, line: run[1] } : null;
+    return run ? { program: index, line: run[1] } : null;
   }
   const line = top >= area.memory && program.seen ? program.seen[Math.floor(left - gutter)] ?? -1 : -1;
-  return line < 0 ? null : { program: at, line, bytes: ((area.bottom - top) / area.height) * mostBytes() };
+  return line < 0 ? null : { program: index, line, bytes: ((area.bottom - top) / area.height) * mostBytes() };
 }
 function tell(event) {
-  const found = hit(event), tip = $("tip");
-  tip.hidden = !found;
-  if (!found) return;
-  const program = page.programs[found.program], { lines, bars } = program, line = found.line;
+  const target = hit(event), tip = $("tip");
+  tip.hidden = !target;
+  if (!target) return;
+  const program = page.programs[target.program], { lines, bars } = program, line = target.line;
   const parts = [`${lines.kind[line] ?? lines.phase[line]} ${lines.label[line] || program.units[lines.unit[line]] || ""}`.trim()];
-  if (found.bar !== undefined) parts.push(`${bars.waits[found.bar] ? "compute waits" : title(program.lanes[bars.lane[found.bar]], program)} ${duration(bars.end[found.bar] - bars.start[found.bar])}`);
-  if (found.bytes !== undefined) {
+  if (target.bar !== undefined) parts.push(`${bars.waits[target.bar] ? "compute waits" : title(program.lanes[bars.lane[target.bar]], program)} ${duration(bars.end[target.bar] - bars.start[target.bar])}`);
+  if (target.bytes !== undefined) {
     let below = program.memory.reserve;
-    const kind = program.memory.kinds.findIndex((_, at) => (below += bytesOf(program, at, line)) > found.bytes);
+    const kind = program.memory.kinds.findIndex((_, number) => (below += bytesOf(program, number, line)) > target.bytes);
     if (kind >= 0) parts.push(`${program.memory.kinds[kind]} ${size(bytesOf(program, kind, line))}`);
   }
   if (lines.highest[line] !== null) parts.push(lines.highest[line] > lines.alive[line] ? `${size(lines.highest[line])} while it runs, ${size(lines.alive[line])} after it` : `${size(lines.alive[line])} alive`);
@@ -402,9 +402,9 @@ canvas.addEventListener("pointermove", (event) => {
   pan((-by / (width - gutter)) * (view.end - view.start));
 });
 canvas.addEventListener("pointerup", (event) => {
-  const found = drag && drag.moved < 4 ? hit(event) : null;
+  const target = drag && drag.moved < 4 ? hit(event) : null;
   drag = null;
-  if (found) choose(found.program, found.line);
+  if (target) choose(target.program, target.line);
 });
 canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
 canvas.addEventListener("wheel", (event) => {
@@ -444,7 +444,7 @@ $("fit").onclick = fit;
 const trace = $("trace"), rows = $("rows");
 let rowHeight = 20;
 function showTrace(scroll = false) {
-  const program = current(), { lines } = program, one = program.collectives[program.collectiveOf.get(chosen.line)];
+  const program = current(), { lines } = program, collective = program.collectives[program.collectiveOf.get(chosen.line)];
   rowHeight = 1.4 * parseFloat(getComputedStyle(document.documentElement).fontSize);
   rows.style.height = `${program.rows.length * rowHeight}px`;
   if (scroll && chosen.line >= 0) {
@@ -452,11 +452,11 @@ function showTrace(scroll = false) {
     if (top < trace.scrollTop || top > trace.scrollTop + trace.clientHeight - 2 * rowHeight) trace.scrollTop = top - trace.clientHeight / 3;
   }
   const first = Math.max(0, Math.floor(trace.scrollTop / rowHeight) - 4), count = Math.ceil(trace.clientHeight / rowHeight) + 8;
-  rows.replaceChildren(...program.rows.slice(first, first + count).map((row, at) => {
-    const style = `top: ${(first + at) * rowHeight}px;`;
+  rows.replaceChildren(...program.rows.slice(first, first + count).map((row, index) => {
+    const style = `top: ${(first + index) * rowHeight}px;`;
     if (row.line === undefined) return make("div", { className: `row text ${row.phase ? "phase" : ""}`, style, title: row.text }, row.text);
     const line = row.line, isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line;
-    const related = (one && (line === one.launch || line === one.wait)) || (chosen.parameter >= 0 && lines.params[line].includes(chosen.parameter));
+    const related = (collective && (line === collective.launch || line === collective.wait)) || (chosen.parameter >= 0 && lines.params[line].includes(chosen.parameter));
     return make("div", { className: `row ${isChosen ? "is" : related ? "of" : ""}`, id: `line-${line}`, role: "option", ariaSelected: String(isChosen), title: lines.code[line], style: `${style} border-color: ${unitColour(lines.unit[line])}`, onclick: () => choose(chosen.program, line) },
       make("span", {}, String(lines.ops[line][0] ?? "")), make("span", {}, lines.code[line]), make("span", {}, lines.kind[line] ?? ""), make("span", {}, lines.label[line]),
       make("span", {}, lines.sent[line] === null ? "" : size(lines.sent[line])),
@@ -474,21 +474,21 @@ function facts(pairs) {
   return make("dl", {}, ...pairs.filter(([, value]) => value !== null && value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
 }
 function tensorsAt(program, line) {
-  const { tensors, peak } = program.memory, found = [];
+  const { tensors, peak } = program.memory, alive = [];
   if (line === peak.line) return peak.tensors;
-  tensors.made.forEach((made, at) => { if (made <= line && (tensors.freed[at] === null || tensors.freed[at] > line)) found.push(at); });
-  return found.sort((one, other) => tensors.bytes[other] - tensors.bytes[one]);
+  tensors.made.forEach((first, index) => { if (first <= line && (tensors.freed[index] === null || tensors.freed[index] > line)) alive.push(index); });
+  return alive.sort((first, second) => tensors.bytes[second] - tensors.bytes[first]);
 }
 function tensorList(program, line, most) {
-  const { tensors, kinds } = program.memory, found = tensorsAt(program, line);
-  const items = found.slice(0, most).map((at) => make("li", {}, make("b", {}, size(tensors.bytes[at])), make("span", {}, swatch(KINDS[kinds[tensors.kind[at]]]), `${kinds[tensors.kind[at]]}: `, tensors.made[at] < 0 ? tensors.name[at] : jump(tensors.name[at] || place(program, tensors.made[at]), tensors.made[at]))));
-  if (found.length > most) items.push(make("li", {}, make("b", {}), make("span", {}, `and ${found.length - most} smaller tensors`)));
+  const { tensors, kinds } = program.memory, alive = tensorsAt(program, line);
+  const items = alive.slice(0, most).map((index) => make("li", {}, make("b", {}, size(tensors.bytes[index])), make("span", {}, swatch(KINDS[kinds[tensors.kind[index]]]), `${kinds[tensors.kind[index]]}: `, tensors.made[index] < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, tensors.made[index]), tensors.made[index]))));
+  if (alive.length > most) items.push(make("li", {}, make("b", {}), make("span", {}, `and ${alive.length - most} smaller tensors`)));
   return make("ul", {}, ...items);
 }
 function showChosen() {
   const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
   if (line < 0) return panel.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
-  const one = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && ["wait", "tensor"].includes(lines.kind[line]);
+  const collective = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && ["wait", "tensor"].includes(lines.kind[line]);
   const origin = lines.origins[lines.origin[line]];
   panel.replaceChildren(
     make("div", { className: "says" }, lines.code[line]),
@@ -498,16 +498,16 @@ function showChosen() {
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
       ["from", origin],
       ["time", lines.start[line] === lines.end[line] ? `at ${moment(lines.end[line])}; takes no time of its own` : `${moment(lines.start[line])} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
-      ...(one ? [["on the wire", `${duration(one.wire_seconds)}, ${size(one.sent_bytes)} sent by this rank`],
-        ["hidden", one.exposed_seconds ? `${share(one.hidden_share)}: compute waits ${duration(one.exposed_seconds)}: ${one.why_exposed}` : "all of it"],
-        ["why there", one.why], ["links", [jump("launch", one.launch), " · ", jump("wait", one.wait)]]] : []),
+      ...(collective ? [["on the wire", `${duration(collective.wire_seconds)}, ${size(collective.sent_bytes)} sent by this rank`],
+        ["hidden", collective.exposed_seconds ? `${share(collective.hidden_share)}: compute waits ${duration(collective.exposed_seconds)}: ${collective.why_exposed}` : "all of it"],
+        ["why there", collective.why], ["links", [jump("launch", collective.launch), " · ", jump("wait", collective.wait)]]] : []),
       ["alive", lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`],
     ]),
   );
-  const own = lines.params[line];
-  if (own.length) {
+  const parameters = lines.params[line];
+  if (parameters.length) {
     const pick = make("select", { ariaLabel: "Parameter", onchange: () => choose(chosen.program, line, { parameter: Number(pick.value) }) },
-      ...own.map((at) => make("option", { value: at, selected: at === chosen.parameter }, program.parameters[at].path)));
+      ...parameters.map((parameter) => make("option", { value: parameter, selected: parameter === chosen.parameter }, program.parameters[parameter].path)));
     panel.append(make("h2", {}, "Its parameter ", pick),
       make("div", { className: "says", id: "explained" }, ...program.parameters[chosen.parameter].explained.split("\n").map((row) => make("div", {}, row || " "))));
   }
@@ -516,31 +516,31 @@ function showChosen() {
 
 // The collectives.
 const COLUMNS = [
-  ["unit", (one) => one.unit || "root unit", "text"], ["kind", (one) => `${one.kind}, ${one.backward ? "backward" : "forward"}`, "text"],
-  ["parameters", (one) => one.label, "text"], ["sent", (one) => one.sent_bytes, size], ["launch", (one) => one.launched, duration],
-  ["wait", (one) => one.waited, duration], ["on the wire", (one) => one.wire_seconds, duration],
-  ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, share],
-  ["why it stands there; why compute waits", (one) => one.why + (one.why_exposed ? `. Compute waits: ${one.why_exposed}` : ""), "text"],
+  ["unit", (collective) => collective.unit || "root unit", "text"], ["kind", (collective) => `${collective.kind}, ${collective.backward ? "backward" : "forward"}`, "text"],
+  ["parameters", (collective) => collective.label, "text"], ["sent", (collective) => collective.sent_bytes, size], ["launch", (collective) => collective.launched, duration],
+  ["wait", (collective) => collective.waited, duration], ["on the wire", (collective) => collective.wire_seconds, duration],
+  ["compute waits", (collective) => collective.exposed_seconds, duration], ["hidden", (collective) => collective.hidden_share, share],
+  ["why it stands there; why compute waits", (collective) => collective.why + (collective.why_exposed ? `. Compute waits: ${collective.why_exposed}` : ""), "text"],
 ];
 const order = { column: -1, down: false };
-$("table").tHead.rows[0].append(...COLUMNS.map(([name, , how], at) => make("th", { scope: "col", className: how === "text" ? "text" : "" },
-  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === at ? !order.down : how !== "text", column: at }); showTable(); } }, name))));
+$("table").tHead.rows[0].append(...COLUMNS.map(([name, , how], column) => make("th", { scope: "col", className: how === "text" ? "text" : "" },
+  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === column ? !order.down : how !== "text", column }); showTable(); } }, name))));
 function showTable() {
   const program = current(), words = $("filter").value.toLowerCase();
-  let found = program.collectives.map((one, at) => [one, at]).filter(([one]) => (!$("of").value || one.kind === $("of").value) && (!$("waiting").checked || one.exposed_seconds)
-    && (!words || COLUMNS.some(([, value, how]) => how === "text" && String(value(one)).toLowerCase().includes(words))));
+  let rows = program.collectives.map((collective, index) => [collective, index]).filter(([collective]) => (!$("of").value || collective.kind === $("of").value) && (!$("waiting").checked || collective.exposed_seconds)
+    && (!words || COLUMNS.some(([, value, how]) => how === "text" && String(value(collective)).toLowerCase().includes(words))));
   if (order.column >= 0) {
     const [, value] = COLUMNS[order.column], way = order.down ? -1 : 1;
-    found = found.sort(([one], [other]) => way * (value(one) > value(other) ? 1 : value(one) < value(other) ? -1 : 0));
+    rows = rows.sort(([first], [second]) => way * (value(first) > value(second) ? 1 : value(first) < value(second) ? -1 : 0));
   }
-  [...$("table").tHead.rows[0].cells].forEach((cell, at) => {
-    cell.ariaSort = at === order.column ? (order.down ? "descending" : "ascending") : "none";
-    cell.firstChild.textContent = COLUMNS[at][0] + (at === order.column ? (order.down ? " ▼" : " ▲") : "");
+  [...$("table").tHead.rows[0].cells].forEach((cell, column) => {
+    cell.ariaSort = column === order.column ? (order.down ? "descending" : "ascending") : "none";
+    cell.firstChild.textContent = COLUMNS[column][0] + (column === order.column ? (order.down ? " ▼" : " ▲") : "");
   });
-  $("count").textContent = `${found.length} of ${program.collectives.length}`;
-  $("table").tBodies[0].replaceChildren(...found.map(([one, at]) => make("tr", { place: at, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
-    ...COLUMNS.map(([name, value, how]) => make("td", { className: `${how === "text" ? "text" : ""} ${name === "compute waits" && one.exposed_seconds ? "peak" : ""}` },
-      name === "unit" ? swatch(unitColour(program.units.indexOf(one.unit))) : "", how === "text" ? value(one) : how(value(one)))))));
+  $("count").textContent = `${rows.length} of ${program.collectives.length}`;
+  $("table").tBodies[0].replaceChildren(...rows.map(([collective, index]) => make("tr", { place: index, onclick: () => choose(chosen.program, collective.launch, { zoom: true }) },
+    ...COLUMNS.map(([name, value, how]) => make("td", { className: `${how === "text" ? "text" : ""} ${name === "compute waits" && collective.exposed_seconds ? "peak" : ""}` },
+      name === "unit" ? swatch(unitColour(program.units.indexOf(collective.unit))) : "", how === "text" ? value(collective) : how(value(collective)))))));
   markTable();
 }
 function markTable() {
@@ -562,34 +562,34 @@ function showGlance() {
   if (memory) {
     const most = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
-      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((one) => one.replace("left out: ", "")).join("; ")}` : ""),
+      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((reason) => reason.replace("left out: ", "")).join("; ")}` : ""),
       make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...most.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
       make("ul", {}, ...most.map(([kind, bytes]) => make("li", {}, make("b", {}, size(bytes)), make("span", {}, swatch(KINDS[kind]), kind)))),
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
     $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));
-  const seen = collectives.filter((one) => one.exposed_seconds).sort((one, other) => other.exposed_seconds - one.exposed_seconds);
-  const total = seen.reduce((sum, one) => sum + one.exposed_seconds, 0), counts = ["gather", "reduce", "tensor"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((one) => one.kind === kind).length)]);
+  const seen = collectives.filter((collective) => collective.exposed_seconds).sort((first, second) => second.exposed_seconds - first.exposed_seconds);
+  const total = seen.reduce((sum, collective) => sum + collective.exposed_seconds, 0), counts = ["gather", "reduce", "tensor"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((collective) => collective.kind === kind).length)]);
   const words = counts.filter(([, , all]) => all).map(([kind, some, all]) => `${some} of ${all} ${NAMES[kind]}`).join(" and ");
   $("exposed").replaceChildren(
     make("p", { className: "note" }, seen.length ? `${words}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${collectives.length} collectives are hidden behind compute.`),
-    make("ol", {}, ...seen.slice(0, 4).map((one) => make("li", {}, make("b", {}, duration(one.exposed_seconds)), make("span", {}, `${one.kind} `, jump(one.label, one.wait), ` in ${one.backward ? "backward" : "forward"}: ${one.why_exposed}; ${one.why}`)))),
+    make("ol", {}, ...seen.slice(0, 4).map((collective) => make("li", {}, make("b", {}, duration(collective.exposed_seconds)), make("span", {}, `${collective.kind} `, jump(collective.label, collective.wait), ` in ${collective.backward ? "backward" : "forward"}: ${collective.why_exposed}; ${collective.why}`)))),
     seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = ""; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
 }
 function showWhich() {
-  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, at) => make("button", { type: "button", ariaPressed: String(at === chosen.program), onclick: () => choose(at, -1) }, program.name))));
+  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, index) => make("button", { type: "button", ariaPressed: String(index === chosen.program), onclick: () => choose(index, -1) }, program.name))));
   if (chosen.glance === chosen.program) return;
   chosen.glance = chosen.program;
   showGlance();
   showTable();
 }
-$("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((one) => one.path)].map((value) => make("option", { value })));
+$("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((parameter) => parameter.path)].map((value) => make("option", { value })));
 $("find").addEventListener("input", () => $("find").setCustomValidity(""));
 $("find").addEventListener("change", () => {
-  const program = current(), words = $("find").value.trim().toLowerCase(), paths = program.parameters.map((one) => one.path.toLowerCase());
-  const unit = program.units.findIndex((one) => one && one.toLowerCase() === words);
+  const program = current(), words = $("find").value.trim().toLowerCase(), paths = program.parameters.map((parameter) => parameter.path.toLowerCase());
+  const unit = program.units.findIndex((name) => name && name.toLowerCase() === words);
   const parameter = unit >= 0 ? -1 : paths.includes(words) ? paths.indexOf(words) : paths.findIndex((path) => path.includes(words));
-  const line = words ? program.lines.params.findIndex((own, at) => (parameter >= 0 ? own.includes(parameter) : unit >= 0 && program.lines.unit[at] === unit)) : -1;
+  const line = words ? program.lines.params.findIndex((parameters, index) => (parameter >= 0 ? parameters.includes(parameter) : unit >= 0 && program.lines.unit[index] === unit)) : -1;
   if (line >= 0) { choose(chosen.program, line, { parameter: parameter < 0 ? undefined : parameter, zoom: true }); reveal(); }
   $("find").setCustomValidity(line >= 0 || !words ? "" : "No line moves or computes with a parameter or unit of this name.");
   $("find").reportValidity();

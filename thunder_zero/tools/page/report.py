@@ -60,8 +60,8 @@ def report(
     """Write one HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
 
     Open it in a browser; it needs no network and no server. ``report.html#op=412`` opens it at an operation. Its
-    figures are those of :func:`thunder_zero.tools.estimate` and :func:`thunder_zero.tools.memory` for the same
-    arguments; bytes sent are those of this rank, counted.
+    seconds and bytes in memory equal those of :func:`thunder_zero.tools.estimate` and
+    :func:`thunder_zero.tools.memory`. Its bytes sent are counted, for this rank.
 
     >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
     >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages, and what differs
