@@ -166,7 +166,7 @@ class Plan:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
-        """Return the geometry of what rests of a parameter: its rows, or their bytes in a format."""
+        """Return the geometry of a parameter at rest: of its rows, or of their bytes in a format."""
         form = param.frozen_format
         return self.geometry(param) if form is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 

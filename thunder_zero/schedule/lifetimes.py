@@ -36,9 +36,9 @@ def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> di
 def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     """Return, for each memory that operations write, the indices where it is alive, up to ``stop``.
 
-    A life goes from the operation that writes the memory to the last one that reads it or a view of it. The buffers of
-    collectives live from the launch to the wait: that of a gathered parameter or of a reduced gradient, and the
-    gradients that a reduction reads. The caller drops what forward returns.
+    A life goes from the operation that writes the memory to the last one that reads it or a view of it. A gathered
+    parameter, or a reduced gradient, lives from the launch of its collective. The gradients that a reduction reads live
+    until its wait. The caller drops what forward returns.
     """
     launched = {op.writes[0]: index for index, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
     forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}

@@ -165,7 +165,7 @@ def copy_chain(
 
 
 def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
-    """Return the operation with other names of the values that it reads, if ``names`` has them."""
+    """Return the operation with the values that it reads renamed by ``names``."""
     if names.keys().isdisjoint(op.reads):  # the usual case
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))

@@ -25,8 +25,8 @@ NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Operations of forward that read parameters of one unit, with no other unit's between them: the first and the
-    last."""
+    """A run of forward: operations that belong to one unit, with none of another unit between; its first and last
+    index."""
 
     unit: str
     first: int
@@ -83,7 +83,7 @@ def first_touches(timeline: Timeline) -> dict[str, int]:
 
 
 def backward_ends(timeline: Timeline) -> dict[str, int]:
-    """Return, for each unit but the root, where backward launches, or defers, the last of its gradients; in that
+    """Return the index where backward launches, or defers, the last gradient of each unit but the root; in that
     order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
