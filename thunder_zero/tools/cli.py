@@ -1,4 +1,4 @@
-"""``thunder-zero``: checkpoints, traces, what works on this machine, and how fast it is.
+"""``thunder-zero``: the command for checkpoints, traces, plans and reports, and for this machine.
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
@@ -27,7 +27,7 @@ from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
-INTERRUPTED = 130  # exit code, as of a shell
+INTERRUPTED = 130  # exit code of a shell's command that was interrupted
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
     "print what works on this machine (doctor), and measure how fast its CPU and gloo are (calibrate)."
@@ -43,40 +43,40 @@ CALIBRATE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. An error is one sentence on stderr and exit code 1."""
+    """Run a command, and return its exit code. An error is one sentence on stderr, and exit code 1."""
     options = parser().parse_args(arguments)
     if options.command == "why":  # errors and warnings are those of the user's script
         options.run(options)
         return 0
-    code, said = 0, []
+    code, errors = 0, []
     with warnings.catch_warnings(record=True) as caught:
         try:
             options.run(options)
         except (OSError, ValueError) as error:
-            code, said = 1, [str(error)]
+            code, errors = 1, [str(error)]
         except BaseException as error:
             if not _is_interrupt(error):
                 raise
-            code, said = INTERRUPTED, ["interrupted"]
-    for line in [*(str(warning.message) for warning in caught), *said]:
+            code, errors = INTERRUPTED, ["interrupted"]
+    for line in [*(str(warning.message) for warning in caught), *errors]:
         print(f"thunder-zero: {line}", file=sys.stderr)
     return code
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether the user pressed Ctrl-C; Thunder raises an error of its own from that."""
+    """Return whether the user pressed Ctrl-C, which Thunder turns into an error of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands. What a command needs is imported when it runs: who asks for help need not wait for Thunder."""
-    made = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
-    commands = made.add_subparsers(dest="command", required=True)
-    for one in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _doctor, _calibrate):
-        one(commands.add_parser)
-    return made
+    """Return the parser of all commands. A command imports what it needs when it runs, so that help is quick."""
+    root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
+    commands = root.add_subparsers(dest="command", required=True)
+    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _doctor, _calibrate):
+        add_command(commands.add_parser)
+    return root
 
 
 Add = Callable[..., argparse.ArgumentParser]  # a command's name, help and description -> its parser
@@ -85,9 +85,10 @@ Add = Callable[..., argparse.ArgumentParser]  # a command's name, help and descr
 def _command(
     add: Add, name: str, help: str, run: Callable[[argparse.Namespace], None], description: str = ""
 ) -> argparse.ArgumentParser:
-    made = add(name, help=help, description=description or f"{help[0].upper()}{help[1:]}.")
-    made.set_defaults(run=run)
-    return made
+    """Add a command that calls ``run``, and return its parser."""
+    command = add(name, help=help, description=description or f"{help[0].upper()}{help[1:]}.")
+    command.set_defaults(run=run)
+    return command
 
 
 def _inspect(add: Add) -> None:
@@ -96,9 +97,9 @@ def _inspect(add: Add) -> None:
 
         inspect(options.checkpoint, verify_files=options.verify_files)
 
-    show = _command(add, "inspect", "print the contents of a checkpoint; find missing or cut files", run)
-    show.add_argument("checkpoint", type=Path)
-    show.add_argument(
+    cmd = _command(add, "inspect", "print the contents of a checkpoint; find missing or cut files", run)
+    cmd.add_argument("checkpoint", type=Path)
+    cmd.add_argument(
         "--verify",
         dest="verify_files",
         action="store_true",
@@ -110,17 +111,17 @@ def _consolidate(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
         from thunder_zero.tools.convert.consolidate import consolidate
 
-        written = consolidate(options.checkpoint, options.out, **_others(options, "checkpoint", "out"))
+        written = consolidate(options.checkpoint, options.out, **_options_except(options, "checkpoint", "out"))
         print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
 
-    one = _command(add, "consolidate", "make one file of whole tensors, or a few", run)
-    one.add_argument("checkpoint", type=Path)
-    one.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
-    one.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as saved)")
-    one.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
-    one.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
-    one.add_argument("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
-    one.add_argument("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
+    cmd = _command(add, "consolidate", "make one file of whole tensors, or a few", run)
+    cmd.add_argument("checkpoint", type=Path)
+    cmd.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
+    cmd.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as saved)")
+    cmd.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
+    cmd.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
+    cmd.add_argument("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
+    cmd.add_argument("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
 
 
 def _shard(add: Add) -> None:
@@ -129,65 +130,65 @@ def _shard(add: Add) -> None:
 
         print(shard_safetensors(options.source, options.checkpoint, options.ranks, dtype=options.dtype))
 
-    cut = _command(add, "shard", "make a checkpoint from safetensors files; does not move `latest`", run)
-    cut.add_argument("source", type=Path, help="the file, the index of several, or a folder with either")
-    cut.add_argument("checkpoint", type=Path)
-    cut.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
-    cut.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as in the source)")
+    cmd = _command(add, "shard", "make a checkpoint from safetensors files; does not move `latest`", run)
+    cmd.add_argument("source", type=Path, help="the file, the index of several, or a folder with either")
+    cmd.add_argument("checkpoint", type=Path)
+    cmd.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
+    cmd.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as in the source)")
 
 
 def _trace(add: Add) -> None:
-    show = _command(add, "trace", "print the traces that one rank of any world runs", _show_trace)
-    show.add_argument("place", metavar="FILE.py:function", help="returns (module, input, ...); meta device or not")
-    show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
-    show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
-    show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
-    show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
-    show.add_argument(
+    cmd = _command(add, "trace", "print the traces that one rank of any world runs", _show_trace)
+    cmd.add_argument("place", metavar="FILE.py:function", help="returns (module, input, ...); meta device or not")
+    cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
+    cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
+    cmd.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
+    cmd.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
+    cmd.add_argument(
         "--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {_devices()}"
     )
-    show.add_argument("--phase", choices=PHASES, default="both", help="(default: both)")
-    show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
-    show.add_argument("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
-    show.add_argument("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
-    show.add_argument(
+    cmd.add_argument("--phase", choices=PHASES, default="both", help="(default: both)")
+    cmd.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
+    cmd.add_argument("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
+    cmd.add_argument("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
+    cmd.add_argument(
         "--frontend",
         choices=("dynamo", "thunder"),
         default="dynamo",
         help="dynamo: what tz.compile runs; thunder: what thunder.jit runs (default: dynamo)",
     )
-    show.add_argument("--json", action="store_true", help="print JSON: each line as it runs, its meaning, bytes")
+    cmd.add_argument("--json", action="store_true", help="print JSON: each line as it runs, its meaning, bytes")
 
 
 def _report(add: Add) -> None:
-    show = _command(add, "report", "write one HTML file that shows a step: time, memory, bytes, lines", _write_report)
-    show.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(MODELS)}")
-    show.add_argument("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
-    show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
-    show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
-    show.add_argument("--beside", type=int, metavar="STAGE", help="another stage to show beside it")
-    show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
-    show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
-    show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
-    show.add_argument("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
-    show.add_argument("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
-    show.add_argument("--json", action="store_true", help="print what the page shows as JSON; write no file")
+    cmd = _command(add, "report", "write one HTML file that shows a step: time, memory, bytes, lines", _write_report)
+    cmd.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(MODELS)}")
+    cmd.add_argument("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
+    cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
+    cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
+    cmd.add_argument("--beside", type=int, metavar="STAGE", help="another stage to show beside it")
+    cmd.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
+    cmd.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
+    cmd.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
+    cmd.add_argument("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
+    cmd.add_argument("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
+    cmd.add_argument("--json", action="store_true", help="print what the page shows as JSON; write no file")
 
 
 def _plan(add: Add) -> None:
-    show = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
-    show.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: (module, input, ...)")
-    show.add_argument("--world-size", type=int, required=True, help="ranks that train")
-    show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
-    show.add_argument("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
-    show.add_argument("--devices-per-node", type=int, help="(default: the device's)")
-    show.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
-    show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
-    show.add_argument("--global-batch", type=int, help="sequences of all ranks in a step, for each --tp alike")
-    show.add_argument("--loss", metavar="FILE.py:function", help="from what forward returns to a loss")
-    show.add_argument("--stages", type=int, nargs="+", default=(0, 1, 2, 3), help="to compare (default: 0 to 3)")
-    show.add_argument("--tp", type=int, nargs="+", default=(1,), help="ranks of tensor parallelism, of a model by name")
-    show.add_argument("--json", action="store_true", help="print JSON")
+    cmd = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
+    cmd.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: (module, input, ...)")
+    cmd.add_argument("--world-size", type=int, required=True, help="ranks that train")
+    cmd.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
+    cmd.add_argument("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
+    cmd.add_argument("--devices-per-node", type=int, help="(default: the device's)")
+    cmd.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
+    cmd.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
+    cmd.add_argument("--global-batch", type=int, help="sequences of all ranks in a step, for each --tp alike")
+    cmd.add_argument("--loss", metavar="FILE.py:function", help="from what forward returns to a loss")
+    cmd.add_argument("--stages", type=int, nargs="+", default=(0, 1, 2, 3), help="to compare (default: 0 to 3)")
+    cmd.add_argument("--tp", type=int, nargs="+", default=(1,), help="ranks of tensor parallelism, of a model by name")
+    cmd.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _why(add: Add) -> None:
@@ -196,11 +197,11 @@ def _why(add: Add) -> None:
 
         why(options.script, options.arguments, steps=options.steps, device=options.device)
 
-    show = _command(add, "why", "run a training script; print its measured step beside the forecast", run, WHY)
-    show.add_argument("--steps", type=int, default=10, help="measure so many, then print (default: 10, or all)")
-    show.add_argument("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
-    show.add_argument("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
-    show.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    cmd = _command(add, "why", "run a training script; print its measured step beside the forecast", run, WHY)
+    cmd.add_argument("--steps", type=int, default=10, help="measure so many, then print (default: 10, or all)")
+    cmd.add_argument("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
+    cmd.add_argument("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
+    cmd.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def _doctor(add: Add) -> None:
@@ -209,8 +210,8 @@ def _doctor(add: Add) -> None:
 
         show_health(as_json=options.json)
 
-    doctor = _command(add, "doctor", "print what works here; the exit code is 1 if the package does not", run)
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    cmd = _command(add, "doctor", "print what works here; the exit code is 1 if the package does not", run)
+    cmd.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _calibrate(add: Add) -> None:
@@ -219,13 +220,13 @@ def _calibrate(add: Add) -> None:
 
         calibrate_to(options.out, options.seconds)
 
-    measure = _command(add, "calibrate", "measure CPU and gloo, no GPU", run, CALIBRATE)
-    measure.add_argument("out", type=Path, help="OUT.json, for tz.tools.load_device and --device")
-    measure.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
+    cmd = _command(add, "calibrate", "measure CPU and gloo, no GPU", run, CALIBRATE)
+    cmd.add_argument("out", type=Path, help="OUT.json, for tz.tools.load_device and --device")
+    cmd.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
 
 
-def _others(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options of a command but these, as keyword arguments of the function that it calls."""
+def _options_except(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return a command's options but those named, as keyword arguments for the function that it calls."""
     return {name: value for name, value in vars(options).items() if name not in ("command", "run", *names)}
 
 
@@ -240,7 +241,7 @@ def _show_plan(options: argparse.Namespace) -> None:
 
     loss = None if options.loss is None else function_at(options.loss)
     with naming_the_users_line(options.model):
-        plan = plan_training(options.model, loss=loss, **_others(options, "model", "loss", "json"))
+        plan = plan_training(options.model, loss=loss, **_options_except(options, "model", "loss", "json"))
     print(json.dumps(plan.as_json(), indent=1) if options.json else plan)
 
 
@@ -261,10 +262,10 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 
 def _write_report(options: argparse.Namespace) -> None:
-    """Write the report of a model under one stage, or two; the optimizer is AdamW, as in a plan."""
+    """Write the report of a model under one stage, or two. The optimizer is AdamW, as in a plan."""
     from thunder_zero.tools.page.planned import report_of
 
-    data = report_of(options.model, **_others(options, "model", "out", "json"))
+    data = report_of(options.model, **_options_except(options, "model", "out", "json"))
     if options.json:
         print(json.dumps(data))
         return

@@ -1,4 +1,4 @@
-"""Says what works on this machine: versions, a step on one rank, backends, executors, devices."""
+"""Examines what works on this machine: versions, a step on one rank, backends, executors, devices."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "nccl": dist.is_nccl_available,
     "mpi": dist.is_mpi_available,
 }
-SECONDS = 60  # that a group of one rank may take
+SECONDS = 60  # timeout of the group of one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at, such as "python", what is there, and why the package cannot run; "" if it can."""
+    """What was found about one thing, such as "python".
+
+    Attributes:
+        what: the thing.
+        found: what is there.
+        fault: why the package cannot run; "" if it can.
+    """
 
     what: str
     found: str
@@ -45,45 +51,46 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at everything. Runs a step of a small model in each stage, on one rank in this process."""
+    """Examine everything. Runs a step of a small model in each stage, on one rank in this process."""
     if dist.is_initialized():
         raise RuntimeError("doctor needs a process without a process group; run thunder-zero doctor by itself")
     return (
         Finding("python", platform.python_version(), _python_fault(sys.version_info[:2])),
         *(_package(name, version(name)) for name in TESTED),
         *(_step(stage) for stage in range(len(STAGES))),
-        Finding("backends", _there({name: is_there() for name, is_there in BACKENDS.items()})),
+        Finding("backends", _available({name: is_available() for name, is_available in BACKENDS.items()})),
         Finding("executors", _executors()),
         *_devices(),
     )
 
 
 def text_of(findings: Iterable[Finding]) -> str:
-    """A line for each finding, faults marked, folded to 100 columns."""
-    return "\n".join(line for one in findings for line in _lines(one))
+    """Return a line for each finding, faults marked, folded to 100 columns."""
+    return "\n".join(line for finding in findings for line in _lines(finding))
 
 
-def _lines(one: Finding) -> list[str]:
-    head = f"{'FAULT' if one.fault else 'ok':7}{one.what:20}"
-    text = f"{one.found}: {one.fault}" if one.fault else one.found
+def _lines(finding: Finding) -> list[str]:
+    head = f"{'FAULT' if finding.fault else 'ok':7}{finding.what:20}"
+    text = f"{finding.found}: {finding.fault}" if finding.fault else finding.found
     return wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
-def _python_fault(found: tuple[int, ...]) -> str:
-    return "" if found >= PYTHON else f"thunder_zero needs Python {'.'.join(map(str, PYTHON))} or later"
+def _python_fault(version: tuple[int, ...]) -> str:
+    return "" if version >= PYTHON else f"thunder_zero needs Python {'.'.join(map(str, PYTHON))} or later"
 
 
-def _package(name: str, found: str) -> Finding:
+def _package(name: str, installed: str) -> Finding:
+    """Compare the installed version of a package with those that are tested."""
     first, below = TESTED[name]
-    base = LooseVersion(found.partition("+")[0])
+    base = LooseVersion(installed.partition("+")[0])
     if base < LooseVersion(first):
-        return Finding(name, found, f"thunder_zero needs {name} >= {first}; install it")
-    newer = base >= LooseVersion(below)
-    return Finding(name, f"{found} (newer than tested: below {below})" if newer else found)
+        return Finding(name, installed, f"thunder_zero needs {name} >= {first}; install it")
+    is_newer = base >= LooseVersion(below)
+    return Finding(name, f"{installed} (newer than tested: below {below})" if is_newer else installed)
 
 
 def _step(stage: int) -> Finding:
-    """A step on one rank, whose gradients are compared with those of eager."""
+    """Run a step on one rank, and compare its gradients with those of eager torch."""
     what, name = f"a step of {STAGES[stage].name}", "one rank of gloo"
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
@@ -91,7 +98,7 @@ def _step(stage: int) -> Finding:
     expected = {path: param.grad for path, param in module.named_parameters()}
     module.zero_grad()
     try:
-        with _alone():
+        with _group_of_one():
             model = thunder.jit(module, transforms=[ZeroTransform(stage)])
             model(x).square().mean().backward()
             grads = {path: local(param.grad) for path, param in model.named_parameters()}
@@ -103,8 +110,8 @@ def _step(stage: int) -> Finding:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """A process group of this process alone."""
+def _group_of_one() -> Iterator[None]:
+    """Temporarily make a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
     try:
         yield
@@ -112,16 +119,16 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _there(found: dict[str, bool]) -> str:
-    missing = [name for name, there in found.items() if not there]
-    there = ", ".join(name for name, there in found.items() if there) or "none"
-    return there + (f"; not {', '.join(missing)}" if missing else "")
+def _available(backends: dict[str, bool]) -> str:
+    missing = [name for name, is_available in backends.items() if not is_available]
+    available = ", ".join(name for name, is_available in backends.items() if is_available) or "none"
+    return available + (f"; not {', '.join(missing)}" if missing else "")
 
 
 def _executors() -> str:
     default, always = thunder.get_default_executors(), thunder.get_always_executors()
-    others = [one for one in thunder.get_all_executors() if one not in (*default, *always)]
-    names = (", ".join(executor.name for executor in some) for some in (default, always, others))
+    others = [executor for executor in thunder.get_all_executors() if executor not in (*default, *always)]
+    names = (", ".join(executor.name for executor in executors) for executors in (default, always, others))
     return "by default {}, then {}; also registered, if their libraries are there: {}".format(*names)
 
 
@@ -135,11 +142,11 @@ def _devices() -> Iterator[Finding]:
 
 
 def show_health(*, as_json: bool) -> None:
-    """Print what works here; raises if the package does not."""
+    """Print what works here. Raise ValueError if the package does not."""
     findings = examine()
-    faults = [one.what for one in findings if one.fault]
+    faults = [finding.what for finding in findings if finding.fault]
     if as_json:
-        print(json.dumps({"works": not faults, "findings": [asdict(one) for one in findings]}, indent=1))
+        print(json.dumps({"works": not faults, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
         print(text_of(findings))
     if faults:

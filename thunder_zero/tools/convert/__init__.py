@@ -1,5 +1,5 @@
 """Conversion of checkpoints on disk, without a process group or a model.
 
-The doors are ``consolidate.py`` (a checkpoint to one file, or a few, of whole tensors) and ``shard_safetensors.py``
-(the other way). Both hold one tensor, or one rank's rows of it, in memory at a time.
+``consolidate.py`` makes one file of whole tensors, or a few, from a checkpoint. ``shard_safetensors.py`` makes a
+checkpoint from such files. Both hold one tensor, or one rank's rows of it, in memory at a time.
 """

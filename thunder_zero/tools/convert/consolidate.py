@@ -35,9 +35,9 @@ class Optim:
     """An optimizer in a checkpoint.
 
     Attributes:
-        tensors: its states that are tensors, named ``"parameter.state"``.
-        values: its other states, by such names.
-        groups: hyper-parameters by ``"<group>.<name>"``.
+        tensors: states that are tensors, named ``"parameter.state"``.
+        values: other states, by name ``"parameter.state"``.
+        groups: hyper-parameters, by ``"<group>.<name>"``.
     """
 
     tensors: list[TensorToWrite]
@@ -57,31 +57,33 @@ def consolidate(
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint.
 
-    Needs no process group and no model; memory for one tensor, for a torch file for all. The files get their names once
-    all are complete; then an earlier call's others of this name are deleted. A warning names what is left out.
+    Needs no process group and no model. Needs memory for one tensor, or for all tensors of a torch file. The files get
+    their names once all are complete. Then files that an earlier call wrote for ``out``, and this call did not, are
+    deleted. A warning names what is left out.
 
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
     Args:
         checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
-        out: the file, in the format of its suffix: ``.safetensors``; or ``.pt``, ``.pth``, ``.bin`` as ``torch.save``.
-            A tied weight is written once: a safetensors file has its other names as JSON under ``aliases`` in its
-            metadata, a torch file has the same tensor under each name.
-        dtype: of the model's floating-point tensors, such as ``"bfloat16"`` (default None: as they were saved).
-        optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
-            ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
-            ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
-        ema: the name of the extra that an EMA was saved as; its averages are written as parameters (default None).
-        max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
-            tensors (``"5GB"``, say), and ``NAME.safetensors.index.json`` (default None: one file).
-        verify_files: compare the files with their SHA-256 first; False also reads a checkpoint without a manifest.
+        out: the file. Its suffix is the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for ``torch.save``. A
+            tied weight is written once. Its other names are JSON under ``aliases`` in the metadata of a safetensors
+            file; a torch file has one tensor under all names.
+        dtype: dtype of the model's floating-point tensors, such as ``"bfloat16"`` (default: as saved).
+        optimizer: True also writes the optimizer's state. A torch file then holds ``{"model": ..., "optim": ...}``.
+            With safetensors it goes to ``NAME.optimizer.safetensors``: tensors are named ``parameter.state``; other
+            states and hyper-parameters are JSON in the metadata, under ``state`` and ``param_groups``.
+        ema: name of the extra that an EMA was saved as. Its averages are written as parameters (default: no EMA).
+        max_file_bytes: most bytes of tensors in a file, such as ``"5GB"``, for safetensors only. The files are
+            ``NAME-00001-of-00003.safetensors`` and ``NAME.safetensors.index.json`` (default: one file).
+        verify_files: True compares the files with their SHA-256 first; False reads a checkpoint without a manifest,
+            too.
 
     Returns:
         The files that were written.
 
     Raises:
         FileNotFoundError, OSError: there is no checkpoint; a file cannot be written.
-        ValueError: it is damaged, or has no such EMA; an argument is invalid.
+        ValueError: the checkpoint is damaged, or has no such EMA; an argument is invalid.
     """
     out = Path(out)
     most = _limit(out, max_file_bytes)
@@ -106,14 +108,14 @@ def consolidate(
         notes = _notes(optim) if optim else {}  # refuses before anything is written
         written = write_parts(create, out, model, read, {}, most)
         if optim:
-            of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
-            written += write_parts(create, of_optimizer, optim.tensors, read, notes, most)
+            optimizer_file = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
+            written += write_parts(create, optimizer_file, optim.tensors, read, notes, most)
     remove_older(out, written, is_made_here)
     return tuple(written)
 
 
 def _limit(out: Path, max_file_bytes: int | str | None) -> int | None:
-    """The most bytes of one of several files; None: there is one file."""
+    """Return the most bytes of tensors in a file; None for a single file."""
     if out.suffix not in (SUFFIX, *TORCH):
         raise ValueError(
             f"{out.name} ends in {out.suffix or 'nothing'!r}; pass a name that ends in .safetensors or .pt"
@@ -131,7 +133,7 @@ def _read_model(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | No
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
-    """The tensors of a model, read from the averages of an EMA where it has one."""
+    """Return the tensors of a model, read from the averages of an EMA where it has them."""
     prefix = f"{EMAS}.{ema}.{MODEL}."
     averages = source.tensors(prefix)
     if not averages:
@@ -139,7 +141,7 @@ def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> l
         raise ValueError(
             f"{source.path} has no EMA {ema!r}, it has {name_some(sorted(names))}; pass the name of its extra"
         )
-    return [replace(one, key=prefix + one.name) if one.name in averages else one for one in model]
+    return [replace(tensor, key=prefix + tensor.name) if tensor.name in averages else tensor for tensor in model]
 
 
 def _read_optim(source: OpenCheckpoint) -> Optim:
@@ -170,7 +172,7 @@ def _warn_of_omissions(out: Path, extra_states: dict[str, Any], left_out: list[s
 def _torch_tree(
     model: list[TensorToWrite], extra_states: dict[str, Any], optim: Optim | None, read: ReadTensor
 ) -> dict[str, Any]:
-    """The nested dict of a torch file, with all values."""
+    """Return the nested dict of a torch file, with all values."""
     tree: dict[str, Any] = {}
     for tensor in model:
         tree |= dict.fromkeys((tensor.name, *tensor.aliases), read(tensor))
@@ -185,7 +187,7 @@ def _torch_tree(
 
 
 def _notes(optim: Optim) -> dict[str, str]:
-    """The metadata of the optimizer's safetensors file."""
+    """Return the metadata of the optimizer's safetensors file."""
     try:
         return {STATE: json.dumps(optim.values), GROUPS: json.dumps(optim.groups)}
     except TypeError as error:

@@ -29,22 +29,22 @@ class OpenCheckpoint:
     metadata: Metadata
 
     def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
-        """The tensors whose keys begin with a prefix, by the rest of their keys."""
-        found = self.metadata.state_dict_metadata.items()
+        """Return the tensors whose keys begin with a prefix, by the rest of their keys."""
         return {
             key.removeprefix(prefix): stored
-            for key, stored in found
+            for key, stored in self.metadata.state_dict_metadata.items()
             if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """The values that are not tensors, whose keys begin with a prefix, by the rest of their keys."""
-        found = self.metadata.state_dict_metadata.items()
+        """Return the values, other than tensors, whose keys begin with a prefix, by the rest of their keys."""
         keys = [
-            key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
+            key
+            for key, stored in self.metadata.state_dict_metadata.items()
+            if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
         ]
-        read = read_entries(self.path, self.metadata, keys)
-        return {key.removeprefix(prefix): value for key, value in read.items()}
+        values = read_entries(self.path, self.metadata, keys)
+        return {key.removeprefix(prefix): value for key, value in values.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
         """Read all of one tensor, in a dtype."""
@@ -52,13 +52,16 @@ class OpenCheckpoint:
         return value.to(dtype)
 
     def require_readable(self) -> None:
-        """Read all tensors, one at a time, and all values, which must be what the metadata says."""
+        """Read all tensors, one at a time, and all values. Raise if the metadata says otherwise."""
         for key, stored in self.tensors("").items():
             self.read(key, stored.properties.dtype)
         self.values("")
 
     def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
-        """The tensors whose keys begin with a prefix, floats in a dtype; tied weights are one tensor with aliases."""
+        """Return the tensors whose keys begin with a prefix. Tied weights are one tensor with aliases.
+
+        ``dtype`` is that of floating-point tensors (default: as stored).
+        """
         places = places_by_key(self.metadata)
         by_place: dict[Any, TensorToWrite] = {}
         for name, stored in self.tensors(prefix).items():
@@ -68,35 +71,35 @@ class OpenCheckpoint:
                 first = by_place[place]
                 by_place[place] = replace(first, aliases=(*first.aliases, name))
             else:
-                written = dtype_to_write(stored.properties.dtype, dtype)
-                by_place[place] = TensorToWrite(name, tuple(stored.size), written, key)
+                target = dtype_to_write(stored.properties.dtype, dtype)
+                by_place[place] = TensorToWrite(name, tuple(stored.size), target, key)
         return list(by_place.values())
 
     def keys_of_single_ranks(self) -> dict[str, list[str]]:
-        """Keys of the ranks' own values of model and optimizer, by name, such as ``"model.router"``."""
-        found: dict[str, list[str]] = {}
+        """Return the keys of values of single ranks, of model and optimizer, by name, such as ``"model.router"``."""
+        keys: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
             owner = split_rank_prefix(key)
             if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
-                found.setdefault(owner[1], []).append(key)
-        return found
+                keys.setdefault(owner[1], []).append(key)
+        return keys
 
     def optimizer_step(self) -> int | None:
-        """How many steps the optimizer has taken; None if it does not count, or was not saved."""
+        """Return the number of steps of the optimizer; None if it does not count, or was not saved."""
         prefix = f"{OPTIM}.{STATE}."
         stored = self.metadata.state_dict_metadata
         key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all are equal
         if key is None:
             return None
-        found = stored[key]
-        if isinstance(found, TensorStorageMetadata):
-            return int(self.read(key, torch.int64)) if found.size.numel() == 1 else None
+        step = stored[key]
+        if isinstance(step, TensorStorageMetadata):
+            return int(self.read(key, torch.int64)) if step.size.numel() == 1 else None
         value = read_entries(self.path, self.metadata, [key])[key]
         return int(value) if isinstance(value, int | float) else None
 
 
 def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
-    """Open a checkpoint; with ``verify_files``, compare its files with its manifest first."""
+    """Open a checkpoint. With ``verify_files``, compare its files with its manifest first."""
     path = folder.locate(path)
     if verify_files:
         files = manifest.require_manifest(path).files
@@ -106,8 +109,10 @@ def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
-    """Print a checkpoint's parameters and a summary; nothing of a damaged one. ``verify_files`` compares all files with
-    their SHA-256, and reads each tensor, too."""
+    """Print a checkpoint's parameters and a summary. Raise, and print nothing, if it is damaged.
+
+    With ``verify_files``, also compare all files with their SHA-256, and read each tensor.
+    """
     path = folder.locate(path)
     written = manifest.read(path) if (path / manifest.NAME).is_file() else None
     if written is not None:
@@ -121,7 +126,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
 
 
 def _table(source: OpenCheckpoint) -> Table:
-    """A row for each parameter and buffer; for each tensor, if the checkpoint has no model."""
+    """Return a table of parameters and buffers, or of all tensors if the checkpoint has no model."""
     table = Table("parameter or buffer", "shape", "dtype")
     table.add_column("bytes", justify="right")
     for tensor in source.tensors_to_write("model.") or source.tensors_to_write(""):
@@ -133,10 +138,10 @@ def _table(source: OpenCheckpoint) -> Table:
 
 
 def _summary(source: OpenCheckpoint, written: Manifest | None) -> str:
-    """Numbers of ranks, tensors, files and bytes, and the optimizer's step."""
+    """Return the numbers of ranks, tensors, files and bytes, and the optimizer's step, in words."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step()
-    own = sum(map(len, source.keys_of_single_ranks().values()))
+    single = sum(map(len, source.keys_of_single_ranks().values()))
     if written is None:
         by = "no manifest.json, so its files cannot be verified"
         sizes = [file.stat().st_size for file in source.path.iterdir()]
@@ -145,6 +150,6 @@ def _summary(source: OpenCheckpoint, written: Manifest | None) -> str:
         sizes = [file.size for file in written.files]
     return (
         f"{source.path.name}: {by}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
-        f"{f'{own} values of single ranks; ' if own else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors have "
-        f"{sum(tensor.nbytes for tensor in source.tensors_to_write('')):,} B"
+        f"{f'{single} values of single ranks; ' if single else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors "
+        f"have {sum(tensor.nbytes for tensor in source.tensors_to_write('')):,} B"
     )

@@ -35,34 +35,33 @@ def shard_safetensors(
 ) -> Path:
     """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
-    The inverse of :func:`consolidate`. Needs no process group, and memory for at most one rank's rows. Any number of
-    ranks can load it. Does not move the link ``latest``, from which training resumes.
+    The inverse of :func:`consolidate`. Needs no process group, and memory for one rank's rows of a tensor. Any number
+    of ranks can load the checkpoint. Does not move the link ``latest``, from which training resumes.
 
     >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
     Args:
-        source: the file; or the index of several (``model.safetensors.index.json``); or a folder with
-            ``model.safetensors``, an index, or other files. Other names of tied weights are read from ``aliases`` in
-            the metadata.
+        source: a file, the index of several files (``model.safetensors.index.json``), or a folder with
+            ``model.safetensors``, an index, or other files. The metadata's ``aliases`` name tied weights.
         checkpoint: the folder to write.
         ranks: number of files, one for the rows of each rank.
-        dtype: of the floating-point tensors, such as ``"bfloat16"`` (default None: as in the source).
+        dtype: dtype of the floating-point tensors, such as ``"bfloat16"`` (default: as in the source).
 
     Returns:
         The folder.
 
     Raises:
         ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` has no safetensors file, or a
-            damaged one.
+            damaged file.
         OSError: a file cannot be read or written.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
-    to = float_dtype("dtype", dtype)
+    target = float_dtype("dtype", dtype)
     path = Path(checkpoint)
-    alone = Path(source) / f"model{SUFFIX}"  # which may have the optimizer's file beside it
-    files = SafetensorsWeights(alone if alone.is_file() else Path(source)).files
-    tensors = {tensor.key: tensor for tensor in (_found(name, file, to) for name, file in files.items())}
+    model_file = Path(source) / f"model{SUFFIX}"  # the optimizer's file may lie beside it
+    files = SafetensorsWeights(model_file if model_file.is_file() else Path(source)).files
+    tensors = {tensor.key: tensor for tensor in (_describe(name, file, target) for name, file in files.items())}
     folder.prepare(path)
     try:
         _write(path, tensors, files, ranks)
@@ -73,24 +72,23 @@ def shard_safetensors(
 
 
 class FromFiles(WritePlanner):
-    """Plans the rows of one of several ranks; reads those of an item right before they are written."""
+    """A plan that writes the rows of one of several ranks, and reads them from files right before."""
 
     def __init__(
         self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
     ) -> None:
-        found = tensors.values()
-        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in found}
-        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in found for alias in tensor.aliases}
+        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors.values()}
+        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors.values() for alias in tensor.aliases}
         super().__init__(keys)
         self._tensors, self._files, self._ranks, self._rank, self._done = tensors, files, ranks, rank, done
 
     def create_local_plan(self) -> SavePlan:
-        """The rows that this rank writes."""
+        """Return the plan of the rows that this rank writes."""
         items = [item for tensor in self._tensors.values() for item in _items(tensor, self._ranks, self._rank)]
         return SavePlan(items, planner_data=self.mappings)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The rows of an item; all of a tensor without dimensions."""
+        """Read the rows of an item, or all of a tensor without dimensions."""
         assert write_item.tensor_data is not None, "safetensors files have tensors only"
         chunk, tensor = write_item.tensor_data.chunk, self._tensors[write_item.index.fqn]
         with safe_open(self._files[tensor.name], framework="pt") as file:
@@ -112,7 +110,7 @@ def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) 
 
 
 def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
-    """The rows of a tensor that a rank writes, if it writes any."""
+    """Yield an item for the rows of a tensor that a rank writes, if it writes any."""
     geometry = cut_rows(tensor.shape, Mesh.of(ranks, rank))
     start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
     if (start == stop) if geometry.is_cut else rank:
@@ -125,15 +123,16 @@ def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
     yield WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _found(name: str, path: Path, dtype: torch.dtype | None) -> TensorToWrite:
+def _describe(name: str, path: Path, dtype: torch.dtype | None) -> TensorToWrite:
+    """Read the shape, dtype and aliases of a tensor of a file."""
     with safe_open(path, framework="pt") as file:
         shape = tuple(file.get_slice(name).get_shape())
-        found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
+        stored = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
         text = (file.metadata() or {}).get("aliases", "{}")
     try:
-        also = tuple(alias for alias, first in json.loads(text).items() if first == name)
+        aliases = tuple(alias for alias, first in json.loads(text).items() if first == name)
     except (ValueError, AttributeError):
         raise ValueError(
             f"{path} names its tied weights in {text!r:.80}, which is no JSON object; fetch it again"
         ) from None
-    return TensorToWrite(name, shape, dtype_to_write(found, dtype), key_of((MODEL, name)), also)
+    return TensorToWrite(name, shape, dtype_to_write(stored, dtype), key_of((MODEL, name)), aliases)

@@ -3,9 +3,9 @@
 ::
 
     round 1, 2, ...   seconds of each point of measures.py, on all ranks at the same time
-    device            of the medians over rounds, the mean over ranks: curves over sizes
+    device            curves over sizes: the mean over ranks of the medians over rounds
 
-Rounds may alternate with other work. ``thunder-zero calibrate`` writes the device to a file.
+Other work may run between rounds. ``thunder-zero calibrate`` writes the device to a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from thunder_zero.tools.devices.named import save_device
 from thunder_zero.tools.printing.progress import show_status
 
 DTYPES = (torch.float32, torch.bfloat16)
-Key = tuple[Any, ...]  # what was measured: such as ("launch", "gather", bytes sent)
+Key = tuple[Any, ...]  # what was measured, such as ("launch", "gather", bytes sent)
 LEAST_ROUNDS = 3
 
 
@@ -55,17 +55,17 @@ def calibrate(
 ) -> Calibrated:
     """Measure how long this machine computes and communicates, as curves over sizes, for ``tz.tools.estimate``.
 
-    In a process alone: compute on the CPU. With a process group: a collective, in which all ranks compute at the same
-    time, since they share caches and memory, and send through the transports that carry a step. Every rank gets the
-    same device. Threads are torch's: set them as in training. Nothing else should run on the machine.
+    A process alone measures its CPU. With a process group every rank calls it: all compute at the same time, since they
+    share caches and memory, send through the transports of a step, and get equal devices. Threads are torch's: set them
+    as in training. Nothing else should run on the machine.
 
     >>> device = tz.tools.calibrate(seconds=10)
     >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds
 
     Args:
-        seconds: how long to measure; at least three rounds, so that medians can leave out what was disturbed.
-        process_group: of gloo; default: the default one, or none if there is none.
-        dtypes: of products.
+        seconds: how long to measure. At least three rounds are, so that a median can leave out a disturbed round.
+        process_group: a group of gloo (default: the default group, if there is one).
+        dtypes: dtypes of products.
 
     Raises:
         ValueError: ``seconds`` is not above 0, there is no dtype, or the group's CPU tensors do not travel over gloo.
@@ -73,19 +73,20 @@ def calibrate(
     group = _group(process_group)
     if group is None:
         _require(seconds, dtypes)
-        return _measured(Calibration(None, dtypes), seconds, lambda go_on: go_on)
+        return _measure(Calibration(None, dtypes), seconds, lambda go_on: go_on)
     with doing("calibrate"):
         with all_or_none(group, "to calibrate"):
             _require(seconds, dtypes)
             if not speaks_gloo(group):
                 raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
-        return _measured(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
+        return _measure(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
 
 
-def _group(given: ProcessGroup | None) -> ProcessGroup | None:
-    if given is None and not has_groups():
+def _group(asked: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group that is asked for, or the default group; None if a rank is alone."""
+    if asked is None and not has_groups():
         return None
-    group = process_group(given)
+    group = process_group(asked)
     return group if group.size() > 1 else None
 
 
@@ -97,10 +98,11 @@ def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
         raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
 
 
-def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool], bool]) -> Calibrated:
+def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Calibrated:
+    """Run rounds for some time. By ``agree`` all ranks run as many."""
     rounds, end = 0, monotonic() + seconds
     with show_status("calibrating:") as show:
-        while agreed(rounds < LEAST_ROUNDS or monotonic() < end):
+        while agree(rounds < LEAST_ROUNDS or monotonic() < end):
             rounds += 1
             show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
             calibration.round()
@@ -108,60 +110,60 @@ def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool],
 
 
 class Calibration:
-    """Measurements of one machine; with a group of gloo, on all its ranks at once: each method is then a collective."""
+    """Measurements of one machine, or of all ranks of a gloo group at once. Every rank then calls each method."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self._group = group if group is not None and group.size() > 1 else None
         self._measures = tuple(measures(dtypes))
-        self._times = [enough_times(one.run) for one in self._measures]
+        self._times = [enough_times(measure.run) for measure in self._measures]
         self._collectives = None if self._group is None else Collectives(self._group)
-        self._found: dict[Key, list[float]] = defaultdict(list)
+        self._seconds: dict[Key, list[float]] = defaultdict(list)
 
     def round(self) -> None:
         """Measure each point once."""
-        for one, times in zip(self._measures, self._times, strict=True):
+        for measure, times in zip(self._measures, self._times, strict=True):
             if self._group is not None:
-                barrier(self._group)  # ranks share caches and memory
-            self._found["compute", str(one.work), one.dtype, one.size].append(seconds_of(one.run, times) / one.lines)
+                barrier(self._group)  # ranks share caches and memory, so they compute at the same time
+            key = ("compute", str(measure.work), measure.dtype, measure.size)
+            self._seconds[key].append(seconds_of(measure.run, times) / measure.lines)
         if self._collectives is not None:
             self._round_of_collectives(self._collectives)
 
     def _round_of_collectives(self, collectives: Collectives) -> None:
         for kind, sent in collectives.points:
-            for name, seconds in collectives.timed(kind, sent).items():
-                self._found[name, kind, sent].append(seconds)
+            for name, seconds in collectives.time(kind, sent).items():
+                self._seconds[name, kind, sent].append(seconds)
         for kind in TIMES:
-            self._found["tensor", kind].append(collectives.seconds_a_tensor(kind))
+            self._seconds["tensor", kind].append(collectives.seconds_a_tensor(kind))
             launch, finish, train = (
-                median(self._found[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train")
+                median(self._seconds[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train")
             )
-            slower = collectives.slows_compute(kind, train / TRAIN, launch + finish)
-            self._found["taken", kind].append(slower)
+            slowdown = collectives.time_slowdown(kind, train / TRAIN, launch + finish)
+            self._seconds["taken", kind].append(slowdown)
 
     def device(self) -> Calibrated:
-        """The device, equal on all ranks: of medians over rounds, the mean over ranks."""
-        if not self._found:
+        """Return the device, equal on all ranks: the mean over ranks of the medians over rounds."""
+        if not self._seconds:
             raise RuntimeError("there is no round of measurements yet; call round() first")
-        own = {key: median(seconds) for key, seconds in self._found.items()}
-        found = own
+        seconds = {key: median(of_rounds) for key, of_rounds in self._seconds.items()}
         if self._group is not None:
-            every = all_gather_object(own, self._group)
-            found = {key: mean(of[key] for of in every) for key in every[0]}
+            of_ranks = all_gather_object(seconds, self._group)
+            seconds = {key: mean(of_rank[key] for of_rank in of_ranks) for key in of_ranks[0]}
         ranks = 1 if self._group is None else self._group.size()
-        return _measured_device(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
+        return _measured_device(seconds, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
 
 
-def _measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
-    """The device that has these seconds by point."""
+def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
+    """Return the device with the measured seconds, by what was measured."""
     products: dict[str, dict[str, Curve]] = defaultdict(dict)
     traffic: dict[str, Curve] = {}
-    for work, dtype in dict.fromkeys(key[1:3] for key in found if key[0] == "compute"):
-        curve = Curve.measured((key[3], found[key]) for key in found if key[:3] == ("compute", work, dtype))
+    for work, dtype in dict.fromkeys(key[1:3] for key in seconds if key[0] == "compute"):
+        curve = Curve.measured((key[3], seconds[key]) for key in seconds if key[:3] == ("compute", work, dtype))
         if dtype:
             products[work][dtype] = curve
         else:
             traffic[work] = curve
-    collectives = {kind: _collective(kind, found) for kind in TIMES if ("taken", kind) in found}
+    collectives = {kind: _collective(kind, seconds) for kind in TIMES if ("taken", kind) in seconds}
     return Calibrated(
         name=about["cpu"],
         flops_per_second={dtype: _best_rate(curve) for dtype, curve in products["matmul"].items()},
@@ -177,24 +179,28 @@ def _measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str,
     )
 
 
-def _collective(kind: str, found: Mapping[Key, float]) -> CollectiveTimes:
-    def curve(name: str) -> Curve:
-        return Curve.measured((sent, found[name, kind, sent]) for sent in SIZES)
+def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveTimes:
+    """Return the times of a kind of collective, from the measured seconds."""
 
-    taken = max(found["taken", kind], 0.0)
+    def curve(name: str) -> Curve:
+        return Curve.measured((sent, seconds[name, kind, sent]) for sent in SIZES)
+
+    taken = max(seconds["taken", kind], 0.0)
     wires = []
     for sent in SIZES:
-        launch, finish, train = (found[name, kind, sent] for name in ("launch", "finish", "train"))
+        launch, finish, train = (seconds[name, kind, sent] for name in ("launch", "finish", "train"))
         wires.append((sent, wire_seconds(train, launch + finish, taken * sent / SIZES[-1], TRAIN)))
-    of_size = Curve(((0.0, 0.0), (SIZES[-1], taken)))
-    return CollectiveTimes(curve("launch"), Curve.measured(wires), curve("finish"), of_size, found["tensor", kind])
+    proportional = Curve(((0.0, 0.0), (SIZES[-1], taken)))
+    return CollectiveTimes(
+        curve("launch"), Curve.measured(wires), curve("finish"), proportional, seconds["tensor", kind]
+    )
 
 
 def wire_seconds(elapsed: float, held: float, taken: float, train: int) -> float:
-    """Seconds on the wire of one of several equal collectives that were launched together, in ``elapsed`` seconds.
+    """Return the seconds on the wire of one of ``train`` equal collectives that took ``elapsed`` seconds together.
 
-    Launches and waits hold up compute for ``held`` seconds each time. Those of all but one run beside the wire, which
-    they delay by the share of the core that it asks for.
+    The launch and the wait of each take ``held`` seconds of compute. All but one run beside the wire, and delay
+    it by the share of the core that it asks for: ``taken`` seconds of its time.
 
     >>> wire_seconds(11.0, held=1.0, taken=0.0, train=2), wire_seconds(12.0, held=1.0, taken=5.0, train=2)
     (5.0, 5.0)
@@ -211,7 +217,7 @@ def _best_rate(curve: Curve) -> float:
 
 
 def _link(collectives: Mapping[str, CollectiveTimes]) -> Link:
-    """What the gathers' curve comes to: for those who ask for a link."""
+    """Return the link that the curve of gathers amounts to, in the large."""
     if not collectives:
         return Link(1e9)
     wire = collectives["gather"].wire
@@ -219,7 +225,7 @@ def _link(collectives: Mapping[str, CollectiveTimes]) -> Link:
 
 
 def about() -> dict[str, str]:
-    """Versions and machine."""
+    """Return the versions and the machine, in words."""
     names = ("torch", "lightning-thunder", "thunder-zero")
     return {
         "cpu": _cpu(),
@@ -230,15 +236,15 @@ def about() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """The processor's name, as Linux has it, or else Python."""
+    """Return the processor's name, from Linux or else from Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def calibrate_to(path: Path, seconds: float) -> None:
-    """Measure, write a file that :func:`thunder_zero.tools.load_device` reads, and print what came out."""
+    """Measure, write a file for :func:`thunder_zero.tools.load_device`, and print the device."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     with _ranks():
@@ -250,7 +256,7 @@ def calibrate_to(path: Path, seconds: float) -> None:
 
 @contextmanager
 def _ranks() -> Iterator[None]:
-    """The process group that torchrun's variables describe; none without them."""
+    """Make the process group that torchrun's variables describe, if there are any."""
     if "RANK" not in os.environ:
         yield
         return

@@ -4,7 +4,7 @@
 
     matmul    float32   131,072 FLOPs        a linear layer's three products, 256 rows by 8
     pointwise           1.5 MiB of traffic   torch.add of two tensors
-    gather              64 KiB sent          launch, wait, several launched together, and while it computes
+    gather              64 KiB sent          launch, wait, several launched together, and beside compute
 """
 
 from __future__ import annotations
@@ -37,14 +37,21 @@ IMAGES = (4, 16, 64)  # height and width of an image
 CHANNELS = 32
 ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # of a tensor in float32
 COLUMNS = 512  # of a tensor whose rows are reduced or looked up
-POOL = 16 << 20  # elements of all tensors of a size together, at most
+POOL = 16 << 20  # elements of all tensors of one size together, at most
 SHORTEST = 0.002  # seconds of a measurement, at least
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One point of a curve. Its size is FLOPs of products, or bytes of traffic of other work, whose dtype is "". A run
-    does all of it once, and stands for so many lines of a trace, of one size each."""
+    """One point of a curve.
+
+    Attributes:
+        work: class of work.
+        dtype: dtype of products; "" for other work.
+        size: FLOPs of a product, or bytes of traffic of other work, of one line.
+        run: does the work once.
+        lines: lines of a trace that a run does, all of one size.
+    """
 
     work: Work
     dtype: str
@@ -54,7 +61,7 @@ class Measure:
 
 
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
-    """All points of compute; products in each of the dtypes, other work in float32."""
+    """Yield the points of compute: products in each of the dtypes, other work in float32."""
     for dtype in dtypes:
         yield from (_product(width, dtype) for width in WIDTHS)
         yield from (_attention(length, dtype) for length in LENGTHS)
@@ -66,7 +73,7 @@ def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
 
 
 def seconds_of(run: Call, times: int) -> float:
-    """Seconds of one run, of several."""
+    """Return the mean seconds of a run."""
     start = perf_counter()
     for _ in range(times):
         run()
@@ -74,7 +81,7 @@ def seconds_of(run: Call, times: int) -> float:
 
 
 def enough_times(run: Call) -> int:
-    """How often to run it, so that a clock can tell how long it takes; it has run before."""
+    """Return how often to run something, so that a clock can measure it. It has run before."""
     run()
     for times in (1 << power for power in count()):
         if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
@@ -83,7 +90,7 @@ def enough_times(run: Call) -> int:
 
 
 def _product(width: int, dtype: torch.dtype) -> Measure:
-    """The three products of a linear layer, one after the other: forward, and the gradients of input and weight."""
+    """Measure the three products of a linear layer: forward, and the gradients of input and weight."""
     x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
 
     def run() -> None:
@@ -93,7 +100,7 @@ def _product(width: int, dtype: torch.dtype) -> Measure:
 
 
 def _attention(length: int, dtype: torch.dtype) -> Measure:
-    """Causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
+    """Measure causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
     query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
     gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
 
@@ -105,7 +112,7 @@ def _attention(length: int, dtype: torch.dtype) -> Measure:
 
 
 def _convolution(side: int, dtype: torch.dtype) -> Measure:
-    """A convolution of 3 x 3 and the gradients of its input and weight."""
+    """Measure a convolution of 3 x 3, and the gradients of its input and weight."""
     image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
     weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
     gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
@@ -117,17 +124,19 @@ def _convolution(side: int, dtype: torch.dtype) -> Measure:
 
 
 def _traffic(elements: int) -> Iterator[Measure]:
-    """Work whose time depends on bytes: what it reads and writes, each tensor once. Each run reads other tensors, as a
-    step does, as far as they fit into the pool."""
-    many = max(1, min(16, POOL // (2 * elements)))
-    tensors, others = ([torch.randn(elements) for _ in range(many)] for _ in range(2))
+    """Yield the measures of work whose time depends on the bytes that it reads and writes.
+
+    Successive runs read different tensors, as a step does, as far as these fit into the pool.
+    """
+    number = max(1, min(16, POOL // (2 * elements)))
+    tensors, others = ([torch.randn(elements) for _ in range(number)] for _ in range(2))
     nbytes, columns = tensors[0].nbytes, min(COLUMNS, elements)
     rows = [tensor.view(-1, columns) for tensor in tensors]
     table = torch.randn(4096, columns)
     places = torch.randint(4096, (len(rows[0]),))
-    pairs, a_row = cycle(zip(tensors, others, strict=True)), cycle(rows)
+    pairs, matrices = cycle(zip(tensors, others, strict=True)), cycle(rows)
     yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(pairs)))
-    yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(a_row), (columns,)))
+    yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(matrices), (columns,)))
     yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(places, table))
     yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
 
@@ -135,16 +144,16 @@ def _traffic(elements: int) -> Iterator[Measure]:
 CPU = torch.device("cpu")
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the busiest rank sends
 SENT_COLUMNS = 64
-TRAIN = 4  # launched together, as a step's follow each other
-OVERLAPPED = 2  # launched together while a rank computes
+TRAIN = 4  # collectives launched together, as in a step
+OVERLAPPED = 2  # collectives launched together while a rank computes
 OVERLAPPED_WIDTH = 1024  # of the products that run meanwhile: 4 MiB, as a step's weights pass through caches
-SMALL = 8  # tensors of a bucket of many
-TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of the bytes are sent
+SMALL = 8  # tensors of a bucket of many small tensors
+TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # times that (W - 1) / W of the bytes are sent
 
 
 class Collectives:
-    """Measures the collectives of a group, on every rank at the same time; each method is a collective. ``points`` are
-    kind and bytes sent, in the order in which all ranks measure them."""
+    """Measures the collectives of a group. Every rank calls each method. ``points`` are the kinds and bytes to measure,
+    in the order of all ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -152,24 +161,28 @@ class Collectives:
         self._starts = {point: self._start_of(*point) for point in product(TIMES, SIZES)}
         self.points = tuple(self._starts)
 
-    def timed(self, kind: str, sent: int) -> dict[str, float]:
-        """Seconds of collectives of this size, while nothing computes: ``launch``, of the call that starts one;
-        ``finish``, of its wait, once all has arrived; ``train``, of several that were launched together, until the last
-        wait has returned."""
+    def time(self, kind: str, sent: int) -> dict[str, float]:
+        """Measure collectives of one size while nothing computes.
+
+        Return the seconds of ``launch``, the call that starts one; of ``finish``, its wait once all has arrived; and of
+        ``train``, several that are launched together, until the last wait returns.
+        """
         start = self._starts[kind, sent]
         barrier(self._group)
         alone, _ = _clocked(lambda: start().wait())
         barrier(self._group)
         launch, handle = _clocked(start)
-        sleep(1.3 * alone + 0.002)  # all has arrived
+        sleep(1.3 * alone + 0.002)  # until all has arrived
         finish, _ = _clocked(handle.wait)
         barrier(self._group)
         train, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(TRAIN)]])
         return {"launch": launch, "finish": finish, "train": train}
 
-    def slows_compute(self, kind: str, wire: float, held: float) -> float:
-        """Seconds by which one collective of the largest size, which takes ``wire`` seconds, makes compute longer that
-        runs meanwhile, without the ``held`` seconds of its launch and wait."""
+    def time_slowdown(self, kind: str, wire: float, held: float) -> float:
+        """Return the seconds by which a collective of the largest size lengthens compute that runs beside it.
+
+        The collective takes ``wire`` seconds. The ``held`` seconds of its launch and wait do not count.
+        """
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
         once = seconds_of(lambda: left @ right, 4)
@@ -192,7 +205,7 @@ class Collectives:
         return (together - alone) / OVERLAPPED - held
 
     def seconds_a_tensor(self, kind: str) -> float:
-        """By how much each further tensor of a bucket makes its launch and wait longer, at the least bytes."""
+        """Return the seconds that each further tensor of a bucket adds to its launch and wait, at the least bytes."""
         one, many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
         seconds = []
         for start in (one, many):
@@ -203,7 +216,7 @@ class Collectives:
         return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
-        """A function that launches a bucket of which the busiest rank sends so many bytes."""
+        """Return a function that launches a bucket of which the busiest rank sends ``sent`` bytes."""
         world = self._group.size()
         full = sent * world / (TIMES[kind] * (world - 1)) / 4  # elements of float32
         rows = ceil(full / SENT_COLUMNS / tensors / world) * world
