@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from thunder_zero.compat.jitted import plain_of
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import name_of
@@ -120,7 +121,7 @@ def page_of(
         other = STAGES[beside.plan.policy.stage].name
         programs.append(forecast(f"{other}, second" if other == programs[0].name else other, beside))
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
-    name = "A step" if isinstance(model_or_traces, Traces) else type(model_or_traces._model).__name__
+    name = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or name,
