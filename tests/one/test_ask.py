@@ -21,7 +21,7 @@ from thunder_zero.frontends import compilations
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op
-from thunder_zero.sharded.waits import Labels, launching
+from thunder_zero.sharded.waits import Labels, label_launch
 from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
 
 import thunder
@@ -325,8 +325,8 @@ def test_a_label_ends_with_backward(tmp_path: Path) -> None:
 
 def test_without_a_profiler_nothing_is_labelled() -> None:
     handle = Handle((), (), set())
-    assert Labels(traces(3).plan).watched(handle, Kind.GATHER, (weight(0),)) is handle
-    assert launching(Kind.GATHER, (weight(0),)) is launching(Kind.REDUCE, (weight(1),))
+    assert Labels(traces(3).plan).watch(handle, Kind.GATHER, (weight(0),)) is handle
+    assert label_launch(Kind.GATHER, (weight(0),)) is label_launch(Kind.REDUCE, (weight(1),))
 
 
 MODEL = """

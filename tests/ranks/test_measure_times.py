@@ -184,11 +184,11 @@ class Ready:
 
 def test_a_clock_notes_what_is_launched_while_it_runs() -> None:
     clock, ready = Clock(torch.device("cpu")), Ready()
-    assert clock.watched(ready, "a", gather=True) is ready
+    assert clock.watch(ready, "a", gather=True) is ready
     with clock.running() as seen:
-        handle = clock.watched(ready, "b", gather=False)
+        handle = clock.watch(ready, "b", gather=False)
         assert handle.wait() == (torch.ones(1),)
-    assert clock.watched(ready, "c", gather=True) is ready
+    assert clock.watch(ready, "c", gather=True) is ready
     ((path, gather, called, returned),) = [(wait.path, wait.gather, wait.called, wait.returned) for wait in seen]
     assert (path, gather) == ("b", False)
     assert called.until(returned) >= 0

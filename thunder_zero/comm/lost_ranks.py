@@ -88,7 +88,7 @@ def naming_tag(tag: str) -> Iterator[None]:
         raise lost.at(tag) from lost.__cause__
 
 
-def says_lost(error: RuntimeError) -> bool:
+def is_about_lost_rank(error: RuntimeError) -> bool:
     """Return whether the backend's error may be due to a rank that died or does not answer."""
     return isinstance(error, LOST_TYPES) or _LOST.search(str(error)) is not None
 
@@ -116,15 +116,15 @@ def raise_named(
 
     Code that runs many times in a step calls it in an ``except``: a ``try`` costs nothing there.
     """
-    if isinstance(error, LostRank) or not says_lost(error):
+    if isinstance(error, LostRank) or not is_about_lost_rank(error):
         raise error
     global_ranks = dist.get_process_group_ranks(group)
-    lost = [global_ranks[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
+    lost = [global_ranks[peer] for peer in find_possibly_lost(group, rank, time.monotonic() - start, timeout)]
     who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
     raise LostRank(dist.get_rank(), who, str(error)) from error
 
 
-def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
+def find_possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
     """Return the ranks of the group that may be lost after ``seconds`` of waiting.
 
     ``rank`` and ``timeout`` are those of :func:`naming_lost_ranks`. Gloo knows which connections are closed, but not

@@ -84,7 +84,7 @@ class PairwiseGloo(Launching):
                 shape = shapes[index]
                 fulls[index] = shards[index].new_empty(shape) if into is None else into[index].detach()[: shape[0]]
             parts.append(self._gather(bucket, rows, [fulls[index] for index in message.members], copies=into is None))
-        return Handle(bucket.posted(parts), fulls, self._pending)
+        return Handle(bucket.post(parts), fulls, self._pending)
 
     def _gather_even(
         self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
@@ -151,7 +151,7 @@ class PairwiseGloo(Launching):
                 unpack = _unpacking([(mean, unpadded)]) if len(members) > 1 else None
             bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
             bucket.send({rank: parts[rank] for rank in self._peers})
-        return Handle(bucket.posted(bucket_parts), means, self._pending)
+        return Handle(bucket.post(bucket_parts), means, self._pending)
 
     def _without_padding(self, bucket: GlooBucket, mean: Tensor, rows_of_ranks: Sequence[Tensor]) -> Tensor:
         """Return this rank's rows of a flat mean without its padding, which is set to zero while messages travel."""
@@ -178,7 +178,7 @@ class PairwiseGloo(Launching):
                 bucket_parts.append(self._reduce(bucket, (flat, flat), mean, unpack))
             else:
                 spreads.append(self._reduce_and_spread(bucket, self._cut_rows(flat), mean, unpack))
-        posted, *sends = bucket.posted(bucket_parts)
+        posted, *sends = bucket.post(bucket_parts)
         averaged = [part for spread in spreads for part in spread(posted.finish)]
         return Handle([posted, *averaged, *sends], means, self._pending)
 
@@ -189,17 +189,17 @@ class PairwiseGloo(Launching):
         for rank in self._peers:
             for members in messages(outgoing.get(rank, ())):
                 bucket.send({rank: _pack([outgoing[rank][index] for index in members])})
-        return Handle(bucket.posted(bucket_parts), (), self._pending)
+        return Handle(bucket.post(bucket_parts), (), self._pending)
 
     def in_two(
         self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
     ) -> Waitable:
         handle, second_transport = first(self), copy(self)
         second_transport._tag = self._tag_of_second
-        launched, results = self._averaging(lambda: second(second_transport, handle.wait())), list[Tensor]()
+        launched, results = self._average_in_background(lambda: second(second_transport, handle.wait())), list[Tensor]()
         return Handle([BucketPart((lambda: results.extend(launched().wait()),))], results, self._pending)
 
-    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start`` in AVERAGER, after its earlier tasks. Return a function that waits for the result."""
         return in_background(AVERAGER, start).result
 
@@ -242,9 +242,9 @@ class PairwiseGloo(Launching):
                 posted()
                 reduce.finish()
                 messages = dict.fromkeys(self._peers, slots[self.rank])
-                sent.extend(self._bucket().started(send, messages, self._tag_of_means))
+                sent.extend(self._bucket().start_all(send, messages, self._tag_of_means))
 
-            return [BucketPart((self._averaging(average_then_send),)), others, BucketPart(sent)]
+            return [BucketPart((self._average_in_background(average_then_send),)), others, BucketPart(sent)]
 
         return spread
 
@@ -281,7 +281,7 @@ class GlooBucket:
         """Do local work while messages travel."""
         self._meanwhile.append(work)
 
-    def posted(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
+    def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
         """Start the messages without blocking the caller. Return all that a handle waits for: the end of posting, the
         given parts, the end of the sends."""
         posted = self.run(self._post)
@@ -293,15 +293,15 @@ class GlooBucket:
         """Run ``post`` on the sender thread; return what waits for its end."""
         return in_background(SENDER, post).result
 
-    def started(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
         """Start messages, given by rank; the waits return when they end. An empty tensor needs no message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
         for slots, tag, received in self._receives:
-            received += self.started(receive, slots, tag)
+            received += self.start_all(receive, slots, tag)
         for messages in self._sends:
-            self._sent += self.started(send, messages, self._tag)
+            self._sent += self.start_all(send, messages, self._tag)
 
 
 def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
@@ -387,7 +387,7 @@ def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, l
     message."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
     packed = []
-    for members in grouped([prod(shape) * itemsize for shape in shards], limit):
+    for members in group_by_size([prod(shape) * itemsize for shape in shards], limit):
         full_shapes, shard_shapes = tuple(shapes[index] for index in members), tuple(shards[index] for index in members)
         sizes = tuple(map(prod, shard_shapes))
         is_even = world_size > 1 and len(members) > 1 and all(shape[0] % world_size == 0 for shape in full_shapes)
@@ -402,7 +402,7 @@ def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
     return [(stop - start) * prod(shape[1:]) for start, stop in ranges]
 
 
-def grouped(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+def group_by_size(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Return the positions of tensors that share a message, by their sizes: those below the limit share one."""
     small: list[int] = []
     large: list[list[int]] = []
@@ -441,7 +441,7 @@ def messages(tensors: Sequence[Tensor]) -> list[list[int]]:
 
     Each large tensor has its own message, all small tensors share one. The order depends on shapes and dtypes only.
     """
-    return grouped([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
+    return group_by_size([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:

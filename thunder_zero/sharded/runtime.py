@@ -33,7 +33,7 @@ from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows, has_hooks
 from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import LocalState
-from thunder_zero.sharded.waits import launching
+from thunder_zero.sharded.waits import label_launch
 from thunder_zero.sharded.wire import OnTheWire
 
 
@@ -97,9 +97,9 @@ class ModelRuntime:
         ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 under
         ``policy.reshard_after_backward=False`` sends only those that the accumulation has not gathered before.
         """
-        with launching(Kind.GATHER, paths):
-            handle = self._state.clock.watched(self._gather(sent, self._params_of(paths)), paths[0], gather=True)
-        return self._state.labels.watched(handle, Kind.GATHER, paths)
+        with label_launch(Kind.GATHER, paths):
+            handle = self._state.clock.watch(self._gather(sent, self._params_of(paths)), paths[0], gather=True)
+        return self._state.labels.watch(handle, Kind.GATHER, paths)
 
     def _gather(self, sent: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Gather the parameters that are due. The handle returns all parameters of the bucket."""
@@ -170,11 +170,11 @@ class ModelRuntime:
             self._encoded[paths, over] = self._plan.encodes_gradient(over, *params)
         if not self._encoded[paths, over]:
             sent = self._sums(cast(Sequence[Tensor], sent), params, over)
-        with launching(Kind.REDUCE, paths, over):
-            handle = self._state.clock.watched(self._wire.reduce(sent, params, over), paths[0], gather=False)
+        with label_launch(Kind.REDUCE, paths, over):
+            handle = self._state.clock.watch(self._wire.reduce(sent, params, over), paths[0], gather=False)
         if over not in OF_MEANS:
             self._state.labels.gradients_are_made(paths)
-        return self._state.labels.watched(handle, Kind.REDUCE, paths, over)
+        return self._state.labels.watch(handle, Kind.REDUCE, paths, over)
 
     def decode_grad(self, arrived: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the means that a reduction has brought in another form."""

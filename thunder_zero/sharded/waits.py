@@ -75,7 +75,7 @@ class Clock:
         finally:
             self._waits = None
 
-    def watched(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
+    def watch(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
         """Return the handle, or one that records its wait while the clock runs."""
         if (waits := self._waits) is None:
             return handle
@@ -92,7 +92,7 @@ class Clock:
 NOTHING = nullcontext()
 
 
-def launching(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
+def label_launch(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
     """Label a launch inside the block, if a profiler runs."""
     return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
@@ -112,7 +112,7 @@ class Labels:
         self._unit = ""
         self._pending: set[str] = set()  # parameters of the open unit whose gradients are not made yet
 
-    def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
+    def watch(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
         """Return the handle, or one whose wait is labelled if a profiler runs."""
         if not profiler._is_profiler_enabled:
             return handle

@@ -120,7 +120,7 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
     """Read a tensor to the CPU. After a failure it has no values, since the other ranks may wait to receive it."""
     buffer = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
-    with failures.captured():
+    with failures.capture():
         first, *others = (name for name in names if name in weights)
         buffer.copy_(fitted(weights[first], tensor, f"weights has {first!r}"))
         for name in others:

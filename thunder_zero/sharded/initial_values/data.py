@@ -127,7 +127,7 @@ class Failures:
         self._first: Exception | None = None
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
+    def capture(self) -> Iterator[None]:
         """Keep an exception of the block instead of raising it."""
         try:
             yield

@@ -112,14 +112,14 @@ class Drawn:
         """Call ``init`` for a module, and keep what it wrote."""
         stand_ins = stand_ins_for(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         written: dict[Tensor, Any] = {}
-        with failures.captured():
+        with failures.capture():
             failures.raise_first()  # init is not called again after it failed
             written = find_written(init, "init", owner, stand_ins, self._meta_names)
         for tensor in filter(self.has, stand_ins):
             full = stand_ins[tensor].detach()
             if tensor in written:
                 self._written.add(tensor)
-                with failures.captured():
+                with failures.capture():
                     full = self._fitted(written[tensor], tensor, "init", owner)
             self._put(tensor, full)
 

@@ -40,7 +40,7 @@ class _UnsentBucket(GlooBucket):
         post()
         return lambda: None
 
-    def started(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
         """Return waits that keep the tensors."""
         return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
 
@@ -52,7 +52,7 @@ def _hold(tensor: Tensor) -> None:
 class _UnsentPairwiseGloo(PairwiseGloo):
     """Gloo's transport without its messages and threads."""
 
-    def _averaging(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Return ``start``, so that it runs when its result is waited for."""
         return start
 
