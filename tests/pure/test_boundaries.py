@@ -126,8 +126,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                               "tools/absent_ranks tools/forecast tools/from_file "
                                                               "tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat frontends tools/printing "
-                                                              "tools/devices tools/dry_run tools/forecast tools/cost tools/ask "
-                                                              "tools/models tools/planner")),
+                                                              "tools/devices tools/dry_run tools/forecast "
+                                                              "tools/cost tools/ask tools/models tools/planner")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded frontends tools/printing tools/devices "
                                                               "tools/compiled_programs tools/forecast tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
