@@ -18,25 +18,25 @@ from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.plan.precision import MixedPrecision
 
-BORDER = "_thunder_zero_border"  # attribute of the classes made here: the path, for error messages
+BORDER = "_thunder_zero_border"  # attribute of the subclasses: the path of the module, for error messages
 OTHERS = (tuple, list, set, frozenset, deque)
 
 
 def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) -> tuple[Any, Any]:
-    """A whole module's arguments, cast before Thunder sees them, as FSDP2 does."""
+    """Return the arguments of the root module, cast before Thunder sees them, as in FSDP2."""
     dtype, _ = precision.border("", None)
     return _cast(args, dtype, name), _cast(kwargs, dtype, name)
 
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
-    """Make the module cast its outputs, and the submodules that an override names their inputs and outputs."""
+    """Make the module cast its outputs, and the submodules of an override cast their inputs and outputs."""
     for submodule, kind in _casting(module, precision).items():
         submodule.__class__ = kind
 
 
 @contextmanager
 def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """As :func:`cast_borders`, but only inside the block."""
+    """Apply :func:`cast_borders` inside the block only."""
     before = {submodule: type(submodule) for submodule in _casting(module, precision)}
     cast_borders(module, precision)
     try:
@@ -48,7 +48,7 @@ def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[No
 
 @contextmanager
 def without_casts(module: nn.Module) -> Iterator[None]:
-    """Inside the block, nothing that :func:`cast_borders` made casts."""
+    """Undo :func:`cast_borders` inside the block."""
     casting = {submodule: type(submodule) for submodule in module.modules() if BORDER in vars(type(submodule))}
     for submodule, kind in casting.items():
         submodule.__class__ = kind.__base__  # type: ignore[assignment]
@@ -60,20 +60,23 @@ def without_casts(module: nn.Module) -> Iterator[None]:
 
 
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
-    found: dict[nn.Module, type[nn.Module]] = {}
+    """Return the subclass that each module gets, if it casts anything."""
+    kinds: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
-        own = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
-        inputs, outputs = precision.border(path, own)
+        dtype = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
+        inputs, outputs = precision.border(path, dtype)
         if path and inputs is not None:
-            found[submodule] = _subclass(path, type(submodule), inputs, outputs)
+            kinds[submodule] = _subclass(path, type(submodule), inputs, outputs)
         elif outputs is not None:
-            found[submodule] = _subclass(path or type(submodule).__name__, type(submodule), None, outputs)
-    return found
+            kinds[submodule] = _subclass(path or type(submodule).__name__, type(submodule), None, outputs)
+    return kinds
 
 
 def _subclass(
     name: str, kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> Any:
+    """Return a subclass whose forward casts; None as a dtype casts nothing."""
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cast(args, input_dtype, self), _cast(kwargs, input_dtype, self)
         return _cast(kind.forward(self, *args, **kwargs), output_dtype, self)
@@ -82,8 +85,13 @@ def _subclass(
 
 
 def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
-    """Cast floating-point tensors wherever they are, in structures that keep their types; Thunder traces this.
-    ``owner`` is the module, or the name of the whole one: a name here would be checked before every forward."""
+    """Return a structure of the same type whose floating-point tensors are cast. Thunder traces this function.
+
+    ``owner`` is a submodule, or the name of the root module. Thunder would check a submodule's name in each forward.
+
+    Raises:
+        TypeError: the structure has tensors, and no type that can be built again.
+    """
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):
@@ -113,7 +121,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
 
 
 def fields_of(tree: Any) -> tuple[tuple[str, ...], bool]:
-    """The names of a dataclass's fields, and whether its constructor takes them all; no names of anything else."""
+    """Return the field names of a dataclass, and whether its constructor takes them all; no names of other values."""
     if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
         return (), False
     fields = dataclasses.fields(tree)

@@ -1,6 +1,7 @@
 """needed while: past a limit dynamo runs code without a graph, and says where and why in private.
 
-All that ``tz.compile`` asks of dynamo by private names.
+In: a module, and a backend for its graphs. Out: a function that calls the module as captured; and, of each graph, the
+user's line where it ended, why it was compiled again, and whether it holds for all grad modes.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from thunder_zero.compat.private import (
 )
 
 ANY_NUMBER = 1 << 30
-MOST = 200  # characters of an error of torch's
+MOST = 200  # characters of torch's error in ours
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
 NOT_TRACED = BackendCompilerFailed, TorchRuntimeError
 
-GRAD_MODE = frozenset(  # names in code whose graph may not be that of another grad mode
+GRAD_MODE = frozenset(  # code with these names may have another graph in another grad mode
     (
         *("is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad", "requires_grad_", "grad_fn"),
         *("is_leaf", "enable_grad", "set_grad_enabled", "inference_mode"),
@@ -63,20 +64,28 @@ def capture(
     dynamic: bool | None = None,
     whole: bool = False,
 ) -> Callable[..., Any]:
-    """The module with its forward captured, itself without the marks that torch and Lightning put on it. ``whole``:
-    raise where forward is more than one graph. What other models compiled of the same code does not count. Dynamo
-    compiles each function inside of what ``compiling`` returns, and calls what it has compiled outside of it."""
+    """Return a function that calls a module, whose forward dynamo captures.
+
+    Programs that other models have of the same code do not count for dynamo's limits.
+
+    Args:
+        module: it loses the marks that torch and Lightning put on a compiled module.
+        backend: gets each graph.
+        compiling: returns the context in which dynamo compiles a function. Programs run outside of it.
+        dynamic: as in ``torch.compile``.
+        whole: raise where forward is more than one graph.
+    """
     options: Any = {"dynamic": dynamic, "fullgraph": whole, "isolate_recompiles": True}
     captured: Any = torch.compile(module, backend=backend, **options)
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
-    asked = captured.dynamo_ctx.callback  # dynamo calls it for what it has not compiled; it skips what is not to be
-    asked._torchdynamo_orig_backend = _inside(compiling, asked._torchdynamo_orig_backend)
+    callback = captured.dynamo_ctx.callback  # dynamo calls it for each function that it has not compiled
+    callback._torchdynamo_orig_backend = _inside(compiling, callback._torchdynamo_orig_backend)
     return captured  # type: ignore[no-any-return]
 
 
 def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what compiles a function of the user inside of a context."""
+    """Return dynamo's compiler of functions, which now runs in a context."""
 
     def converted(*args: Any, **kwargs: Any) -> Any:
         with compiling():
@@ -87,8 +96,7 @@ def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Call
 
 
 def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
-    """Return what an operator raised while dynamo ran it, with the lines of the user's code that called it; any other
-    error as it is."""
+    """Return the error of the operator if dynamo wrapped it, or else the error itself; and the user's stack."""
     if not isinstance(error, TorchRuntimeError):
         return error, list(extract_tb(error.__traceback__))
     raised: BaseException = error
@@ -98,20 +106,27 @@ def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
 
 
 def users_line(stack: str) -> tuple[str, int] | None:
-    """Return the file and the number of the user's line in a stack's text: of the innermost frame that is neither
-    torch's nor ours."""
+    """Return the file and number of the user's line in the text of a stack.
+
+    It is the innermost line that is neither in torch nor in this package.
+    """
     frames = [(file, int(number)) for file, number in FRAME.findall(stack) if not file.startswith(NOT_USERS)]
     return frames[-1] if frames else None
 
 
 def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exception]:
-    """Return, as one sentence, why a model of this name could not be traced, and the error that says so itself.
-    ``slices``: the ranks of tensor parallelism."""
+    """Return a sentence that says why a model could not be traced, and the error behind it.
+
+    Args:
+        error: what dynamo raised.
+        name: the name of the model's class.
+        slices: the number of ranks of tensor parallelism.
+    """
     cause: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     raised, frames = users_error(cause)
     text, _, lines = str(raised).partition("While executing")
-    found = users_line(lines if raised is cause else "".join(format_list(frames)))
-    where, text = f" at {found[0]}:{found[1]}" if found else "", " ".join(text.split()).rstrip(".")
+    line = users_line(lines if raised is cause else "".join(format_list(frames)))
+    where, text = f" at {line[0]}:{line[1]}" if line else "", " ".join(text.split()).rstrip(".")
     text = text if len(text) <= MOST else f"{text[:MOST]} ..."
     action = "if the plain module trains, put what torch cannot trace into a function under torch.compiler.disable"
     if slices > 1 and type(raised) in (RuntimeError, ValueError):
@@ -214,18 +229,20 @@ def _is_given(kinds: tuple[type[Tensor], ...], variable: Any) -> bool:
 
 
 def floats_constant() -> Any:
-    """Inside the block dynamo makes no symbols of floats, such as the epsilon of a norm, where it does of sizes."""
+    """Let dynamo make no symbols of floats, such as the epsilon of a norm, inside the block."""
     return dynamo_config.patch(specialize_float=True)
 
 
 def _is_no_failure(record: logging.LogRecord) -> bool:
-    """Return whether torch logs something else than an error that it then raises."""
+    """Return whether a record is no error; torch logs an error that it then raises."""
     return record.levelno < logging.ERROR
 
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
-    """Whether a graph, captured with gradients on, is all of ``forward`` and would be the same with gradients off: no
-    code around it would run, and none that dynamo captured asks for the mode. Called while dynamo compiles it."""
+    """Return whether a graph that was captured with gradients on is all of ``forward``, and holds with gradients off.
+
+    Then no code around the graph runs, and no captured code asks for the mode. Call it while dynamo compiles the graph.
+    """
     ended: Any = graph.compile_subgraph_reason
     codes = TracingContext.get_traced_code() or []
     is_whole = bool(codes) and codes[0] is forward.__code__ and not ended.graph_break
@@ -269,12 +286,12 @@ def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_compiling() -> Any:
-    """Inside the block dynamo runs what it has compiled, and raises RuntimeError before it would compile more."""
+    """Let dynamo raise a RuntimeError inside the block where it would compile something."""
     return torch.compiler.set_stance("fail_on_recompile")
 
 
 class CompiledFrame(NamedTuple):
-    """A compilation of dynamo's: the function's number and code, and the number of the compilation."""
+    """A compilation by dynamo: the function's number and code, and the number of the compilation."""
 
     function: int
     code: CodeType
@@ -282,20 +299,21 @@ class CompiledFrame(NamedTuple):
 
     @staticmethod
     def now() -> CompiledFrame:
-        """Return the one that dynamo is at."""
+        """Return the compilation that dynamo is at."""
         number, codes = CompileContext.current_compile_id(), TracingContext.get_traced_code()
         return CompiledFrame(number.frame_id, codes[0], number)
 
     def reason(self) -> str | None:
-        """Return why dynamo compiled the function again; None if it was its first time, or is long ago."""
-        found = [each.recompile_reason for each in get_compilation_metrics() if each.compile_id == str(self.number)]
-        if not found or not found[-1]:
+        """Return why dynamo compiled the function again; None for a first compilation, or one that is long ago."""
+        metrics = get_compilation_metrics()
+        reasons = [metric.recompile_reason for metric in metrics if metric.compile_id == str(self.number)]
+        if not reasons or not reasons[-1]:
             return None
-        why: str = found[-1].splitlines()[0].partition(": ")[2]  # behind dynamo's number, before the user's line
+        why: str = reasons[-1].splitlines()[0].partition(": ")[2]  # behind dynamo's number, before the user's line
         return why.partition("  #")[0].strip()
 
     def forget(self) -> None:
-        """Let dynamo forget what it compiled; it compiles the function again when it is called like that again."""
+        """Let dynamo forget this compilation; an equal call compiles the function again."""
         for entry in cache_entries(self.code):
             guards = entry.guard_manager
             if entry.compile_id == self.number and guards.extra_state is not None:
@@ -303,10 +321,11 @@ class CompiledFrame(NamedTuple):
 
 
 def _sentence(ended: GraphCompileReason) -> str:
+    """Return where and why dynamo ended a graph."""
     where = f" at {ended.user_stack[-1].filename}:{ended.user_stack[-1].lineno}" if ended.user_stack else ""
     return f"dynamo ended a graph{where}: {ended.reason.strip().splitlines()[0]}"
 
 
 def _logging() -> set[Any]:
-    """The methods of loggers, with those that transformers adds: each would end a graph. Dynamo drops the messages."""
+    """Return the methods of loggers, with those of transformers, which would end a graph; dynamo drops the calls."""
     return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

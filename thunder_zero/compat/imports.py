@@ -1,9 +1,11 @@
 """needed while: Thunder's import names what newer versions of torch dropped.
 
-Lets this version of Thunder import under this version of torch, whenever that import comes: it names five methods while
-it is imported that torch 2.13 dropped, and reads ``torch.autograd.Function.apply.__func__``, which torch 2.15 made a
-built-in. Stand-ins let it import, and then go; no program calls the five. ``apply`` stays a function of Python, by
-which Thunder knows it in forward.
+Lets Thunder be imported, whenever that import comes. Its import reads five methods that torch 2.13 dropped, and
+``torch.autograd.Function.apply.__func__``, which is missing since torch 2.15 made ``apply`` a built-in. Stand-ins exist
+during the import only, and no program calls the five methods::
+
+    import thunder_zero      puts a finder in front of Python's
+    import thunder           Tensor.align_as, ... and Function.apply exist; then they are removed
 """
 
 from __future__ import annotations
@@ -23,34 +25,35 @@ import torch
 from looseversion import LooseVersion
 
 DROPPED_METHODS = frozenset(("align_as", "align_to", "has_names", "refine_names", "rename"))
-KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # each need is known here
-TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
+KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # the versions that have all needs of this room
+TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # (first, below)
 
 
 def known(package: str) -> bool:
-    """Whether the needs of this room are known for the installed version of torch or of Thunder."""
+    """Return whether the installed version of torch or Thunder is known to have the needs of this room."""
     return f"{version(package)}.".startswith(f"{KNOWN[package]}.")
 
 
 def half_imported(modules: dict[str, Any]) -> bool:
-    """Whether an ``import thunder`` failed before: its submodules stayed, the package did not."""
+    """Return whether an ``import thunder`` failed before: Python then keeps its submodules, but not the package."""
     return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
 
 
-def untested(package: str, found: str) -> str | None:
-    """A warning about an untested version, or None."""
+def untested(package: str, installed: str) -> str | None:
+    """Return a warning about an untested version, or None."""
     first, last = TESTED[package]
-    base = found.partition("+")[0]
+    base = installed.partition("+")[0]
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
         return None
     return (
-        f"thunder_zero is tested with {package} >= {first}, < {last}, and this is {found}; if something fails, install "
-        f"a tested version"
+        f"thunder_zero is tested with {package} >= {first}, < {last}, and this is {installed}; if something fails, "
+        f"install a tested version"
     )
 
 
 @contextmanager
 def _dropped_methods() -> Iterator[None]:
+    """Give tensors the methods that torch dropped inside the block."""
     missing = DROPPED_METHODS - set(dir(torch.Tensor))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
@@ -73,13 +76,14 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
 
-# By a method of Python Thunder knows autograd functions. It is one before torch 2.14; later dynamo cannot trace one.
+# Thunder recognises autograd functions by a method in Python. Since torch 2.14 dynamo cannot trace such a method.
 _IS_IN_C = isinstance(torch.autograd.Function.apply, BuiltinFunctionType)
-PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # one or none
+PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # empty if it is one already
 
 
 @contextmanager
 def _apply_in_python() -> Iterator[None]:
+    """Make ``torch.autograd.Function.apply`` a method in Python inside the block."""
     for apply in PYTHON_APPLY:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     try:
@@ -90,9 +94,12 @@ def _apply_in_python() -> Iterator[None]:
 
 
 def let_thunder_import(and_then: Callable[[], None]) -> None:
-    """Let an ``import thunder`` from now on find what it needs, and call ``and_then`` once Thunder is imported.
+    """Let a later ``import thunder`` work, and call ``and_then`` once Thunder is imported.
 
-    Thunder itself is not imported: whoever only asks for help, or reads a plan, need not wait for it.
+    Thunder is not imported now, so that a help text, or a plan, does not wait for it.
+
+    Raises:
+        ImportError: an earlier ``import thunder`` failed.
     """
     if half_imported(sys.modules):
         raise ImportError(
@@ -109,13 +116,13 @@ def let_thunder_import(and_then: Callable[[], None]) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds Thunder as the other finders do, so that its import, whenever it comes, runs with what is missing."""
+    """A finder that finds Thunder by the other finders, and lets its import run with the stand-ins."""
 
     def __init__(self, and_then: Callable[[], None]) -> None:
         self._and_then = and_then
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Thunder's; None for all other modules."""
+        """Return how Thunder is loaded; None for all other modules."""
         if name != "thunder":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -129,6 +136,7 @@ class Finder(MetaPathFinder):
 def _import_with_parts(
     import_into: Callable[[ModuleType], None], and_then: Callable[[], None], thunder: ModuleType
 ) -> None:
+    """Import Thunder with the stand-ins, and remove our finder."""
     with _apply_in_python(), _dropped_methods(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)

@@ -1,8 +1,8 @@
 """needed while: inductor compiles a graph of operators under private names alone.
 
-In: a graph of torch's operators without autograd, and its inputs as AOTAutograd's trace has them, without values. Out:
-a function of the list of inputs. Inductor keeps what it compiles on disk, by the text of the graph and the looks of its
-inputs, so the next process compiles none of it again.
+In: a graph of torch's operators without autograd, and fake inputs as AOTAutograd's trace has them. Out: a function of
+the list of inputs. Inductor caches its code on disk, by the text of the graph and the shapes, strides and dtypes of its
+inputs, so that the next process does not compile it again.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ Kernel = Callable[[list[Any]], Sequence[Any]]
 
 
 class HoldsForSomeSizes(Exception):
-    """Inductor's code would be right for some of the sizes that the graph is for, and nobody would check which."""
+    """An error: inductor's code would hold for some of the graph's sizes only, and nothing would check which."""
 
 
 def kernel(
     graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
-    """Compile a graph; return a function, and what its outputs look like.
+    """Compile a graph; return a function, and fake outputs.
 
     Args:
         graph: its placeholders are tensors, and integers for the symbols of their sizes; it returns a list.
         inputs: fake tensors and symbolic integers.
-        wanted: what has the strides that an output should have; None: those that inductor chooses.
+        wanted: for each output a tensor with the strides that the output should have, or None to let inductor choose.
         mode: the FakeTensorMode of the inputs.
 
     Raises:
-        HoldsForSomeSizes: inductor asks something of sizes that are symbols.
+        HoldsForSomeSizes: the code would depend on the value of a symbolic size.
         RuntimeError: inductor cannot compile it.
     """
     try:
         return _compiled(graph, inputs, wanted, mode)
-    except HoldsForSomeSizes:  # what it found in its files may be for fewer sizes
+    except HoldsForSomeSizes:  # code from its cache may hold for fewer sizes
         with inductor_config.patch(fx_graph_cache=False):
             return _compiled(graph, inputs, wanted, mode)
 
@@ -62,15 +62,15 @@ def _compiled(
 ) -> tuple[Kernel, Sequence[Any]]:
     try:
         with tracing(TracingContext(mode)), faking(mode), for_all_sizes(mode):
-            # Tracing tells inputs apart by identity, and regions that are alike have made one object.
-            own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
+            # Tracing tells inputs apart by identity, and one fake tensor may stand for several inputs.
+            distinct = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
             traced = make_fx(lambda *args: laid_out(graph(*args), wanted), decomposition_table=select_decomp_table())(
-                *own
+                *distinct
             )
             results: Any = traced.graph.output_node().args[0]
             outputs = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
             traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(results)))
-            return compile_fx_inner(traced, own, is_inference=True), outputs
+            return compile_fx_inner(traced, distinct, is_inference=True), outputs
     except (ShapeEnvGuardError, InductorError) as error:
         if (guard := _guard_behind(error)) is not None:
             raise HoldsForSomeSizes(str(guard)) from error
@@ -78,7 +78,7 @@ def _compiled(
 
 
 def _guard_behind(error: BaseException | None) -> BaseException | None:
-    """Return the guard that was refused where inductor failed, which wraps what its lowerings raise."""
+    """Return the error of a refused guard behind inductor's error, or None."""
     while error is not None and not isinstance(error, ShapeEnvGuardError):
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return error
@@ -86,19 +86,22 @@ def _guard_behind(error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def faking(mode: Any) -> Iterator[None]:
-    """Compute what values look like: with fake tensors of a mode, whose sizes may be symbols, and without the autocast
-    of the call that is compiled for, as programs run without it."""
+    """Compute with fake tensors inside the block; their sizes may be symbols.
+
+    Autocast is off, as programs run without it.
+    """
     with torch.no_grad(), DisableAutocast(), mode, python_dispatcher():
         yield
 
 
 def laid_out(outputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Return outputs with the strides of what is wanted, where that is not None."""
+    """Return outputs with the strides of the tensors in ``wanted``; None there leaves an output as it is."""
     return [_laid_out_like(output, like) for output, like in zip(outputs, wanted, strict=True)]
 
 
 def _laid_out_like(value: Any, like: Any) -> Any:
-    """Return a value with other strides; symbols are compared as text, which asks no question of them."""
+    """Return a value with the strides of another tensor."""
+    # Symbols are compared as text: comparing their values would add a guard.
     if not isinstance(like, Tensor) or str(value.stride()) == str(like.stride()):
         return value
     empty = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
@@ -107,10 +110,10 @@ def _laid_out_like(value: Any, like: Any) -> Any:
 
 @contextmanager
 def for_all_sizes(mode: Any) -> Iterator[None]:
-    """Ask nothing of sizes that are symbols but what holds for all of them: dynamo's guards are made already.
+    """Refuse new guards on symbolic sizes inside the block, since dynamo has made all guards already.
 
     Raises:
-        ShapeEnvGuardError: inside the block, where something has to be asked.
+        ShapeEnvGuardError: code inside the block depends on the value of a symbolic size.
     """
     if mode.shape_env is None:
         yield

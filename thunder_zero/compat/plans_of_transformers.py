@@ -2,14 +2,14 @@
 
 :func:`apply_plan` does what ``from_pretrained`` does with a ``DistributedConfig``, to any model.
 
-Its style ``replicated_with_grad_allreduce`` replaces the forward of a module by a function that registers, when it
-first runs, a hook on each parameter: an all-reduce of the gradient over the mesh of slices. Placeholders would get
-these hooks, and no gradient reaches those. So the plan has that sum, and forward is what it was::
+The style ``replicated_with_grad_allreduce`` replaces the forward of a module. The new function registers a hook on each
+parameter when it first runs: an all-reduce of the gradient over the mesh of slices. Placeholders would get these hooks,
+but no gradients. So our plan has the sum, and the module gets its forward back::
 
     q_norm.forward   tp_forward of transformers      ->  Qwen3RMSNorm.forward
     q_norm.weight    a hook that sums its gradient   ->  zero_all_reduce(..., over='tensor')
 
-The function is known by its code, which is that of the style's own, never by a name.
+The new function is recognised by its code, never by a name.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 STYLES = "transformers.distributed.tensor_parallel"
-SUM = ("dist", "all_reduce", "grad", "get_group")  # what the hook reads: it sums, and does nothing else
+SUM = ("dist", "all_reduce", "grad", "get_group")  # all names that the hook reads: it does nothing but sum
 
-COMPARED = {  # styles that tests compare with one process
+COMPARED = {  # styles whose results tests compare with those of one process
     *("embedding_rowwise", "embedding_colwise", "colwise", "colwise_gather_output", "colwise_rep", "rowwise"),
     *("rowwise_split_input", "rowwise_rep", "replicated_with_grad_allreduce"),
 }
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> None:
-    """Slice a model of transformers by its own plan; the raises are those of ``hugging_face.parallelize``."""
+    """Slice a model of transformers by its own plan.
+
+    Raises:
+        RuntimeError: no transformers with plans is installed.
+        TypeError: the mesh has several dimensions, or the model is none of transformers.
+        ValueError: the model is sliced already, has no plan, or has one with a style that no test compares.
+    """
     try:
         from transformers import PreTrainedModel
         from transformers.distributed import DistributedConfig
@@ -47,16 +53,16 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{name} is no model of transformers; call torch's parallelize_module with styles of your own")
-    if found := next((path for path, each in model.named_parameters() if isinstance(each, DTensor)), None):
-        raise ValueError(f"parameter {found!r} is a DTensor already; slice a model once")
+    if path := next((path for path, param in model.named_parameters() if isinstance(param, DTensor)), None):
+        raise ValueError(f"parameter {path!r} is a DTensor already; slice a model once")
     if not model.tp_plan and not plan:
         raise ValueError(
             f"{name} has no plan for tensor parallelism; give one as plan=, or slice its layers by torch's "
             f"parallelize_module or distribute_module"
         )
-    # transformers plans for one rank nothing, and mesh may have one
-    asked = DistributedConfig(tp_size=max(mesh.size(), 2), tp_plan=dict(plan) if plan else None)
-    styles, _, _ = model._resolve_parallel_plans(asked)
+    # for one rank transformers plans nothing
+    config = DistributedConfig(tp_size=max(mesh.size(), 2), tp_plan=dict(plan) if plan else None)
+    styles, _, _ = model._resolve_parallel_plans(config)
     if wrong := next(((path, style) for path, style in styles.items() if style not in COMPARED), None):
         raise ValueError(
             f"the plan of {name} has the style {wrong[1]!r} for {wrong[0]!r}, which no test compares with one "
@@ -86,7 +92,7 @@ def leave_to_plan(module: nn.Module) -> None:
 
 @contextmanager
 def left_to_plan(module: nn.Module) -> Iterator[None]:
-    """Inside the block forward registers no such hooks."""
+    """Give modules their forward back inside the block, without the hooks on their parameters."""
     hooking = [(part, part.forward) for _, part, _, _ in _hooking(module)]
     leave_to_plan(module)
     try:
@@ -97,16 +103,16 @@ def left_to_plan(module: nn.Module) -> Iterator[None]:
 
 
 def _hooking(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any, FunctionType]]:
-    """Yield each module whose forward registers such hooks: its path, itself, its own forward, the hook."""
+    """Yield the path of each module whose forward registers hooks, the module, its original forward, and the hook."""
     style: Any = getattr(sys.modules.get(STYLES), "ReplicatedWithGradAllReduce", None)
     install = vars(style).get("install_forward") if isinstance(style, type) else None
     if not isinstance(install, FunctionType):
-        return  # not imported, so that nothing has used it
+        return  # transformers is not imported, so no module has the style
     known = {code for code in install.__code__.co_consts if isinstance(code, CodeType)}
     for path, part in module.named_modules():
         forward = vars(part).get("forward")
         if isinstance(forward, FunctionType) and forward.__code__ in known:
-            held = getclosurevars(forward).nonlocals
-            hook = held.get("_all_reduce_grad")
+            closure = getclosurevars(forward).nonlocals
+            hook = closure.get("_all_reduce_grad")
             if isinstance(hook, FunctionType) and hook.__code__ in known and hook.__code__.co_names == SUM:
-                yield path, part, held["original_forward"], hook
+                yield path, part, closure["original_forward"], hook

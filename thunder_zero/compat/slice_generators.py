@@ -1,6 +1,9 @@
 """needed while: torch draws numbers for slices on DTensors alone, and on GPUs alone.
 
-An operator that gives a random line of a trace the generator of its slice (``frontends/dynamo/random_slices.py``).
+In: the number of a slice. Out: the state of a random generator, by an operator that a line of a trace can call
+(``frontends/dynamo/random_slices.py``)::
+
+    state = generator_of_slice(1, device)        each slice draws other numbers, each step others again
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ torch.library.define(NAME, "(int part, Device device) -> Tensor", tags=(torch.Ta
 
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def generator_of_slice(part: int, device: torch.device) -> Tensor:
-    """Return the state of a generator for a slice; the device's own generator moves on alike for all slices."""
+    """Return the state of a generator for a slice, and advance the device's own generator equally on all ranks."""
     if device.type == "cpu":
         drawn = int(torch.randint(1 << 62, ()))
-    else:  # a host that read a number of the device would wait for it
+    else:  # reading a number that the device drew would wait for the device
         module = torch.get_device_module(device)
         state = module.get_rng_state(device)
         drawn = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big")
@@ -35,7 +38,7 @@ def generator_of_slice(part: int, device: torch.device) -> Tensor:
 
 @torch.library.register_fake(NAME)
 def _fake(part: int, device: torch.device) -> Tensor:
-    """Return what the state looks like."""
+    """Return a tensor that looks like the state."""
     return torch.empty(len(torch.get_rng_state()) if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 

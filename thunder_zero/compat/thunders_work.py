@@ -1,8 +1,12 @@
 """needed while: Thunder counts no FLOPs of its symbols, and tags few with what work they do.
 
-What torch says of its own operators is in ``traces/operators.py``. The table of classes is conservative: a name that it
-does not list is OTHER work and makes no view. Lines that may copy, such as a reshape, are VIEW work but not in
-``VIEWS``, since a trace does not know strides.
+In: a line of Thunder's symbols. Out: its kind of work, and its FLOPs. ``traces/operators.py`` asks torch about torch's
+own operators.
+
+The table is conservative: an unlisted name is OTHER work and makes no view. A line that may copy, such as a reshape, is
+VIEW work but not in ``VIEWS``, since a trace does not know strides::
+
+    t2 = matmul(t0, t1)     (8, 4) @ (4, 16)     MATMUL, 2 * 8 * 16 * 4 FLOPs
 """
 
 from __future__ import annotations
@@ -63,18 +67,18 @@ NAMES = {
 WORK = {name: work for work, names in NAMES.items() for name in names.split()}
 MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
 VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
-NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
-# of rows, if their dims, which come second, are the last ones
+NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # though they are POINTWISE or VIEW work
+# These reduce rows if their second argument, the dims, names the last ones.
 OF_ROWS = {"amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum", "softmax"}
 
 Shape = tuple[int, ...]
-Count = Callable[[list[Shape], BoundSymbol], int]  # of the shapes of the tensors among the arguments, in order
+Count = Callable[[list[Shape], BoundSymbol], int]  # (shapes of the tensors among the arguments, line) -> FLOPs
 
 
 def flops_of_symbol(bsym: BoundSymbol) -> int | None:
-    """FLOPs of a line by its name; None for a name that the table does not have."""
+    """Return the FLOPs of a line; None if the table does not have its name."""
     count = COUNTS.get(bsym.sym.name)
-    # Tensors are arguments themselves, or in a sequence (``addmm_vjp`` has its inputs in one).
+    # A tensor is an argument, or an item of one (``addmm_vjp`` has its inputs in a sequence).
     shapes = [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
     return None if count is None else count(shapes, bsym)
 
@@ -84,26 +88,32 @@ def _output(bsym: BoundSymbol) -> Shape:
 
 
 def _product(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """``matmul``, ``linear`` and others: tensor ``left`` has the contracted dimension last."""
+    """Return the FLOPs of a product, such as ``matmul``. Tensor ``left`` has the contracted dimension last."""
     return 2 * prod(_output(bsym)) * shapes[left][-1]
 
 
 def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """The product is computed again, then the gradients of both factors: three products of the same size."""
+    """Return the FLOPs of a product's gradient, which computes three products of one size.
+
+    They are the product itself, computed again, and the gradients of both factors.
+    """
     right = shapes[left + 1]
     return 3 * 2 * prod(shapes[left]) * (right[-1] if len(right) > 1 else 1)
 
 
 def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths: tuple[int, int] = (1, 1)) -> int:
-    """Products of (queries, keys) with widths of a head: so many times a query's, and a value's. Query heads may share
-    key heads. Forward has the scores, and their product with the values."""
-    of_query, of_key, of_value = shapes[query : query + 3]
-    width = widths[0] * of_query[-1] + widths[1] * of_value[-1]
-    return 2 * prod(of_query[:-1]) * of_key[-2] * width
+    """Return the FLOPs of attention, ``2 * queries * keys * (widths[0] * query width + widths[1] * value width)``.
+
+    Forward has ``widths`` (1, 1): the scores, and their product with the values. Query heads may share key heads.
+    Tensor ``query`` is the queries; keys and values follow it.
+    """
+    queries, keys, values = shapes[query : query + 3]
+    width = widths[0] * queries[-1] + widths[1] * values[-1]
+    return 2 * prod(queries[:-1]) * keys[-2] * width
 
 
 def _convolution(positions: Shape, filters: Shape, *, times: int = 1) -> int:
-    """Each of the positions meets the filters of its group."""
+    """Return the FLOPs of a convolution: each position meets the filters of its group, ``times`` over."""
     return times * 2 * prod(positions) * prod(filters[1:])
 
 
@@ -113,7 +123,7 @@ def _named(count: Count, names: str) -> dict[str, Count]:
 
 COUNTS: dict[str, Count] = {
     **_named(_product, "matmul linear bmm mm mv dot"),
-    **_named(partial(_product, left=1), "addmm baddbmm"),  # a tensor is added to the product of the next two
+    **_named(partial(_product, left=1), "addmm baddbmm"),  # add the first tensor to the product of the next two
     **_named(_product_vjp, "bmm_vjp mm_vjp mv_vjp dot_vjp"),
     **_named(partial(_product_vjp, left=1), "addmm_vjp baddbmm_vjp"),
     **_named(
@@ -122,16 +132,19 @@ COUNTS: dict[str, Count] = {
         sdpaex_grad_forward_scaled_dot_product_efficient_attention
         sdpafx_grad_forward_scaled_dot_product_efficient_attention""",
     ),
-    **_named(  # the scores again, then the gradients of weights, values, queries and keys; the output's comes first
+    # The first argument is the output's gradient. Backward computes the scores again, then the gradients of weights,
+    # values, queries and keys.
+    **_named(
         partial(_attention, query=1, widths=(3, 2)),
         """cpu_flash_attention_backward cudnn_sdpa_bwd fa3_bwd nv_sdpfa_bwd
         sdpaex_scaled_dot_product_efficient_attention_backward
         sdpafx_scaled_dot_product_efficient_attention_backward""",
     ),
-    # the scores again, and the gradient of the weights
+    # This computes the scores again, and the gradient of the weights.
     **_named(partial(_attention, query=1), "cpu_flash_attention_mask_backward"),
-    # Of a convolution the positions are in its output, of a transposed one in its input. Each gradient takes as many as
-    # forward: convolution(a, weight, bias, stride, padding, dilation, transposed, ...), its gradients' (grad, a, ...).
+    # The positions are those of a convolution's output, or of a transposed one's input. Each gradient takes the FLOPs
+    # of forward. The arguments of forward are (a, weight, bias, stride, padding, dilation, transposed, ...); a gradient
+    # has the output's gradient in front of them.
     "convolution": lambda shapes, bsym: _convolution(shapes[0] if bsym.args[6] else _output(bsym), shapes[1]),
     "convolution_input_gradient": lambda shapes, bsym: _convolution(shapes[1 if bsym.args[6] else 0], shapes[2]),
     "convolution_weight_gradient": lambda shapes, bsym: _convolution(shapes[1 if bsym.args[7] else 0], bsym.args[2]),

@@ -1,7 +1,7 @@
 """needed while: no front end captures ScriptModules, or hooks of composable checkpoints.
 
-In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and what to
-use instead (:func:`require_traceable`)::
+In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and an
+alternative (:func:`require_traceable`)::
 
     submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and no front end can capture it; use the module ...
 """
@@ -17,7 +17,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class RefusedPart:
-    """A kind of submodule that is refused."""
+    """A kind of submodule that is refused.
+
+    Attributes:
+        is_it: says whether a module is of this kind.
+        what: what the module is or has, behind its name.
+        instead: what to do.
+        why: why it is refused.
+    """
 
     is_it: Callable[[nn.Module], bool]
     what: str
@@ -47,8 +54,13 @@ UNCAPTURABLE = (
 
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Refuse submodules of these kinds; also when a sharded module is compiled or that failed, since one may have
-    become so: by a hook that is registered later, for one."""
+    """Refuse submodules of these kinds.
+
+    Call it again when a sharded module is compiled, or when that fails: a hook may have been registered meanwhile.
+
+    Raises:
+        RuntimeError: there is such a submodule.
+    """
     for path, module in root.named_modules():
         for part in parts:
             if part.is_it(module):

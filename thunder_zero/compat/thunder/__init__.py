@@ -1,14 +1,14 @@
-"""What exists for Thunder's own front end, and is entered only while it traces a model of ours.
+"""Workarounds for Thunder's own front end, entered only while it traces a model of ours.
 
-``thunder.jit`` with ZeroTransform, and ``tz.trace(frontend="thunder")``, come here; ``tz.compile`` never does, nor does
-a plain ``thunder.jit``. The room is entered in ``tracing.py``, which puts its lookasides and shortcuts into Thunder's
-tables (``patches.py``) and takes them out again. Repairs and refusals of lines are functions of traces::
+``thunder.jit`` with ZeroTransform, and ``tz.trace(frontend="thunder")``, enter it; ``tz.compile`` and a plain
+``thunder.jit`` never do. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and takes
+them out again. Repairs and refusals of lines are functions of traces::
 
-    opaque_calls, reads, ...    while Thunder interprets forward: what it would keep for ever is refused, or guarded
+    opaque_calls, reads, ...    while Thunder interprets forward: guard or refuse what it would take for a constant
     wrong_gradients             refuses lines, before autodiff and behind it
-    trace_repairs               mends lines
+    trace_repairs               repairs lines
     operators                   makes torch's operators one line each way
-    fusion_repair               mends the schedule behind Thunder's fusers
+    fusion_repair               repairs the schedule behind Thunder's fusers
 
 The names below are imported when they are first asked for.
 """

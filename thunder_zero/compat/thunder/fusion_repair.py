@@ -1,8 +1,8 @@
 """needed while: Thunder's rematerialisation lets backward read what forward gathered.
 
-Repairs a schedule after fusion, so that backward reads its own gathers only. A fuser may make backward recompute from
-the inputs of a region of forward, and such an input may be a gathered parameter. Backward then reads its own copy
-instead, with an earlier wait if necessary, or a copy that is gathered for this reader::
+In: a schedule behind a fuser. Out: one in which backward reads its own gathers only. A fuser may let backward recompute
+from the inputs of a region of forward, and such an input may be a gathered parameter. Then backward reads its own copy.
+Its wait moves up, or a new gather is added::
 
     wait    w  <- fut                      wait    w  <- fut
     ... backward ...                       ... backward ...
@@ -21,7 +21,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
 def repair_fusion(timeline: Timeline) -> Timeline:
-    """Makes backward read its own gathers; returns the same timeline if it already does."""
+    """Return a timeline in which backward reads its own gathers only: the argument itself if it does so already."""
     chain = regathered(timeline)
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
@@ -34,17 +34,28 @@ def repair_fusion(timeline: Timeline) -> Timeline:
 
 @dataclass
 class _Repair:
-    """The operations so far. ``names`` maps a derived value of forward to the copy that backward reads."""
+    """A repaired timeline under construction.
+
+    Attributes:
+        timeline: the timeline to repair.
+        chain: the position of the writer of each value of forward that derives from parameters.
+        waits: the wait of backward's own gather, by parameter.
+        ops: the operations so far.
+        done: what these operations write.
+        names: the copy that backward reads, by the value of forward.
+        values: the new values.
+    """
 
     timeline: Timeline
-    chain: Mapping[str, int]  # derived value of forward -> position of its writer
-    waits: Mapping[str, Op]  # parameter -> the wait of backward's own gather
+    chain: Mapping[str, int]
+    waits: Mapping[str, Op]
     ops: list[Op] = field(default_factory=list)
-    done: set[tuple[str, ...]] = field(default_factory=set)  # by what they write
+    done: set[tuple[str, ...]] = field(default_factory=set)
     names: dict[str, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
 
     def add(self, op: Op) -> None:
+        """Add an operation, unless it was added early; backward gets copies of forward's derived values."""
         if op.writes and op.writes in self.done:
             return
         if op.backward:
@@ -53,29 +64,31 @@ class _Repair:
         self.done.add(op.writes)
 
     def copy(self, name: str) -> str:
-        """The name of backward's copy of a derived value of forward; adds the copy if there is none yet."""
+        """Return the name of backward's copy of a derived value of forward. Add the copy if there is none yet."""
         if name not in self.names:
             op = self.timeline.ops[self.chain[name]]
             self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)
         return self.names[name]
 
     def _gathered(self, name: str, forward: Op) -> str:
-        at = forward.writes.index(name)
-        path = forward.params[at]
+        """Return backward's gather of a parameter that forward gathered: its own one, earlier, or a new one."""
+        index = forward.writes.index(name)
+        path = forward.params[index]
         if path in self.waits:
             wait = self.waits[path]
             self.add(self.timeline.launches[wait.reads[0]])
             self.add(wait)
             return wait.writes[wait.params.index(path)]
         launch = self.timeline.launches[forward.reads[0]]
-        handle = f"{launch.writes[0]}_{at}_repaired"
+        handle = f"{launch.writes[0]}_{index}_repaired"
         self.values[handle] = self.values[f"{name}_repaired"] = self.timeline.values[name]
         alone = replace(launch, params=(path,), backward=True, repeated=True)
-        self.add(replace(alone, reads=(launch.reads[at],), writes=(handle,)))
+        self.add(replace(alone, reads=(launch.reads[index],), writes=(handle,)))
         self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_repaired",)))
         return f"{name}_repaired"
 
     def _computed(self, name: str, op: Op) -> str:
+        """Return a value that backward computes again as forward did, from its own gathers."""
         self.names.update((out, f"{out}_repaired") for out in op.writes)
         writes = tuple(f"{out}_repaired" for out in op.writes)
         self.add(replace(op, writes=writes, backward=True, repeated=True))

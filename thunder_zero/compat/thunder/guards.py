@@ -1,15 +1,13 @@
 """needed while: Thunder ignores what becomes None, or another collection or object.
 
-Guards for what Thunder reads without a check: the form of a call, attributes, globals and closures.
-
-In: the arguments of a call; what forward read while Thunder traced it. Out: values that are equal where a program may
-serve again (:func:`form_of`), and a :class:`Guard` for each program::
+In: the arguments of a call, and the attributes, globals and closures that forward read while Thunder traced it. Out:
+forms, which are equal where a program may serve again (:func:`form_of`), and a :class:`Guard` for each program::
 
     model(x, None)         (Tensor, None)        one program
     model(x, mask)         (Tensor, Tensor)      another program
     self.scale is None     a lookup of "scale"   compiled again once the attribute has a value
 
-Thunder itself checks the tensors, and the values of the numbers and strings, that a program reads.
+Thunder itself checks the tensors that a program reads, and the values of numbers and strings.
 """
 
 from __future__ import annotations
@@ -27,43 +25,45 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-MOST_ITEMS = 100  # of a collection that forward reads and that is compared by value; larger ones: item by item
+MOST_ITEMS = 100  # larger collections that forward reads are compared by the identity of their items
 WARN_AFTER = 4  # different forms of one argument or attribute
 NUMBERS = (bool, int, float, complex)
-CHECKED = (Tensor, *NUMBERS, str, slice)  # by Thunder, where forward reads one
+CHECKED = (Tensor, *NUMBERS, str, slice)  # Thunder checks these where forward reads them
 CONSTANTS = (type(None), Enum, bytes, torch.dtype, torch.device, range)
-OBJECTS = (nn.Module, type, ModuleType, BuiltinFunctionType)  # the same where they are the same object
+OBJECTS = (nn.Module, type, ModuleType, BuiltinFunctionType)  # compared by identity
 COLLECTIONS = (Mapping, list, tuple, deque, Set)
-OF_MODULES = frozenset((*vars(nn.Module()), *vars(nn.Module))) - {"forward"}  # of every module: other checks look at it
+OF_MODULES = frozenset((*vars(nn.Module()), *vars(nn.Module))) - {"forward"}  # other checks look at these attributes
 LEAVES = frozenset((*NUMBERS, str))
 FLAT, STRING = LEAVES | {type(None), Tensor}, {str}
-UNCHECKED = (deque, FunctionType)  # what Thunder does not look into, or not at all defaults
+UNCHECKED = (deque, FunctionType)  # Thunder looks into no deque, and not at all defaults of a function
 DEFAULTS = ("__defaults__", "__kwdefaults__")
-FIXED = frozenset(("builtins", "torch", "thunder"))  # packages whose own names nobody replaces
+FIXED = frozenset(("builtins", "torch", "thunder"))  # packages whose names nobody replaces
 
 _ABSENT = object()
 
-Form = Any  # equal to another one, or not
+Form = Any  # compared by ==, and nothing else
 
 
 class Namespace(Protocol):
-    """What has values by names."""
+    """A table of values by name, such as ``__dict__``."""
 
     def get(self, name: str, default: Any, /) -> Any:
         """Return the value, or the default."""
 
 
 def form_of(value: Any) -> Form:
-    """Return what decides which program an argument needs: structure, types, and values that Thunder does not check.
+    """Return the form of an argument: its structure, types, and values that Thunder does not check.
 
-    Numbers and strings have their types here, tensors their classes.
+    Of a number or string the form has the type, of a tensor its class.
     """
     return _Forms().of(value)
 
 
 def _form_read(value: Any, exact: bool = False) -> Form:
-    """Return what decides which program a value needs that forward reads and that is no argument: objects by identity,
-    as their attributes are lookups of their own."""
+    """Return the form of a value that forward reads and that is no argument.
+
+    Objects are compared by identity, since each attribute that forward reads has a lookup of its own.
+    """
     if not exact and (form := _flat_form(value)) is not None:
         return form
     if not isinstance(value, COLLECTIONS):
@@ -72,7 +72,7 @@ def _form_read(value: Any, exact: bool = False) -> Form:
 
 
 def _flat_form(value: Any) -> Form:
-    """Return the form of a plain collection of what Thunder checks, and of None, in a microsecond; None of others."""
+    """Return the form of a plain collection of None and of what Thunder checks; None for any other value. Fast."""
     kind, items = type(value), value
     if kind is dict:
         items = value.values()
@@ -85,17 +85,17 @@ def _flat_form(value: Any) -> Form:
 
 
 class _Forms:
-    """The forms of the parts of one value, which are numbered in the order of their first visit: parts may be shared.
+    """The forms of the parts of one value. Parts may be shared, so they are numbered by their first visit.
 
-    ``by_identity``: objects are compared as such, not by their attributes.
+    ``by_identity``: objects are compared by identity, not by their attributes.
     """
 
     def __init__(self, by_identity: bool = False) -> None:
         self._by_identity = by_identity
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the part, so that no other one gets its id
+        self._seen: dict[int, tuple[int, Any]] = {}  # it holds the part, so that no other part gets its id
 
     def of(self, value: Any, exact: bool = False) -> Form:
-        """Return the form of a part. ``exact``: numbers and strings by their values."""
+        """Return the form of a part. ``exact``: compare numbers and strings by value."""
         kind: type[Any] = type(value)
         if isinstance(value, Tensor):
             return "tensor", cast(Form, kind)
@@ -117,7 +117,7 @@ class _Forms:
             exact = exact or isinstance(value, UNCHECKED)
             names = (name if type(name) is str else self.of(name, exact=True) for name, _ in parts)
             return kind, tuple(zip(names, [self.of(part, exact) for _, part in parts], strict=True))
-        if isinstance(value, CHECKED):  # of a subclass
+        if isinstance(value, CHECKED):  # an instance of a subclass
             return (kind, repr(value)) if exact else kind
         if changes_unseen(value):
             return kind
@@ -129,7 +129,7 @@ def _element(value: Any) -> Form:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a collection or a function consists of, by names."""
+    """Return the parts of a collection or a function, with their names."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple | deque):
@@ -147,30 +147,30 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object itself, in its ``__dict__`` and its slots."""
+    """Return the attributes in the ``__dict__`` and in the slots of an object."""
     slotted = (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind))
     slots = (name for kind in slotted for name, member in kind.items() if isinstance(member, MemberDescriptorType))
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    own = getattr(value, "__dict__", None)
-    return found | own if isinstance(own, dict) else found
+    slotted_values = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    attributes = getattr(value, "__dict__", None)
+    return slotted_values | attributes if isinstance(attributes, dict) else slotted_values
 
 
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty: what it is to hold is not there yet
+    except ValueError:  # the cell is empty still
         return _ABSENT
 
 
 def changes_unseen(value: Any) -> bool:
-    """Return whether a value changes without a sign, such as an iterator or an array."""
+    """Return whether a value may change while its form stays equal, such as an iterator or an array."""
     if isinstance(value, Iterator) or type(value).__hash__ is None:
         return not isinstance(value, (*COLLECTIONS, *CHECKED, CellType)) and not attributes_of(value)
     return False
 
 
 class _Same:
-    """Equal for one object alone, which may go: ``now`` returns it, or None."""
+    """The form of an object by identity. ``now`` returns the object, or None once it is gone."""
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
@@ -187,7 +187,7 @@ class _Same:
 
 
 class _Items:
-    """The items of a large collection, each the same object."""
+    """The form of a large collection: its items by identity."""
 
     def __init__(self, value: Any) -> None:
         self._kind, self._items = type(value), [*value, *(value.values() if isinstance(value, Mapping) else ())]
@@ -198,79 +198,87 @@ class _Items:
         if not isinstance(other, _Items) or (self._kind, len(self._items)) != (other._kind, len(other._items)):
             return False
         pairs = zip(self._items, other._items, strict=True)
-        return all(one is other for one, other in pairs)
+        return all(mine is theirs for mine, theirs in pairs)
 
 
 class Slotted:
-    """The namespace of an object without ``__dict__``: its slots, or what a cell of a closure holds."""
+    """The namespace of an object without ``__dict__``: its slots, or the content of a closure's cell."""
 
-    def __init__(self, of: Any) -> None:
-        self._of = of
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
 
     def get(self, name: str, default: Any, /) -> Any:
         """Return an attribute."""
         try:
-            return getattr(self._of, name)
+            return getattr(self._owner, name)
         except (AttributeError, ValueError):
             return default
 
 
-def namespaces_of(of: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
-    """Yield the namespaces that decide what an attribute of an object is, each after the object or class that it is of.
+def namespaces_of(holder: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
+    """Yield each namespace that decides an attribute of an object, after the object or class that has it.
 
-    None of those that nobody changes, or that other checks look at.
+    Namespaces that nobody changes are left out, and those that other checks look at.
     """
-    if isinstance(of, CellType):
-        yield of, Slotted(of)
+    if isinstance(holder, CellType):
+        yield holder, Slotted(holder)
         return
-    kinds = of.__mro__ if isinstance(of, type) else type(of).__mro__
-    members = (vars(of).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-    if name.startswith("__") or isinstance(of, Tensor):
+    kinds = holder.__mro__ if isinstance(holder, type) else type(holder).__mro__
+    members = (vars(holder).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+    if name.startswith("__") or isinstance(holder, Tensor):
         return
-    if isinstance(of, nn.Module) and (name in OF_MODULES or any(name in each for each in members)):
+    if isinstance(holder, nn.Module) and (name in OF_MODULES or any(name in names for names in members)):
         return
-    own = getattr(of, "__dict__", None)
-    if isinstance(own, dict) and not (isinstance(of, ModuleType) and is_fixed(of.__name__)):
-        yield of, own
-        if name in own:
+    attributes = getattr(holder, "__dict__", None)
+    if isinstance(attributes, dict) and not (isinstance(holder, ModuleType) and is_fixed(holder.__name__)):
+        yield holder, attributes
+        if name in attributes:
             return
     for kind in kinds:
         if name in vars(kind):
-            if isinstance(vars(kind)[name], MemberDescriptorType) and not isinstance(of, type):
-                yield of, Slotted(of)
+            if isinstance(vars(kind)[name], MemberDescriptorType) and not isinstance(holder, type):
+                yield holder, Slotted(holder)
             elif not is_fixed(kind.__module__):
                 yield kind, vars(kind)
             return
 
 
 def is_fixed(package: str) -> bool:
-    """Return whether nobody replaces what a module of Python has, such as the functions of torch."""
+    """Return whether nobody replaces the names in a module of Python, such as the functions of torch."""
     return package.partition(".")[0] in FIXED
 
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """A name that forward read in a namespace, and the form of what was there; ``key`` tells lookups apart."""
+    """A name that forward read in a namespace.
+
+    Attributes:
+        key: the identity of the namespace's owner, and the name.
+        namespace: where it was read.
+        name: what was read.
+        form: the form of the value.
+        exact: whether the form has the values of numbers and strings.
+    """
 
     key: tuple[int, str]
     namespace: Namespace
     name: str
     form: Form
-    exact: bool  # with the values of numbers and strings
+    exact: bool
 
     def holds(self) -> bool:
-        """Return whether the same is there now."""
+        """Return whether the name has a value of this form now."""
         return bool(_form_read(self.namespace.get(self.name, _ABSENT), self.exact) == self.form)
 
 
 class Lookups:
-    """What forward reads while Thunder traces it, each once, with its form before forward could change it."""
+    """The lookups of one trace. Each name is noted at its first read, before forward could change the value."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[int, str], tuple[Lookup, Form, Any]] = {}  # with the holder, which keeps its id
+        self._read: dict[tuple[int, str], tuple[Lookup, Form, Any]] = {}  # it keeps the holder, and thereby its id
 
     def note(self, holder: Any, namespace: Namespace, name: str) -> None:
-        """Note a read of a name in the namespace of ``holder``, unless Thunder has a check for what is there."""
+        """Note a read of a name in the namespace of ``holder``, unless Thunder checks the value itself."""
         value, key = namespace.get(name, _ABSENT), (id(holder), name)
         if not isinstance(value, CHECKED) and key not in self._read:
             exact = name in DEFAULTS or holder is namespace  # Thunder checks no defaults, and not all of globals
@@ -278,26 +286,27 @@ class Lookups:
             self._read[key] = lookup, _form_read(value, exact=True), holder
 
     def changed(self) -> dict[str, Any]:
-        """Return by name what is not as it was when forward first read it."""
+        """Return the values that changed since forward first read them, by name."""
         now = ((read, form, read.namespace.get(read.name, _ABSENT)) for read, form, _ in self._read.values())
         return {read.name: value for read, form, value in now if _form_read(value, exact=True) != form}
 
     def taken(self) -> tuple[Lookup, ...]:
-        """Return what was read since the last time, and forget it."""
+        """Return the lookups since the last call, and forget them."""
         reads, self._read = tuple(lookup for lookup, *_ in self._read.values()), {}
         return reads
 
 
 class Guard:
-    """What must be as it was when a program was traced: the form of the call, and what forward read."""
+    """The conditions for a program to serve again: the form of the call, and what forward read."""
 
     def __init__(self, form: Form, lookups: Sequence[Lookup]) -> None:
         self.form, self.lookups = form, lookups
-        # Most are of None, of a name that is not there, or of one object: no forms need be made of them.
-        read = [(each.namespace.get, each.name, each.form) for each in lookups]
-        self._constants = [each for each in read if each[2] is None or each[2] is _ABSENT]
+        # Most lookups found None, nothing, or one object. They are compared without new forms, which is fast.
+        read = [(lookup.namespace.get, lookup.name, lookup.form) for lookup in lookups]
+        self._constants = [item for item in read if item[2] is None or item[2] is _ABSENT]
         self._objects = [(get, name, form.now) for get, name, form in read if isinstance(form, _Same)]
-        self._others = [each for each in lookups if not (each.form in (None, _ABSENT) or isinstance(each.form, _Same))]
+        is_simple = (lookup.form in (None, _ABSENT) or isinstance(lookup.form, _Same) for lookup in lookups)
+        self._others = [lookup for lookup, simple in zip(lookups, is_simple, strict=True) if not simple]
 
     def holds(self, form: Form) -> bool:
         """Return whether the program may serve a call of this form now."""
@@ -313,7 +322,7 @@ class Guard:
 
 
 class Guards:
-    """The guards of one model's programs. ``form`` is that of the call that runs."""
+    """The guards of one model's programs. ``form`` is the form of the call that runs."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -332,7 +341,7 @@ class Guards:
         return self._guards[number].holds(self.form)
 
     def _warn(self) -> None:
-        """Warn once of an argument, or of something that forward reads, that changes from program to program."""
+        """Warn once about an argument, or a value that forward reads, whose form differs in several programs."""
         shown: dict[Hashable, str] = {name: f"argument {name!r}" for name, _ in self.form}
         shown |= {lookup.key: f"{lookup.name!r}, which forward reads" for lookup in self._guards[-1].lookups}
         for key, words in shown.items():
@@ -353,4 +362,5 @@ class Guards:
 def form_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int | str, Form], ...]:
     """Return the forms of the arguments of a call, by position or name."""
     forms = _Forms()
-    return (*((at, forms.of(value)) for at, value in enumerate(args)), *((at, forms.of(kwargs[at])) for at in kwargs))
+    named = [*enumerate(args), *kwargs.items()]
+    return tuple((key, forms.of(value)) for key, value in named)
