@@ -63,8 +63,10 @@ ATTRIBUTES = {  # of objects that torch, or Lightning, made
 AOT = "torch._functorch._aot_autograd"
 EXPORT = "AOTAutograd's export made public, with the second stage beside it"
 DESCRIBED = "public descriptors of a joint graph's inputs and outputs"
-CAPTURE = "torch.compile telling a backend this by public names"
-SPLIT = "the above: a public export that runs forward and backward as two given functions"
+CAPTURE = "public names by which torch.compile tells a backend this"
+SPLIT = "a public function that runs two functions as forward and backward of a joint graph"
+INDUCTOR = "torch._inductor.standalone_compile for a graph that needs no AOTAutograd"
+SIZES = "an option for code that holds for all sizes"
 COALESCED = "a public way to launch collectives as one"
 AUTOGRAD = "a public question about the backward that runs"
 
@@ -73,23 +75,26 @@ NAMES = {name: Private(*row) for name, row in {
     # AOTAutograd: compat/aot/
     "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
         "traces forward and backward in one graph", EXPORT),
-    "JointWithDescriptors": ("torch._functorch.aot_autograd:JointWithDescriptors", "its result", EXPORT),
+    "JointWithDescriptors": ("torch._functorch.aot_autograd:JointWithDescriptors",
+        "the joint graph that it traced", EXPORT),
     "aot_stage2_compile": (f"{AOT}.graph_compile:aot_stage2_compile",
         "runs two functions under AOTAutograd's handling of autograd, writes and views", SPLIT),
     "detect_fake_mode": ("torch._guards:detect_fake_mode", "the symbols of what is traced now", EXPORT),
     "tensorify_python_scalars": ("torch.fx.passes._tensorify_python_scalars:tensorify_python_scalars",
         "computes with tensors where forward computes with floats that change", EXPORT),
-    "is_opaque_node": (f"{AOT}.graph_compile:is_opaque_node", "whether a value is a mesh or the like", EXPORT),
+    "is_opaque_node": (f"{AOT}.graph_compile:is_opaque_node", "whether a value is no tensor, such as a mesh", EXPORT),
     "runtime_wrappers": (f"{AOT}.runtime_wrappers:",
-        "its autograd function makes zeros of tangents that nobody made", "an option that leaves them None"),
+        "whose autograd function makes zeros of missing tangents", "an option that leaves them None"),
     "OutputType": (f"{AOT}.schemas:OutputType", "whether an output is a view of an input", EXPORT),
     "SubclassCreationMeta": (f"{AOT}.schemas:SubclassCreationMeta", "how a tensor subclass is put together", EXPORT),
-    "GradAOTOutput": (f"{AOT}.descriptors:GradAOTOutput", "which output is which gradient", DESCRIBED),
-    "PlainAOTInput": (f"{AOT}.descriptors:PlainAOTInput", "which input of dynamo's graph one is", DESCRIBED),
-    "PlainAOTOutput": (f"{AOT}.descriptors:PlainAOTOutput", "which output of dynamo's graph one is", DESCRIBED),
-    "SubclassGetAttrAOTInput": (f"{AOT}.descriptors:SubclassGetAttrAOTInput", "a part of an input", DESCRIBED),
-    "SubclassGetAttrAOTOutput": (f"{AOT}.descriptors:SubclassGetAttrAOTOutput", "a part of an output", DESCRIBED),
-    "TangentAOTInput": (f"{AOT}.descriptors:TangentAOTInput", "which input is whose tangent", DESCRIBED),
+    "GradAOTOutput": (f"{AOT}.descriptors:GradAOTOutput", "the input that a gradient belongs to", DESCRIBED),
+    "PlainAOTInput": (f"{AOT}.descriptors:PlainAOTInput", "the number of an input of dynamo's graph", DESCRIBED),
+    "PlainAOTOutput": (f"{AOT}.descriptors:PlainAOTOutput", "the number of an output of dynamo's graph", DESCRIBED),
+    "SubclassGetAttrAOTInput": (f"{AOT}.descriptors:SubclassGetAttrAOTInput",
+        "a part of a tensor subclass among inputs", DESCRIBED),
+    "SubclassGetAttrAOTOutput": (f"{AOT}.descriptors:SubclassGetAttrAOTOutput",
+        "a part of a tensor subclass among outputs", DESCRIBED),
+    "TangentAOTInput": (f"{AOT}.descriptors:TangentAOTInput", "the output that a tangent belongs to", DESCRIBED),
     "aot_config": ("torch._functorch.config:", "no donated buffers, autocast of backward as in eager", EXPORT),
     "cleanup_recompute_tags": ("torch._functorch.partitioners:cleanup_recompute_tags",
         "what checkpoints of neighbouring regions save", "tags that need no cleaning"),
@@ -97,19 +102,23 @@ NAMES = {name: Private(*row) for name, row in {
         "a public reading of the tag"),
     "run_and_save_rng_state": ("torch._prims.rng_prims:run_and_save_rng_state",
         "draws random numbers that backward draws again", "a public operator for it"),
-    "run_with_rng_state": ("torch._prims.rng_prims:run_with_rng_state", "draws them again", "likewise"),
+    "run_with_rng_state": ("torch._prims.rng_prims:run_with_rng_state",
+        "draws the numbers of forward again", "a public operator for it"),
     "set_grad_enabled": ("torch._C:_set_grad_enabled", "how dynamo writes torch.no_grad into a graph",
         "a public operator in graphs"),
     "get_mkldnn_enabled": ("torch._C:_get_mkldnn_enabled", "traces an LSTM without mkldnn",
         "torch.backends.mkldnn.flags without its warning of TF32"),
-    "set_mkldnn_enabled": ("torch._C:_set_mkldnn_enabled", "likewise", "likewise"),
+    "set_mkldnn_enabled": ("torch._C:_set_mkldnn_enabled", "traces an LSTM without mkldnn",
+        "torch.backends.mkldnn.flags without its warning of TF32"),
     # dynamo: compat/dynamo.py
     "dynamo_config": ("torch._dynamo.config:", "limits, and what may be reordered or ignored", CAPTURE),
-    "BackendCompilerFailed": ("torch._dynamo.exc:BackendCompilerFailed", "an error of ours inside of dynamo", CAPTURE),
+    "BackendCompilerFailed": ("torch._dynamo.exc:BackendCompilerFailed",
+        "our own error while dynamo compiles", CAPTURE),
     "DeletedGuardManagerWrapper": ("torch._dynamo.guards:DeletedGuardManagerWrapper",
         "lets dynamo forget a graph that has not run for long", "a limit of dynamo's cache that drops the oldest"),
-    "cache_entries": ("torch._C._dynamo.eval_frame:_debug_get_cache_entry_list", "likewise", "likewise"),
-    "TorchRuntimeError": ("torch._dynamo.exc:TorchRuntimeError", "an operator that takes no such tensors", CAPTURE),
+    "cache_entries": ("torch._C._dynamo.eval_frame:_debug_get_cache_entry_list",
+        "finds a graph that dynamo can forget", "a limit of dynamo's cache that drops the oldest"),
+    "TorchRuntimeError": ("torch._dynamo.exc:TorchRuntimeError", "an operator's error while dynamo runs it", CAPTURE),
     "GraphCompileReason": ("torch._dynamo.output_graph:GraphCompileReason", "why a graph ended", CAPTURE),
     "get_compilation_metrics": ("torch._dynamo.utils:get_compilation_metrics", "why it compiled again", CAPTURE),
     "graph_break_reasons": ("torch._dynamo.utils:graph_break_reasons", "where graphs ended", CAPTURE),
@@ -119,33 +128,35 @@ NAMES = {name: Private(*row) for name, row in {
         "notes whether forward asks for the grad mode", CAPTURE),
     "AutogradFunctionVariable": ("torch._dynamo.variables.misc:AutogradFunctionVariable",
         "puts an autograd function into a graph that it cannot trace", CAPTURE),
-    "allowed_in_graphs": ("torch._dynamo.trace_rules:_allowed_callable_ids", "likewise, for one call",
+    "allowed_in_graphs": ("torch._dynamo.trace_rules:_allowed_callable_ids",
+        "puts such a function into the graph, for one call",
         "torch.compiler.allow_in_graph for a block"),
-    "Unsupported": ("torch._dynamo.exc:Unsupported", "likewise", CAPTURE),
+    "Unsupported": ("torch._dynamo.exc:Unsupported", "what dynamo raises where it cannot trace", CAPTURE),
     "CompileContext": ("torch._guards:CompileContext", "the number of the function that is compiled", CAPTURE),
     "TracingContext": ("torch._guards:TracingContext", "the user's line that is compiled", CAPTURE),
-    "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "all kinds of instance norm",
+    "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "recognises all instance norms",
         "a public base class"),
     "OptimizedModule": ("torch._dynamo.eval_frame:OptimizedModule", "whether a module is under torch.compile",
         "a public question"),
     # inductor: compat/inductor.py
     "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner", "compiles a graph without autograd",
-        "torch._inductor.standalone_compile for a graph that needs no AOTAutograd"),
+        INDUCTOR),
     "select_decomp_table": ("torch._inductor.decomposition:select_decomp_table", "what inductor decomposes",
-        "likewise"),
-    "inductor_config": ("torch._inductor.config:", "compiles without its files", "likewise"),
-    "InductorError": ("torch._inductor.exc:InductorError", "why it failed", "likewise"),
+        INDUCTOR),
+    "inductor_config": ("torch._inductor.config:", "compiles without its cache on disk", INDUCTOR),
+    "InductorError": ("torch._inductor.exc:InductorError", "why inductor failed", INDUCTOR),
     "DisableAutocast": ("torch._C:_DisableAutocast", "traces operators as programs run them, without autocast",
         "torch.autocast for all devices at once"),
-    "fx_config": ("torch.fx.experimental._config:", "code for all sizes that symbols stand for", "an option for it"),
+    "fx_config": ("torch.fx.experimental._config:", "code for all sizes that symbols stand for", SIZES),
     "ShapeEnvGuardError": ("torch.fx.experimental.symbolic_shapes:_ShapeEnvGuardError",
-        "code that holds for some sizes only", "likewise"),
+        "code that holds for some sizes only", SIZES),
     "python_dispatcher": ("torch._dispatch.python:enable_python_dispatcher", "operators of sizes that are symbols",
-        "likewise"),
-    "tracing": ("torch._guards:tracing", "the context in which inductor finds symbols", "likewise"),
+        SIZES),
+    "tracing": ("torch._guards:tracing", "the context in which inductor finds symbols", SIZES),
     # operators: traces/
     "OpOverload": ("torch._ops:OpOverload", "an operator's schema, tags and name", "the type made public"),
-    "HigherOrderOperator": ("torch._ops:HigherOrderOperator", "an operator that calls functions", "likewise"),
+    "HigherOrderOperator": ("torch._ops:HigherOrderOperator",
+        "an operator that calls functions", "the type made public"),
     # autograd, functions, kernels: compat/torch/
     "peek_interpreter_stack": ("torch._C._functorch:peek_interpreter_stack", "whether torch.func or vmap is active",
         "a public question"),
@@ -154,10 +165,13 @@ NAMES = {name: Private(*row) for name, row in {
     "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls when a backward ends",
         "a public hook there"),
     "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
-    "chunk_cat": ("torch:_chunk_cat", "cuts many gradients into the rows of ranks in one call", "it made public"),
-    "flatten": ("torch._utils:_flatten_dense_tensors", "one vector of many gradients in one call", "it made public"),
-    "DispatchKeySet": ("torch._C:DispatchKeySet", "passes an operator on to the next kernel", "a public redispatch"),
-    "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "likewise", "likewise"),
+    "chunk_cat": ("torch:_chunk_cat",
+        "cuts many gradients into the rows of ranks in one call", "the function made public"),
+    "flatten": ("torch._utils:_flatten_dense_tensors",
+        "one vector of many gradients in one call", "the function made public"),
+    "DispatchKeySet": ("torch._C:DispatchKeySet", "passes an operator on to the next kernels", "a public redispatch"),
+    "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "the keys of these kernels",
+        "a public redispatch"),
     "disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes",
         "computes real numbers beside a forecast", "a public way out of modes"),
     "make_wrapper_subclass": ("torch:Tensor._make_wrapper_subclass", "tensors of any strides without memory",
@@ -175,7 +189,8 @@ NAMES = {name: Private(*row) for name, row in {
         "ranks share what a gradient scaler finds", "a handler that shares for sharded gradients"),
     "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",
         "makes a DTensor of local rows without a collective or a copy", "DTensor.from_local as cheap as that"),
-    "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta", "its part", "likewise"),
+    "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta",
+        "a part of a DTensorSpec", "DTensor.from_local as cheap as that"),
     "StridedShard": ("torch.distributed.tensor.placement_types:_StridedShard",
         "places the rows of a slice, where torch's tensor parallelism slices rows", "a public placement, as FSDP2's"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem:_StorageInfo", "where a part lies in a checkpoint's file",
@@ -192,6 +207,6 @@ def __getattr__(name: str) -> Any:
     module, _, path = NAMES[name].where.partition(":")
     if module.startswith("torch._functorch"):
         import_module("torch._dynamo")  # first: their modules import each other
-    found = import_module(module)
-    globals()[name] = attrgetter(path)(found) if path else found
+    home = import_module(module)
+    globals()[name] = attrgetter(path)(home) if path else home
     return globals()[name]

@@ -362,5 +362,5 @@ class Guards:
 def form_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int | str, Form], ...]:
     """Return the forms of the arguments of a call, by position or name."""
     forms = _Forms()
-    named = [*enumerate(args), *kwargs.items()]
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return tuple((key, forms.of(value)) for key, value in named)

@@ -1,9 +1,12 @@
 """needed while: Thunder takes what a function in C returns for a constant.
 
-Python functions are interpreted, down to functions in C. Refuses a call of one that returns something else in each call
-of forward: a text of a tensor, a random number of Python or NumPy, the next item of an iterator. Random numbers that
-are drawn elsewhere show by the state of a generator. Of what a function in C reads, Thunder is made to check the parts
-(``reads.py``).
+Thunder interprets functions in Python, and calls functions in C. Here a call is refused whose result changes from call
+to call of forward. Random numbers that are drawn elsewhere show by the state of a generator::
+
+    str(x)                  a text of a tensor             refused
+    random.random()         a random number                refused
+    next(self.batches)      an item of an iterator         refused
+    max(self.scales)        arguments of a function in C   Thunder checks each of them (reads.py)
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from thunder.core.interpreter import PseudoInst, do_raise, is_opaque, unwrap
 from thunder.core.proxies import TensorProxy
 
 TEXT = (str, repr, format, print)
-BY_TYPE = (isinstance, type, callable, id)  # what they return depends on types and objects alone
+BY_TYPE = (isinstance, type, callable, id)  # their results depend on types and identities alone
 MAKE = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 
@@ -36,16 +39,16 @@ _find_lookaside = jit_ext.general_jit_lookaside
 
 
 def find_lookaside(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Find Thunder's lookaside for a call, once the call is one that may be a constant."""
+    """Return Thunder's lookaside for a call, or refuse a call whose result is no constant."""
     if (why := _changes(fn, args)) is not None and (error := refuse(why)) is not None:
         return do_raise(error)
-    if "fn" in kwargs:  # which Thunder would take for its own argument; it asks for no names
+    if "fn" in kwargs:  # Thunder would take it for its own argument; it does not read the names
         kwargs = {f"{name}_": value for name, value in kwargs.items()}
     if isinstance(fn, FunctionType) and any(isinstance(value, list | dict | set) for value in _defaults(fn)):
         for name in DEFAULTS:
             note(fn, Slotted(fn), name)
     lookaside = _find_lookaside(fn, *args, **kwargs)
-    makes_or_binds = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # and reads nothing
+    makes_or_binds = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # these read nothing
     if lookaside is None and is_opaque(fn) and not makes_or_binds and is_ours():
         for arg in args:
             check_parts(arg, set())
@@ -59,20 +62,20 @@ def _defaults(fn: FunctionType) -> tuple[Any, ...]:
 def _changes(fn: Any, args: Sequence[Any]) -> str | None:
     """Return why the result of a call differs from call to call of forward, or None."""
     values = [unwrap(arg) for arg in args]
-    if any(fn is each for each in TEXT) and any(isinstance(value, TensorProxy) for value in values):
+    if any(fn is text for text in TEXT) and any(isinstance(value, TensorProxy) for value in values):
         return f"forward makes a text of a tensor ({fn.__name__}), whose values nobody knows before the program runs"
-    makes = any(fn is each for each in MAKE) or getattr(fn, "__qualname__", "").startswith("_VariableFunctions")
+    makes = any(fn is make for make in MAKE) or getattr(fn, "__qualname__", "").startswith("_VariableFunctions")
     if makes and any(map(is_unknown, values)) and not any(isinstance(value, TensorProxy) for value in values):
         return UNKNOWN
-    if not isinstance(fn, FunctionType | MethodType) and not any(fn is each for each in BY_TYPE):
+    if not isinstance(fn, FunctionType | MethodType) and not any(fn is known for known in BY_TYPE):
         for arg, value in zip(args, values, strict=True):
             origins = INPUTS if not isinstance(value, Iterator) else (*INPUTS, *OF_MODEL)
             if changes_unseen(value) and arg.provenance.inputs and origin_of(arg, *STEPS) in origins:
-                kind = type(value).__name__
-                return f"forward reads a value of type {kind}, and every later call would get what it has now"
-    of: Any = type(values[0]) if values else object
-    generator = _generator_of(of)
-    if generator and hasattr(of, getattr(fn, "__name__", "")) and (generator == "NumPy" or is_opaque(fn)):
+                name = type(value).__name__
+                return f"forward reads a value of type {name}, and every later call would get what it has now"
+    kind: Any = type(values[0]) if values else object
+    generator = _generator_of(kind)
+    if generator and hasattr(kind, getattr(fn, "__name__", "")) and (generator == "NumPy" or is_opaque(fn)):
         return draws_by(generator)
     return None
 
@@ -86,7 +89,7 @@ def draws_by(kind: str) -> str:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the random number generators that functions of ``random`` and ``numpy.random`` share."""
+    """Return the states of the global generators of ``random`` and ``numpy.random``."""
     states: dict[str, Any] = {"Python": random.getstate()}
     if "numpy" in sys.modules:
         states["NumPy"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
@@ -94,14 +97,14 @@ def generators() -> dict[str, Any]:
 
 
 def moved(before: dict[str, Any]) -> str | None:
-    """Return whose random numbers were drawn since then, if any were."""
+    """Return the kind of a generator whose state changed, or None."""
     now = generators()
     return next((kind for kind, state in before.items() if now[kind] != state), None)
 
 
 @cache
 def _generator_of(kind: Any) -> str | None:
-    """Return whose generator of random numbers a class is; None for other classes."""
+    """Return the kind of random generators that a class belongs to; None for other classes."""
     if issubclass(kind, random.Random):
         return "Python"
     return "NumPy" if str(kind.__module__).startswith("numpy.random") else None

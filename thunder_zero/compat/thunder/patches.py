@@ -6,8 +6,8 @@ Replaces entries of Thunder's tables, and functions of its modules, while Thunde
         ...                                         # Thunder traces the model, and calls our functions
                                                     # the tables are as they were before
 
-A thread that traces another model meanwhile finds our functions, too: those that refuse or note something first ask
-whether their own thread traces a model of ours, and else do what Thunder does.
+A thread that traces another model meanwhile finds our functions, too. A function that refuses or notes something first
+asks whether its own thread traces a model of ours. If not, it does what Thunder does.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from thunder_zero.compat.thunder.untraceable import Untraceable
 
 @dataclass(frozen=True)
 class Patch:
-    """A value for an entry of a table (a dict), or for an attribute of a module, a class or a symbol of Thunder."""
+    """A new value for an entry of a dict, or for an attribute of a module, a class or a symbol of Thunder."""
 
     holder: Any
     key: Any
     value: Any
 
     def put(self) -> Callable[[], None]:
-        """Put the value there; return what puts back what was there."""
-        of, key = self.holder, self.key
-        own: Mapping[Any, Any]
+        """Put the value there; return a function that restores the old value."""
+        holder, key = self.holder, self.key
+        entries: Mapping[Any, Any]
         write: Callable[[Any, Any, Any], None]
         remove: Callable[[Any, Any], None]
-        if isinstance(of, dict):
-            own, write, remove = of, dict.__setitem__, dict.__delitem__
-        elif isinstance(of, type):
-            own, write, remove = vars(of), setattr, delattr
+        if isinstance(holder, dict):
+            entries, write, remove = holder, dict.__setitem__, dict.__delitem__
+        elif isinstance(holder, type):
+            entries, write, remove = vars(holder), setattr, delattr
         else:  # a symbol is a frozen dataclass with slots
-            own, write, remove = {key: getattr(of, key)}, object.__setattr__, object.__delattr__
-        undo = partial(write, of, key, own[key]) if key in own else partial(remove, of, key)
-        write(of, key, self.value)
+            entries, write, remove = {key: getattr(holder, key)}, object.__setattr__, object.__delattr__
+        undo = partial(write, holder, key, entries[key]) if key in entries else partial(remove, holder, key)
+        write(holder, key, self.value)
         return undo
 
 
 @dataclass
 class _Inside:
-    """How many blocks of all threads replace entries now, and what ends that; the last one calls it."""
+    """The number of blocks, in all threads, that replace entries now; the last one to end calls ``undo``."""
 
     blocks: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -63,7 +63,7 @@ _inside = _Inside()
 
 @contextmanager
 def replaced(patches: Sequence[Patch]) -> Iterator[None]:
-    """Replace these entries inside the block; blocks may overlap, in threads too, and all have the same patches."""
+    """Replace entries inside the block. Blocks may overlap, also in threads; all must have equal patches."""
     with _inside.lock:
         if not _inside.blocks:
             _inside.undo += [patch.put() for patch in patches]
@@ -77,12 +77,12 @@ def replaced(patches: Sequence[Patch]) -> Iterator[None]:
                 _inside.undo.pop()()
 
 
-# What our functions ask for and report to.
+# What our functions report
 
 
 @dataclass
 class Findings:
-    """What our functions report while Thunder traces one model."""
+    """The reports of our functions while Thunder traces one model: what it reads, and why it is refused."""
 
     lookups: Lookups = field(default_factory=Lookups)
     refusal: Untraceable | None = None
@@ -102,12 +102,12 @@ def reporting_to(findings: Findings) -> Iterator[None]:
 
 
 def is_ours() -> bool:
-    """Return whether the model that this thread traces is ours."""
+    """Return whether this thread traces a model of ours."""
     return _findings.get() is not None
 
 
 def refuse(why: str) -> Untraceable | None:
-    """Report why a trace would be wrong, and return the error to raise; None where the model is not ours."""
+    """Report why a trace would be wrong, and return the error to raise; None for another model than ours."""
     if (findings := _findings.get()) is None:
         return None
     findings.refusal = Untraceable(why)

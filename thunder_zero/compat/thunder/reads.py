@@ -1,8 +1,10 @@
 """needed while: Thunder guards no attribute that is None, a collection or an object.
 
-Reports what forward reads and Thunder has no check for (``guards.py``): attributes of objects that forward did not
-make, what closures hold, globals and defaults of functions. Where a function in C reads an argument, such as ``max`` of
-a list, Thunder checks no item; it is made to look at each here, and then does.
+In: reads of forward while Thunder interprets it. Out: reports of those that Thunder does not check (``guards.py``)::
+
+    self.mask               an attribute of an object that forward did not make
+    def inner(): scale      a value in a closure, a global, a default of a function
+    max(self.scales)        the items that a function in C reads: looking at each lets Thunder check it
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ OF_MODEL = (PseudoInst.INPUT_FN, PseudoInst.CONSTANT)
 MADE = (PseudoInst.OPAQUE, PseudoInst.LOOKASIDE)
 
 _note_global = jit_ext._general_jit_global_callback
-# Of these instructions Thunder's interpreter leaves all to Python, such as a comparison of lists.
+# Thunder's interpreter leaves these instructions, such as a comparison of lists, to Python.
 WHOLE = ("COMPARE_OP", "DICT_UPDATE", "DICT_MERGE")
 
 
-def origin_of(of: Any, *steps: Any) -> Any:
-    """Return what a value is part of: the arguments, the module, or a constant such as a global; None if forward made
-    it, or if it was reached by another step than these."""
-    origin = of.provenance
+def origin_of(value: Any, *steps: Any) -> Any:
+    """Return what a value was read from: the arguments, the module, or a constant such as a global.
+
+    None if forward computed the value, or if another step than ``steps`` led to it.
+    """
+    origin = value.provenance
     while origin.inputs:
         if origin.inst in MADE or (steps and origin.inst not in steps):
             return None
@@ -47,26 +51,30 @@ def origin_of(of: Any, *steps: Any) -> Any:
 
 
 def check_parts(value: Any, seen: set[int]) -> None:
-    """Let Thunder check the numbers and strings of an argument or attribute that a function in C reads."""
-    of = unwrap(value)
-    if id(of) in seen or origin_of(value) not in (*INPUTS, *OF_MODEL) or isinstance(of, (*CHECKED, *OBJECTS)):
+    """Let Thunder check the numbers and strings in an argument or attribute that a function in C reads.
+
+    ``seen`` has the identities of the parts that were visited.
+    """
+    plain = unwrap(value)
+    if id(plain) in seen or origin_of(value) not in (*INPUTS, *OF_MODEL) or isinstance(plain, (*CHECKED, *OBJECTS)):
         return
-    if _is_global(value):  # compared by its values; some Thunder cannot look at
+    if _is_global(value):  # globals are compared by value, and Thunder cannot look at some of them
         return
-    seen.add(id(of))
-    if isinstance(of, dict | list | tuple):
+    seen.add(id(plain))
+    if isinstance(plain, dict | list | tuple):
         value.track_items()
         items = value.item_wrappers
         parts = items.values() if isinstance(items, dict) else items
     else:
-        parts = (_interpret_call(getattr, value, wrap_const(name)) for name in attributes_of(of))
+        parts = (_interpret_call(getattr, value, wrap_const(name)) for name in attributes_of(plain))
     for part in parts:
         if isinstance(part, WrappedValue):  # not a signal that the attribute cannot be read
             check_parts(part, seen)
 
 
-def _is_global(of: Any) -> bool:
-    origin = of.provenance
+def _is_global(value: Any) -> bool:
+    """Return whether a value was read from the globals of a function."""
+    origin = value.provenance
     while origin.inputs:
         if origin.inst is PseudoInst.LOAD_ATTR and origin.inputs[1].value == "__globals__":
             return True
@@ -74,14 +82,14 @@ def _is_global(of: Any) -> bool:
     return False
 
 
-# Lookasides, a callback and handlers of instructions.
+# Lookasides, a callback and handlers of instructions
 
 
-def _note_attribute(of: Any, name: Any) -> None:
-    if isinstance(holder := unwrap(of), Proxy):
+def _note_attribute(wrapped: Any, name: Any) -> None:
+    if isinstance(holder := unwrap(wrapped), Proxy):
         return
     for owner, namespace in namespaces_of(holder, unwrap(name)):
-        if origin_of(of) in OF_MODEL:
+        if origin_of(wrapped) in OF_MODEL:
             note(owner, namespace, unwrap(name))
 
 
@@ -104,8 +112,8 @@ def _read_global(value: Any, name: str) -> Any:
 
 def _handle_whole(handle: Callable[..., Any], inst: Any, /, stack: Any, **kwargs: Any) -> Any:
     if is_ours():
-        for at in (-2, -1):
-            check_parts(stack.getitem_wrapped(at), set())
+        for index in (-2, -1):
+            check_parts(stack.getitem_wrapped(index), set())
     return handle(inst, stack=stack, **kwargs)
 
 

@@ -1,8 +1,7 @@
 """needed while: Thunder drops assignments to attributes, and fails on what checkpoints are given.
 
-It drops what forward assigns to an attribute of the module itself without a word; attributes of submodules, and
-buffers, keep what was assigned. For a reentrant checkpoint it raises a string, it ignores ``context_fn``, and has no
-keyword arguments of the function::
+In silence Thunder drops an assignment to an attribute of the root module; attributes of submodules, and buffers, keep
+theirs. It raises a string for a reentrant checkpoint, ignores ``context_fn``, and passes no keyword arguments::
 
     self.name = value           ->   set_attribute          raises where the value would be lost
     checkpoint(function, x)     ->   call_checkpoint        with keyword arguments; raises if it cannot
@@ -21,7 +20,7 @@ from thunder_zero.compat.thunder.patches import Patch, is_ours
 from thunder.core import jit_ext
 from thunder.core.interpreter import PseudoInst, do_raise, unwrap, wrap_const
 
-# The other options of ``checkpoint`` change nothing here: what is computed again has forward's random numbers.
+# Other options of ``checkpoint`` change nothing here: recomputed lines have forward's random numbers in any case.
 OF_CHECKPOINT = frozenset(("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state"))
 CONTEXT_FN = (
     "forward calls torch.utils.checkpoint.checkpoint with context_fn, which Thunder does not call; leave it out, and "
@@ -51,28 +50,28 @@ def set_attribute(obj: Any, name: str, value: Any) -> Any:
 
 
 def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
-    """Give a checkpoint's function its keyword arguments."""
+    """Give a checkpoint's function its keyword arguments, or refuse the checkpoint."""
     if not is_ours():
         return _call_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     if unwrap(use_reentrant):
         return do_raise(RuntimeError(REENTRANT))
     if unwrap(kwargs.get("context_fn")) not in (None, noop_context_fn):
         return do_raise(RuntimeError(CONTEXT_FN))
-    own = {name: value for name, value in kwargs.items() if name not in OF_CHECKPOINT}
-    if own:
-        args = (function, wrap_const(tuple(own)), *args, *own.values())
+    named = {name: value for name, value in kwargs.items() if name not in OF_CHECKPOINT}
+    if named:
+        args = (function, wrap_const(tuple(named)), *args, *named.values())
         function = wrap_const(_with_keywords)
     return _call_checkpoint(function, *args)
 
 
-def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
-    """Call a function with the last of these as keyword arguments; Thunder interprets this."""
-    first = len(given) - len(names)
-    return function(*given[:first], **dict(zip(names, given[first:])))  # noqa: B905 (Thunder has no zip with strict)
+def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
+    """Call a function with the last arguments by these names. Thunder interprets this code."""
+    first = len(args) - len(names)
+    return function(*args[:first], **dict(zip(names, args[first:])))  # noqa: B905 (Thunder has no zip with strict)
 
 
 def _is_lost(obj: Any, name: str, value: Any) -> bool:
-    """Return whether this assigns another value than there is to an attribute of the module that is traced itself."""
+    """Return whether an assignment changes an attribute of the root module."""
     module = unwrap(obj)
     if not isinstance(module, nn.Module) or obj.provenance.inst is not PseudoInst.INPUT_FN:
         return False

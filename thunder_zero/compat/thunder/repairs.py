@@ -1,6 +1,6 @@
-"""Repairs what Thunder reads or computes wrong in forward, by functions in the places of others.
+"""Replaces functions by which Thunder reads or computes something wrong in forward.
 
-::
+In: a function of Thunder or torch. Out: ours in its place, while Thunder traces a model of ours::
 
     self.named_parameters()                ->   members            in the module's order
     fields_of(dataclass)                   ->   fields_as_constants
@@ -27,17 +27,17 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst, _interpret_ca
 from thunder.core.module import ThunderModule
 
 # needed while: Thunder lists parameters and buffers in the order of a set of names.
-# A set's order depends on Python's hash seed, and each process has another one. A forward that loops over
-# ``self.parameters()``, or takes the first of them, would become another program on each rank, and a wrong one.
+# A set's order depends on Python's hash seed, which differs from process to process. A forward that loops over
+# ``self.parameters()``, or takes the first one, would become a different and wrong program on each rank.
 
 
 def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """List names by torch's method, and their tensors by Thunder's interpreter, which traces what is read."""
+    """Yield names in torch's order, and tensors by Thunder's interpreter, which traces each read."""
     named, member = (getattr(unwrap(module), name) for name in (f"named_{kind}s", f"get_{kind}"))
-    given = [unwrap(arg) for arg in args]
+    plain = [unwrap(arg) for arg in args]
     options = {unwrap(key): unwrap(value) for key, value in kwargs.items()}
-    prefix = given[0] if given else options.get("prefix", "")
-    names = tuple(name for name, _ in named(*given, **options))
+    prefix = plain[0] if plain else options.get("prefix", "")
+    names = tuple(name for name, _ in named(*plain, **options))
     start = len(f"{prefix}.") if prefix else 0
 
     def listed(names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -52,18 +52,18 @@ def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def fields_as_constants(tree: Any) -> Any:
-    """Take the names of a dataclass's fields, which casts ask for, as constants."""
+    """Return the field names of a dataclass, which casts ask for, as a constant."""
     return wrap_const(fields_of(unwrap(tree)))
 
 
 # needed while: Thunder counts ignored targets in a mean with label smoothing.
-# The mean of ``cross_entropy(label_smoothing=)`` sums what the ignored targets (``ignore_index``) would add, too.
+# The mean of ``cross_entropy(label_smoothing=)`` includes the losses of ignored targets (``ignore_index``).
 
 _smoothed = ltorch._cross_entropy_loss_label_smoothing
 
 
 def smoothed_loss(a: Any, target: Any, weight: Any, ignore_index: int, reduction: str, label_smoothing: float) -> Any:
-    """Compute a mean as the sum of all targets' losses, 0 for ignored ones, by the others' weight."""
+    """Return the mean loss: the sum over counted targets, divided by their weight. Other reductions are Thunder's."""
     if reduction != "mean":
         return _smoothed(a, target, weight, ignore_index, reduction, label_smoothing)
     total = ltorch.sum(_smoothed(a, target, weight, ignore_index, "none", label_smoothing))
@@ -87,5 +87,5 @@ PATCHES = (
 
 
 def forget_autocast(model: ThunderModule) -> None:
-    """Forget the autocast of earlier calls, which Thunder notes when it is asked for a program, and keeps."""
+    """Forget the autocast of earlier calls, which Thunder notes in each call that asks for a program."""
     compile_data(model).autocast_stack.stack.clear()

@@ -1,9 +1,11 @@
 """needed while: Thunder looks builtins up by code that it interprets.
 
-Spares Thunder work, by answers that are the same: what a builtin such as ``len`` is, and that a collection is empty,
-take no interpreted code, where ``nn.Module.__call__`` alone asks that of eight collections of hooks; more than half of
-the time to interpret a module goes there. The arguments of a line are searched once for proxies, not twice. No answer
-changes a trace or a guard.
+Shortens Thunder's work, and changes no trace and no guard. More than half of the time to interpret a module went into
+these questions, since ``nn.Module.__call__`` alone looks at eight collections of hooks::
+
+    len                     a builtin is found without interpreted code
+    if self._hooks:         so is the truth of an empty collection
+    a line's arguments      they are searched for proxies once, not twice
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ _flatten = symbol.tree_flatten_with_dataclass
 
 
 def globals_lookup(globals_dict: Any, name: Any) -> Any:
-    """What a global name stands for: a builtin at once, anything else as Thunder finds it."""
+    """Return the value of a global name: a builtin at once, any other value as Thunder finds it."""
     names, wanted = interpreter.unwrap(globals_dict), interpreter.unwrap(name)
     if wanted not in names and names.get("__builtins__") in (builtins, vars(builtins)):
-        found = vars(builtins).get(wanted)
-        if callable(found):
-            return interpreter.wrap_const(found)
+        builtin = vars(builtins).get(wanted)
+        if callable(builtin):
+            return interpreter.wrap_const(builtin)
     return _look_up(globals_dict, name)
 
 
 def is_true(value: Any) -> Any:
-    """``bool(value)``: False at once for an empty collection of Python's own, anything else as Thunder finds it."""
+    """Return ``bool(value)``: False at once for an empty collection of Python, any other answer as Thunder finds it."""
     plain = interpreter.unwrap(value)
     if type(plain) in COLLECTIONS and not plain:
         return interpreter.wrap_const(False)
@@ -46,7 +48,8 @@ def is_true(value: Any) -> Any:
 
 
 def flatten(tree: Any) -> Any:
-    """The leaves of a tree, and its structure; Thunder first looks for dataclasses, of which a line has hardly any."""
+    """Return the leaves of a tree, and its structure."""
+    # Thunder would look for dataclasses first, and a line has hardly any.
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPTREE_NAMESPACE)
     if any(is_dataclass(leaf) for leaf in leaves):
         return _flatten(tree)

@@ -1,11 +1,11 @@
-"""Mends lines of traces that Thunder gets wrong.
+"""Repairs lines of traces that Thunder gets wrong.
 
-In: a trace. Out: one whose lines do what torch does, on every rank alike. In the order in which they run::
+In: a trace. Out: a trace whose lines do what torch does, equally on all ranks. The functions run in this order::
 
     draw_once            the acquired trace, before autodiff           frontends/program_transform.py
-    broadcast_scalars    the same, with parameters synchronised        frontends/program_transform.py
+    broadcast_scalars    this trace, with parameters synchronised      frontends/program_transform.py
     sort_aliases         the lowered joint trace, before scheduling    frontends/program_transform.py
-    fused_only           the scheduled trace, once more through a fuser whose pass saved too much: the same file
+    fused_only           the scheduled trace, if a fuser saved too much  frontends/program_transform.py
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from thunder.extend import FusionExecutor
 
 
 def sort_aliases(trace: TraceCtx) -> TraceCtx:
-    """The trace whose ``update_aliases`` lines, which Thunder inserts around operations in place, list values in the
-    order in which they were written. Thunder lists them in the order of a set, which differs between ranks, and so
-    would the places where they are freed."""
+    """Return a trace whose ``update_aliases`` lines list values in the order in which they were written.
+
+    Thunder inserts these lines around operations in place, and lists values in the order of a set. That order differs
+    between ranks, and so would the places where values are freed.
+    """
     new = from_trace(trace)
-    written = {proxy.name: at for at, proxy in enumerate(trace.args)}
+    written = {proxy.name: position for position, proxy in enumerate(trace.args)}
     for bsym in trace.bound_symbols:
         if bsym.sym.name == prims.update_aliases.name:
             pairs = sorted(zip(bsym.args[0], bsym.output, strict=True), key=lambda pair: written[pair[0].name])
-            given, gives = zip(*pairs, strict=True)
-            bsym = bsym.from_bsym(args=(given,), output=gives)
+            before, after = zip(*pairs, strict=True)
+            bsym = bsym.from_bsym(args=(before,), output=after)
         for proxy in bsym.flat_proxy_outs:
             written.setdefault(proxy.name, len(written))
         new.bound_symbols.append(bsym)
@@ -46,13 +48,13 @@ def sort_aliases(trace: TraceCtx) -> TraceCtx:
 
 
 # needed while: Thunder does not sum the gradient of a broadcast 0-dim tensor on the CPU.
-# It takes one for a number. Forward gets the line that says so, before autodiff, whose gradient sums:
+# It takes such a tensor for a number. Forward gets a line that expands it, whose gradient is a sum:
 #
 #     t1 = ltorch.sum(t0)                              t1 = ltorch.sum(t0)
 #     t2 = ltorch.true_divide(t0, t1)         ->       t2 = ltorch.expand(t1, (3, 4))
 #                                                      t3 = ltorch.true_divide(t0, t2)
 #
-# All of them are, parameters too: the parts of a gradient that meet must have one shape.
+# All such operands are expanded, parameters too: the parts of a gradient that are added must have one shape.
 
 _NAMES = (
     "add addcdiv addcmul clamp div lerp masked_fill maximum minimum mul pow sub true_divide where "
@@ -62,30 +64,29 @@ ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def broadcast_scalars(computation: TraceCtx) -> TraceCtx:
-    """The trace, before autodiff and with parameters synchronised, in which 0-dim operands of elementwise operations
-    have the shape of what is computed.
+    """Return a trace in which 0-dim operands of elementwise operations are expanded to the shape of the result.
 
-    Where any of them has another dtype than the result, as under mixed precision, all stay as they are: with more
-    dimensions it would decide the result's, and the parts of a gradient that meet must have one shape.
+    Call it before autodiff, once parameters are synchronised. If any operand has another dtype than its result, as
+    under mixed precision, the trace stays as it is: an expanded operand would decide the dtype of the result.
     """
     scalars = [_scalars(line) for line in computation.bound_symbols]
     lines = list(zip(computation.bound_symbols, scalars, strict=True))
-    if any(_dtype(proxy) is not _dtype(line.output) for line, found in lines for proxy in found):
+    if any(_dtype(proxy) is not _dtype(line.output) for line, operands in lines for proxy in operands):
         return computation
     new = from_trace(computation)
     with tracectx(new):
-        for line, found in lines:
-            swap = {variableify(proxy): ltorch.expand(proxy, line.output.shape) for proxy in found}
+        for line, operands in lines:
+            swap = {variableify(proxy): ltorch.expand(proxy, line.output.shape) for proxy in operands}
             new.bound_symbols.append(line.from_bsym_swap_proxies(swap, skip_output=True) if swap else line)
     new.set_provenance(TraceProvenance("Broadcast scalars (thunder_zero)"))
     return new
 
 
 def _scalars(line: BoundSymbol) -> list[TensorProxy]:
-    """Its 0-dim operands on the CPU that may have a gradient, if it broadcasts them."""
-    made = line.output
-    is_elementwise = line.sym.name in ELEMENTWISE and isinstance(made, TensorProxy)
-    if not is_elementwise or not made.ndim or not dtypes.is_inexact_dtype(made.dtype):
+    """Return the 0-dim operands on the CPU that a line broadcasts, and that may have a gradient."""
+    result = line.output
+    is_elementwise = line.sym.name in ELEMENTWISE and isinstance(result, TensorProxy)
+    if not is_elementwise or not result.ndim or not dtypes.is_inexact_dtype(result.dtype):
         return []
     tensors = [proxy for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy) and not proxy.ndim]
     return [
@@ -98,10 +99,9 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 
 # needed while: Thunder draws random numbers again where backward recomputes.
-# Makes backward use the random numbers that forward drew, or refuses. Thunder tags every line of an activation
-# checkpoint as one that backward computes again, a dropout too, whose mask is then another one. Lines that draw lose
-# the tag, so that their results are saved; Thunder's own checkpoint, which tags its lines only in autodiff, becomes
-# these lines:
+# Here backward uses the random numbers that forward drew, or the trace is refused. Thunder tags every line of an
+# activation checkpoint for recomputation, also a dropout, which would draw another mask. Lines that draw lose the tag,
+# so that their results are saved. Thunder's own checkpoint tags its lines in autodiff only, so it is opened here:
 #
 #     y = ltorch.checkpoint(f, x, w)         h = ltorch.mul(x, w)           # again in backward
 #                                       ->   d = ltorch.dropout(h, 0.5)     # its mask is saved
@@ -110,14 +110,14 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An argument, by position or by one of its names, that turns an operator's random numbers off by 0 or False."""
+    """An argument that turns an operator's random numbers off by 0 or False: its position, names and default."""
 
     position: int
     names: tuple[str, ...]
     default: float
 
     def is_on(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments leaves it on."""
+        """Return whether a call with these arguments draws random numbers, as far as this argument goes."""
         named = (kwargs[name] for name in self.names if name in kwargs)
         value = args[self.position] if self.position < len(args) else next(named, self.default)
         return bool(value.value if isinstance(value, NumberProxy) else value)
@@ -127,7 +127,7 @@ def _switches(probability: int, training: int, *, default: float = 1, trains: bo
     return Switch(probability, ("p", "dropout", "dropout_p"), default), Switch(training, ("training", "train"), trains)
 
 
-# Operators that Thunder registers automatically, with a gradient that runs torch's forward once more, and draws again.
+# Thunder registers these operators automatically. Their gradient runs torch's forward once more, and draws again.
 DRAWN_AGAIN: dict[str, tuple[Switch, ...]] = {
     **dict.fromkeys(("dropout", "feature_dropout", "native_dropout"), _switches(1, 2)),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), _switches(1, 2)),
@@ -139,12 +139,17 @@ DRAWN_AGAIN: dict[str, tuple[Switch, ...]] = {
 }
 
 
-Draws = Callable[[str], bool]  # whether the operator of this name draws random numbers
+Draws = Callable[[str], bool]  # name of an operator -> whether it draws random numbers
 
 
 def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
-    """The trace, before autodiff, in which no random number is drawn a second time for backward. ``draws`` says by an
-    operator's name whether it draws; Thunder does not tag all that do."""
+    """Return a trace in which backward draws no random number again. Call it before autodiff.
+
+    ``draws`` knows operators that draw, since Thunder does not tag all of them.
+
+    Raises:
+        RuntimeError: the gradient of an operator would draw again.
+    """
     for bsym in _leaves(computation.bound_symbols):
         _refuse_drawn_again(bsym)
     new = from_trace(computation)
@@ -153,17 +158,17 @@ def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
 
 
 def _opened(bsym: BoundSymbol, draws: Draws) -> Iterator[BoundSymbol]:
-    """A line that draws, without the tags of torch's checkpoint; the lines of Thunder's own, tagged but for those."""
+    """Yield a line without the tag for recomputation if it draws; yield the lines of Thunder's own checkpoint."""
     if not _is_random(bsym, draws):
         yield bsym
     elif bsym.sym == ltorch.checkpoint:
-        given = {proxy.name for proxy in bsym.flat_proxy_args}
+        inputs = {proxy.name for proxy in bsym.flat_proxy_args}
         for inner in bsym.subsymbols:
             for proxy in inner.flat_proxy_outs:
-                if proxy.name not in given:
+                if proxy.name not in inputs:
                     proxy.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
             yield from _opened(inner, draws)
-        for proxy in bsym.flat_proxy_outs:  # what a checkpoint returns is saved, if backward reads it
+        for proxy in bsym.flat_proxy_outs:  # a checkpoint's results are saved, if backward reads them
             proxy.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
             yield prims.shallow_copy.bind(proxy, output=proxy)
     else:
@@ -173,7 +178,7 @@ def _opened(bsym: BoundSymbol, draws: Draws) -> Iterator[BoundSymbol]:
 
 
 def _is_random(bsym: BoundSymbol, draws: Draws) -> bool:
-    """Whether a line draws random numbers: one of its primitives does."""
+    """Return whether one of a line's primitives draws random numbers."""
     return any(
         draws(leaf.sym.name)
         or prims.OpTags.RANDOM_OP in (leaf.sym.tags or ())
@@ -207,14 +212,15 @@ def _is_registered_automatically(bsym: BoundSymbol) -> bool:
 
 
 # needed while: a fuser's pass rematerialises by dtypes alone.
-# Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled (``fusion_repair.py``:
-# backward may also read what forward gathered). :func:`thunder_zero.frontends.program_transform.repair_fused` answers
-# both.
+# Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled. Backward may also read what
+# forward gathered (``fusion_repair.py``). ``frontends/program_transform.py`` repairs both.
 
 
 def fused_only(fuser: FusionExecutor, trace: TraceCtx) -> TraceCtx:
-    """The trace after a fuser's pass, without Thunder's rematerialisation, which such a pass calls by this name. Runs
-    the pass's code with other globals: a patch of its module would change other models too."""
+    """Return the trace behind a fuser's pass, in which Thunder's ``rematerialize`` does nothing.
+
+    The code of the pass runs with other globals, since a patch of its module would change other models, too.
+    """
     code = type(fuser).fusion_pass
     if "rematerialize" not in code.__globals__:  # a fuser that does not rematerialise
         return fuser.fusion_pass(trace)

@@ -1,12 +1,12 @@
 """needed while: Thunder has no hook around the trace of a model.
 
-Enters this room while Thunder traces a model of ours, and leaves it: when it interprets forward, and when it transforms
-what came of that. ``thunder.jit`` makes two functions for each model, in whose places ours stand::
+Enters this room while Thunder traces a model of ours: while it interprets forward, and while it transforms the trace.
+``thunder.jit`` makes two functions for each model, which are wrapped here::
 
     acquire_initial_trace                      Tracing.acquire: interprets forward, and refuses what would be wrong
     apply_transforms_and_build_cache_entry     autodiff, our passes, fusers
 
-A model of another ``thunder.jit`` has its own two, so nothing of it comes here.
+Models of a plain ``thunder.jit`` have functions of their own, so they never come here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATCHES: tuple[Patch, ...] = (
 
 @dataclass
 class Tracing:
-    """The traces that Thunder makes of one model, and what was read in the last one."""
+    """Follows the traces that Thunder makes of one model. ``findings``: the reports of the last trace."""
 
     findings: Findings = field(default_factory=Findings)
 
@@ -50,12 +50,12 @@ class Tracing:
             _cell(data.get_computation_and_inputs, name).cell_contents = partial(call, getattr(data, name))
 
     def lookups(self) -> tuple[Lookup, ...]:
-        """Return what forward read in the last trace, once."""
+        """Return what forward read in the last trace, and forget it."""
         return self.findings.lookups.taken()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Be in the room inside the block."""
+        """Replace entries of Thunder's tables inside the block, and collect findings."""
         with replaced(PATCHES), reporting_to(self.findings):
             yield
 
@@ -64,9 +64,9 @@ class Tracing:
             return function(*args)
 
     def _acquire(self, acquire: Callable[..., Any], *args: Any) -> Any:
-        """Call Thunder's front end, unless what it makes would be wrong in the next call.
+        """Call Thunder's front end, and refuse a trace that would be wrong in the next call.
 
-        What forward fills once, such as a cache of numbers, is not changed by a second attempt.
+        Trace twice if forward changes what it reads: a cache of numbers, for one, is filled at the first attempt.
 
         Raises:
             Untraceable: forward decides by values, draws random numbers, or changes what it reads.
@@ -78,16 +78,17 @@ class Tracing:
             if not (changed := self.findings.lookups.changed()):
                 return result
             if any(isinstance(part, Proxy) for part in tree_iter(list(changed.values()))):
-                break  # tensors of this trace, which another one would take for its own
+                break  # another trace would take the tensors of this one for its own
         raise Untraceable(
             f"forward changes {', '.join(map(repr, changed))}, which it reads, and only calls that compile would do so"
         )
 
     def _attempt(self, front_end: Callable[[], Any]) -> Any:
+        """Call Thunder's front end; raise what was refused meanwhile, also if forward caught that error."""
         self.findings.refusal, drawn = None, opaque_calls.generators()
         try:
             result = front_end()
-        except Exception as error:  # maybe of forward, which was refused before, and went on
+        except Exception as error:  # forward may have gone on after a refusal
             if self.findings.refusal is None and (why := numbers.after_a_number(error)) is not None:
                 self.findings.refusal = Untraceable(why)
             if self.findings.refusal is None:
@@ -101,7 +102,7 @@ class Tracing:
 
 
 def _cell(function: Any, name: str) -> CellType:
-    """Return a free variable of a function, or of the one that it wraps."""
+    """Return the cell of a function's free variable, or of the function that it wraps."""
     cells: dict[str, CellType] = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return cells[name]

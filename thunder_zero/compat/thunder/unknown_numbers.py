@@ -1,11 +1,11 @@
 """needed while: Thunder takes a branch by a number that nobody knows before the program runs.
 
-It traces ``.item()`` as a number without a value, and takes the branch of a value that is None. Here Thunder's numbers
-raise where Python asks for the value of one that is not known::
+Thunder traces ``.item()`` as a number whose value is None, and takes the branch of None. Here such a number raises
+where Python asks for its value::
 
     if x.sum().item() > 0:      bool      refused
     isinstance(n, int)          its type  answered
-    x.new_full((2,), n)         no value  a line of the program
+    x.new_full((2,), n)         nothing   a line of the program
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def is_unknown(value: Any) -> bool:
 
 
 def after_a_number(error: Exception) -> str | None:
-    """Return why Thunder failed, if it did so after ``.item()``: it handles few uses of a number that it does not know,
-    and its words rarely say so."""
+    """Return why Thunder failed, if it failed after ``.item()``; None for another error.
+
+    Thunder handles few uses of an unknown number, and its own messages rarely say so.
+    """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     traces = (frame.f_locals["computation_trace"] for frame in frames if frame.f_code is _interpret.__code__)
     took = any(line.sym.name == "item" for trace in traces for line in trace.bound_symbols)
@@ -51,6 +53,8 @@ def after_a_number(error: Exception) -> str | None:
 
 
 def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that refuses unknown numbers, and otherwise does what ``ask`` does."""
+
     def asking(number: Any, *args: Any) -> Any:
         if is_unknown(number) and (error := refuse(UNKNOWN)) is not None:
             raise error
@@ -60,7 +64,7 @@ def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _isinstance(value: Any, cls: Any) -> Any:
-    """Answer for a number by its type in Python."""
+    """Return ``isinstance(value, cls)``, of a number by its type in Python."""
     number = unwrap(value)
     if not isinstance(number, NumberProxy):
         return jit_ext._general_jit_isinstance_lookaside(value, cls)
@@ -68,19 +72,21 @@ def _isinstance(value: Any, cls: Any) -> Any:
 
 
 def _converted(a: Any, /, dtype: Any) -> Any:
-    is_known = not is_unknown(a) or not is_ours()  # Thunder converts the value None of an unknown number
+    """Convert a value as Thunder does; an unknown number stays unknown."""
+    is_known = not is_unknown(a) or not is_ours()  # Thunder would convert None
     return _convert(a, dtype) if is_known else numberproxy(dtype, None, constraint=a.constraint)
 
 
 def _is_same_object(inst: Any, /, stack: Any, **kwargs: Any) -> Any:
-    pair = [unwrap(stack.getitem_wrapped(at)) for at in (-2, -1)]
+    """Handle the instruction ``is``; refuse to compare an unknown number with True or False."""
+    pair = [unwrap(stack.getitem_wrapped(index)) for index in (-2, -1)]
     decides = any(map(is_unknown, pair)) and any(isinstance(value, bool) for value in pair)
     if decides and (error := refuse(UNKNOWN)) is not None:
         return do_raise(error)
     return _is(inst, stack=stack, **kwargs)
 
 
-_asks = {  # the functions of both classes, and what is in their place
+_asks = {  # the methods of both classes of numbers -> ours in their place
     (kind, name): _asking(getattr(kind, name))
     for kind in (NumberProxy, IntegerProxy)
     for name in ASK

@@ -1,7 +1,7 @@
 """needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
 
-In: an error of Thunder. Out: in words what Thunder could not do (:func:`not_traced`, :func:`not_returned`).
-``UNTRACEABLE`` has the submodules with which it would be wrong without a word, or say what helps nobody.
+In: an error of Thunder. Out: a sentence that says what Thunder could not do (:func:`not_traced`, :func:`not_returned`).
+``UNTRACEABLE`` has the kinds of submodules that Thunder traces wrong in silence, or refuses without naming them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from thunder.core.interpreter import InterpreterError
 from thunder.core.jit_ext import build_value_from_wrapped
 
 THUNDER = Path(getfile(thunder)).parent
-UNKNOWN = "Trying to call function "  # begins what Thunder says in the user's line of an operator that it does not have
-EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
+UNKNOWN = "Trying to call function "  # begins Thunder's error about an operator that it does not have
+EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds forward's result
 
 
 UNTRACEABLE: tuple[RefusedPart, ...] = (
@@ -54,7 +54,7 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
 
 
 class Untraceable(NotImplementedError):
-    """A reason why Thunder must not trace a forward, which its front end does not see."""
+    """An error: a trace of this forward would be wrong, and Thunder's front end does not notice."""
 
 
 def not_traced(error: Exception) -> str | None:
@@ -75,7 +75,8 @@ def not_traced(error: Exception) -> str | None:
 
 
 def not_returned(error: Exception) -> str | None:
-    """What forward returned, if Thunder failed to return it: judged by where it failed, as users' errors pass."""
+    """Return the kind of structure that Thunder failed to return, or None if the error came from elsewhere."""
+    # The place of the error decides, since a user's own errors pass through, too.
     if isinstance(error, TypeError) and str(error).startswith("tree_flatten of type"):
         return f"another structure than tuples, lists, dicts and dataclasses ({error})"
     for frame, _ in walk_tb(error.__traceback__):

@@ -1,25 +1,25 @@
 """needed while: Thunder gets gradients of writes in place, lists and complex numbers wrong.
 
-Refuses lines of a trace whose gradient it gets wrong without a word. It saves a value for backward and then lets an
-operation in place write to it::
+In: a trace. Out: nothing, or an error about a line whose gradient Thunder gets wrong in silence. There are five kinds.
+Thunder saves a value for backward, and then an operation in place writes to it::
 
     t3 = torch.sum(t2, -1)
     t4 = torch.div(t2, t3)
     t5 = copy_(t4, t2)        # w /= w.sum(-1); the gradient of the division needs the old t2
 
-It loses gradients where forward writes through a view, or under ``no_grad``, to a value that has one::
+Thunder loses a gradient where forward writes through a view, or under ``no_grad``, to a value that has a gradient::
 
     h[:, :2].mul_(2)
 
-It has no gradient for tensors in a list, if it knows the operator by automatic registration only::
+An operator that Thunder registered automatically has no gradient for tensors in a list::
 
     t2 = torch.hstack([t0, t1])
 
-It has none for values that are put into a tensor without one::
+Values lose their gradient where they are put into a tensor that has none::
 
     t1 = torch.index_put(zeros, (index,), t0)
 
-It leaves out the conjugate of complex numbers::
+The gradient of complex numbers lacks a conjugate::
 
     t2 = torch.mul(t1, frequencies)
 """
@@ -36,7 +36,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.update_aliases import _is_inplace_op
 
-# Right for complex numbers: linear, without a factor, and abs. What Thunder registered automatically is torch's own.
+# Operators that are right for complex numbers: linear without a factor, and abs. Automatically registered operators
+# have torch's own gradient.
 WITHOUT_CONJUGATE = {
     *("abs", "add", "cat", "chunk", "clone", "contiguous", "expand", "flatten", "getitem", "index_select", "mean"),
     *("movedim", "neg", "permute", "repeat", "reshape", "select", "split", "squeeze", "stack", "sub", "sum", "t", "to"),
@@ -45,9 +46,13 @@ WITHOUT_CONJUGATE = {
 
 
 def require_unwritten(forward: TraceCtx, module: str) -> None:
-    """Refuse a forward that saves for backward what it has written over."""
+    """Refuse a forward that saves a value for backward and writes to it.
+
+    Raises:
+        RuntimeError: it does.
+    """
     saved = _names(forward.bound_symbols[-1].args[1])
-    alias: dict[str, str] = {}  # a value by the name that it had before an operation in place
+    alias: dict[str, str] = {}  # new name of a value -> its name before an operation in place
     for line in _lines(forward.bound_symbols):
         if line.sym.name == prims.update_aliases.name:
             alias |= {new.name: old.name for old, new in zip(line.args[0], line.output, strict=True)}
@@ -64,20 +69,21 @@ def require_unwritten(forward: TraceCtx, module: str) -> None:
 
 
 def require_gradients(computation: TraceCtx, module: str) -> None:
-    """Refuse a program, before autodiff, that would lose gradients.
+    """Refuse a program that would lose gradients. Call it before autodiff.
 
-    It gives a list of tensors to an operator that Thunder registered automatically, or puts values with a gradient into
-    a tensor without one. It multiplies complex numbers that have a gradient. It writes in place to an input with a
-    gradient, or to a view of a parameter; to a value of which it reads another view later; or, under no_grad, to a
-    value that has a gradient.
+    Raises:
+        RuntimeError: an automatically registered operator gets a list of tensors; values with a gradient are put into a
+            tensor without one; complex numbers with a gradient are multiplied; or forward writes in place to an input
+            with a gradient, to a view of a parameter, to a value of which it reads another view later, or, under
+            no_grad, to a value with a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
     trained = set(leaves)  # values with a gradient
-    shared: set[str] = set()  # values that share the memory which the next line writes to
-    slices: dict[str, object] = {}  # which part of another value a view is
-    stale: dict[str, BoundSymbol] = {}  # values in memory that a line wrote to by another name
-    for at, line in enumerate(lines):
+    shared: set[str] = set()  # values in the memory that the next line writes to
+    slices: dict[str, object] = {}  # view -> the index by which it was taken
+    stale: dict[str, BoundSymbol] = {}  # value -> the line that wrote to its memory by another name
+    for position, line in enumerate(lines):
         if line.sym.name == prims.update_aliases.name:
             pairs = list(zip(line.args[0], line.output, strict=True))
             leaves |= {new.name for old, new in pairs if old.name in leaves}
@@ -92,23 +98,24 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
         read = _names((line.args, line.kwargs))
         _require_known(line, trained, module)
         _require_real(line, trained & read, module)
-        made = line.flat_proxy_outs
-        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in made)
+        written = line.flat_proxy_outs
+        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in written)
         if _is_inplace_op(line):
             touched = shared if line.args[0].name in shared else {line.args[0].name}
             _require_writable(line, leaves & touched, line.args[0].name in trained and detached, module)
-            if trained & (read | touched) and not _is_assigned_next(line, lines[at + 1 :], slices):
+            if trained & (read | touched) and not _is_assigned_next(line, lines[position + 1 :], slices):
                 _require_fresh(read, stale, module)
                 stale |= dict.fromkeys(touched - {line.args[0].name}, line)
         else:
             _require_fresh(read, stale, module)
         if line.sym.name == "getitem":
-            slices |= {proxy.name: line.args[1] for proxy in made}
+            slices |= {proxy.name: line.args[1] for proxy in written}
         if trained & read and not detached:
-            trained |= {proxy.name for proxy in made}
+            trained |= {proxy.name for proxy in written}
 
 
 def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
+    """Refuse a line with an input for which Thunder has no gradient."""
     if line.sym.name == "index_put" and not _names(line.args[0]) & trained and _names(line.args[2]) & trained:
         raise RuntimeError(
             f"forward of {module} puts values into a tensor that has no gradient, by index_put, and Thunder would lose "
@@ -122,7 +129,7 @@ def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
 
 
 def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
-    """Detached lines have no gradient, so a factor may be computed from anything."""
+    """Refuse a line whose gradient would lack a conjugate. ``trained``: its inputs with a gradient."""
     if (
         trained
         and line.sym.name not in WITHOUT_CONJUGATE
@@ -136,6 +143,7 @@ def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
 
 
 def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: str) -> None:
+    """Refuse a write to ``leaves``, or one that loses a gradient."""
     if loses:
         raise RuntimeError(
             f"forward of {module} writes in place, under no_grad, to a value that has a gradient, which Thunder "
@@ -150,6 +158,7 @@ def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: 
 
 
 def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -> None:
+    """Refuse to read a value whose memory was written to by another name."""
     for name in sorted(read & stale.keys()):
         raise RuntimeError(
             f"forward of {module} writes in place to a value and then reads another view of its memory, as in "
@@ -159,7 +168,7 @@ def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -
 
 
 def _is_assigned_next(line: BoundSymbol, following: list[BoundSymbol], slices: dict[str, object]) -> bool:
-    """Whether the next line puts the written slice back where it was taken, as the line h[:, :2] *= 2 does."""
+    """Return whether the next line puts a written slice back where it was taken, as in h[:, :2] *= 2."""
     written = _names(line.output)
     for after in following:
         if after.sym.name == prims.update_aliases.name:
@@ -175,7 +184,7 @@ def _names(values: object) -> set[str]:
 
 
 def _has_numbers(arg: object) -> bool:
-    """Whether an argument is a list or tuple with a tensor that may have a gradient."""
+    """Return whether an argument is a list or tuple with a tensor that may have a gradient."""
     if not isinstance(arg, list | tuple):
         return False
     return any(isinstance(item, TensorProxy) and is_inexact_dtype(item.dtype) for item in arg) or any(
@@ -188,9 +197,11 @@ def _is_complex(proxy: Proxy) -> bool:
 
 
 def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """Yield lines, and in place of a fused region the lines inside."""
     for bsym in bsyms:
         yield from _lines(bsym.subsymbols) if bsym.sym.is_fusion else (bsym,)
 
 
 def _where(line: BoundSymbol) -> str:
+    """Return the user's file and line in brackets, if Thunder knows them."""
     return "" if line.source_positions is None else f" ({line.source_filename}:{line.source_positions.lineno})"

@@ -1,4 +1,4 @@
-"""Torch's own operators, one line each way, in place of what Thunder's autodiff decomposes."""
+"""Executors that keep an operator of torch one line each way, where Thunder would decompose it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
-Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # of the output -> each input, its own
+Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # output's -> (input, its gradient)
 
 
 class ClaimingExecutor(NeverFuses, OperatorExecutor):
-    """An executor of torch's own operators."""
+    """An executor of operators of torch."""
 
     def claim(
         self, symbol: Any, checker: Callable[..., bool], run: Callable[..., tuple[TensorProxy, Gradients]]
     ) -> None:
-        """Claim those lines of an operator for whose arguments ``checker`` holds. ``run`` gets them, too, and returns
-        the output, and what makes the inputs' gradients of the output's."""
+        """Claim lines of an operator.
+
+        Args:
+            symbol: Thunder's symbol of the operator.
+            checker: gets the arguments of a line, and says whether to claim it.
+            run: gets the arguments. It returns the output, and a function of the output's gradient that yields each
+                input with its gradient.
+        """
 
         def lower(*args: Any, **kwargs: Any) -> TensorProxy:
             return run(*args, **kwargs)[0]
 
         def differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
             output, gradients = run(*args, **kwargs)
-            for given, grad in gradients(prims.get_grad(output)):
-                prims.put_grad(given, grad)
+            for tensor, grad in gradients(prims.get_grad(output)):
+                prims.put_grad(tensor, grad)
             return output
 
         self.register_implementation(symbol, checker=checker, execution_transform=lower, grad_transform=differentiate)

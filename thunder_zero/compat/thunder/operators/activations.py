@@ -1,15 +1,15 @@
 """needed while: Thunder decomposes GELU, SiLU, softmax and layer norm.
 
-Its autodiff writes pointwise lines and reductions, for a fuser. Where there is none, each of these
-lines passes over memory, and backward reads many of their results. Here, each way is one of eager torch's operators::
+Its autodiff writes pointwise lines and reductions for a fuser. Without a fuser each of these lines passes over memory,
+and backward reads many of their results. Here each way is one of eager torch's operators::
 
     y = gelu(x, 'none')                                     gx = gelu_backward(gy, x, 'none')
     y = silu(x)                                             gx = silu_backward(gy, x)
     y = softmax(x, -1)                                      gx = softmax_backward(gy, y, -1)
     (y, m, r) = native_layer_norm(x, (8,), w, b, 1e-05)     (gx, gw, gb) = layer_norm_backward(gy, x, (8,), m, r, ...)
 
-Backward of a layer norm does not read the bias. ``m`` and ``r`` are the mean of each row, and the reciprocal of its
-standard deviation.
+Here ``m`` is the mean of each row, and ``r`` the reciprocal of its standard deviation. Backward of a layer norm does
+not read the bias.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class ActivationExecutor(ClaimingExecutor):
         y, mean, rstd = self.norm(a, shape, weight, bias, eps)
 
         def gradients(grad: TensorProxy) -> Iterable[tuple[TensorProxy, TensorProxy]]:
-            given = a, weight, bias
-            needed = tuple(tensor is not None for tensor in given)
+            inputs = a, weight, bias
+            needed = tuple(tensor is not None for tensor in inputs)
             grads = self.norm_backward(grad, a, shape, mean, rstd, weight, needed)
-            return zip((tensor for tensor in given if tensor is not None), grads, strict=True)
+            return zip((tensor for tensor in inputs if tensor is not None), grads, strict=True)
 
         return y, gradients
 
 
-# Whether a line is claimed.
+# Checks whether a line is claimed
 
 
 def _is_gelu(a: TensorProxy, /, *, approximate: str = "none") -> bool:
@@ -116,7 +116,7 @@ def _is_float(a: TensorProxy) -> bool:
     return isinstance(a, TensorProxy) and dtypes.is_float_dtype(a.dtype)
 
 
-# Shapes and dtypes, for tracing.
+# Shapes and dtypes for tracing
 
 
 def _like(a: TensorProxy, *others: Any) -> TensorProxy:
@@ -141,10 +141,10 @@ def _norm_backward_meta(
     needed: tuple[bool, bool, bool],
 ) -> tuple[TensorProxy, ...]:
     shapes = tuple(a.shape), shape, shape
-    return tuple(TensorProxy(like=a, shape=one) for one, is_needed in zip(shapes, needed, strict=True) if is_needed)
+    return tuple(TensorProxy(like=a, shape=shape) for shape, is_needed in zip(shapes, needed, strict=True) if is_needed)
 
 
-# What the lines call.
+# Functions that the lines call
 
 
 def _gelu(a: Tensor, approximate: str) -> Tensor:
@@ -179,7 +179,7 @@ def _norm_backward(
 ) -> tuple[Tensor, ...]:
     like_bias = weight if needed[2] else None  # torch reads its shape and dtype only
     grads = aten.native_layer_norm_backward(grad, a, shape, mean, rstd, weight, like_bias, needed)
-    return tuple(given for given in grads if given is not None)
+    return tuple(value for value in grads if value is not None)
 
 
 activations_ex = ActivationExecutor()

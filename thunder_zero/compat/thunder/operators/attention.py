@@ -1,8 +1,8 @@
 """needed while: Thunder decomposes attention on the CPU.
 
-Its own executors for attention are for CUDA. Elsewhere its autodiff decomposes
-``scaled_dot_product_attention``, and saves three or four tensors of (batch, heads, query length, key length). Here,
-forward and backward are each one line of a trace, torch's flash attention for CPUs::
+Its executors for attention need CUDA. Elsewhere its autodiff decomposes ``scaled_dot_product_attention``, and saves
+three or four tensors of shape (batch, heads, query length, key length). Here forward and backward are one line each,
+torch's flash attention for CPUs::
 
     (y, l) = cpu_flash_attention(q, k, v, None, True, None)                      # l: logsumexp of each row of scores
     (gq, gk, gv) = cpu_flash_attention_backward(g, q, k, v, y, l, None, True, None)
@@ -40,7 +40,7 @@ DEVICES = (DeviceType.CPU, DeviceType.META)
 class AttentionExecutor(ClaimingExecutor):
     """Claims ``scaled_dot_product_attention`` where eager torch takes its flash attention for CPUs.
 
-    All other calls stay with the executors after it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
+    It leaves other calls to the executors behind it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
     after ``torch.backends.cuda.enable_flash_sdp(False)``, which turns off flash attention on CPUs, too.
     """
 
@@ -65,14 +65,16 @@ class AttentionExecutor(ClaimingExecutor):
         scale: float | None = None,
     ) -> tuple[TensorProxy, Gradients]:
         output, logsumexp = self.forward(query, key, value, attn_mask, is_causal, scale)
-        how = query, key, value, output, logsumexp, attn_mask
+        saved = query, key, value, output, logsumexp, attn_mask
 
         def gradients(grad: TensorProxy) -> Iterator[tuple[TensorProxy, TensorProxy]]:
-            """Thunder drops the line for the mask's gradient where nothing needs it: only a learned mask does. It does
-            not know before autodiff whether a mask is learned."""
-            yield from zip((query, key, value), self.backward(grad, *how, is_causal, scale), strict=True)
+            """Yield each input and its gradient, also a mask's: whether a mask is learned shows after autodiff only.
+
+            Thunder drops the line of a gradient that nothing needs.
+            """
+            yield from zip((query, key, value), self.backward(grad, *saved, is_causal, scale), strict=True)
             if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
-                yield attn_mask, self.mask_backward(grad, *how, scale)
+                yield attn_mask, self.mask_backward(grad, *saved, scale)
 
         return output, gradients
 
@@ -87,13 +89,13 @@ def is_flash(
     *,
     scale: float | None = None,
 ) -> bool:
-    """Whether eager torch takes flash attention for CPUs, as far as a trace knows.
+    """Return whether eager torch takes flash attention for CPUs, as far as a trace knows.
 
-    The conditions are those of torch's ``use_flash_attention_cpp``, but for two: a trace does not know strides, which
-    the lines make right; and masks may be learned, whose gradient torch leaves to its decomposition.
+    The conditions are those of torch's ``use_flash_attention_cpp``, with two exceptions. A trace does not know strides,
+    so the lines copy tensors where necessary. A mask may be learned, where torch decomposes attention.
     """
     numbers = (dropout_p, is_causal, scale, *query.shape, *key.shape, *value.shape)
-    if any(isinstance(number, Proxy) for number in numbers):  # a value that may differ from call to call
+    if any(isinstance(number, Proxy) for number in numbers):  # the value may differ from call to call
         return False
     tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     return (
@@ -104,7 +106,7 @@ def is_flash(
         and to_torch_dtype(query.dtype) in LOGSUMEXP_DTYPES
         and to_torch_dtype(key.dtype) == to_torch_dtype(value.dtype) == to_torch_dtype(query.dtype)
         and len(query.shape) == 4  # (batch, heads, length, width)
-        and 0 not in (*query.shape[1:], *key.shape[1:])  # a batch may be empty, on some ranks too: the same lines run
+        and 0 not in (*query.shape[1:], *key.shape[1:])  # the batch may be empty, so that all ranks run equal lines
         and tuple(key.shape) == tuple(value.shape)
         and (*query.shape[:2], query.shape[3]) == (*key.shape[:2], *key.shape[3:])
         and (attn_mask is None or _fits(attn_mask, query, key))
@@ -112,15 +114,16 @@ def is_flash(
 
 
 def _fits(mask: TensorProxy, query: TensorProxy, key: TensorProxy) -> bool:
+    """Return whether a mask has a dtype of torch's flash attention, and broadcasts to the scores."""
     full = (*query.shape[:3], key.shape[2])
     return (
         to_torch_dtype(mask.dtype) in (torch.bool, torch.float32, to_torch_dtype(query.dtype))
         and len(mask.shape) in (2, 4)
-        and all(given in (1, size) for given, size in zip(mask.shape, full[-len(mask.shape) :], strict=True))
+        and all(length in (1, size) for length, size in zip(mask.shape, full[-len(mask.shape) :], strict=True))
     )
 
 
-# Shapes and dtypes, for tracing.
+# Shapes and dtypes for tracing
 
 
 def _forward_meta(query: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
@@ -148,7 +151,7 @@ def _mask_meta(
     return TensorProxy(like=mask)
 
 
-# What the lines call.
+# Functions that the lines call
 
 
 def _forward(
@@ -180,12 +183,13 @@ def _backward(
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Torch's kernels read rows as if their elements were next to each other; eager checks it, and decomposes."""
+    """Return a tensor with contiguous rows, which torch's kernels assume."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as what is added to scores. Each line computes it, since a boolean one is smaller to save."""
+    """Return a mask as a term of the scores."""
+    # Forward and backward both compute it, since a boolean mask is smaller to save.
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -203,7 +207,7 @@ def _mask_backward(
     mask: Tensor,
     scale: float | None,
 ) -> Tensor:
-    """The gradient of scores, from scores that are computed again, summed to the shape of the mask."""
+    """Compute the scores and their gradient again, and sum the gradient to the shape of the mask."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = logsumexp.dtype
     grad, query, key, value, output = (tensor.to(dtype) for tensor in (grad, query, key, value, output))

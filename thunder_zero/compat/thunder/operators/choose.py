@@ -16,12 +16,15 @@ NEVER_FUSED = (attention_ex, convolution_ex)
 
 
 def executors_in_front(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
-    """The executors to put in front of the others. A fuser makes better operators of activations and norms; the one
-    among Thunder's defaults fuses cross entropy alone."""
+    """Return the executors to put in front of the other ones.
+
+    A fuser compiles activations and norms better than they are alone, but for Thunder's default fuser, which fuses
+    cross entropy only.
+    """
     fuses = any(isinstance(other, FusionExecutor) and other != torch_compile_xentropy_ex for other in others)
     return NEVER_FUSED if fuses else (*NEVER_FUSED, activations_ex)
 
 
 def default_executors() -> list[Executor]:
-    """Thunder's default executors, behind ours for attention and convolutions."""
+    """Return our executors for attention and convolutions, then Thunder's default executors."""
     return [*NEVER_FUSED, *thunder.get_default_executors()]
