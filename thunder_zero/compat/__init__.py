@@ -1,4 +1,4 @@
-"""Workarounds for versions of Thunder, torch and transformers; no other room patches these libraries.
+"""Workarounds for versions of Thunder, torch and transformers, which no other room patches.
 
 In: modules, graphs and traces that Thunder or torch gets wrong. Out: repaired ones, or an error that names the line of
 the user's file. Three lines of forward, and their workarounds::

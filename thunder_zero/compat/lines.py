@@ -1,7 +1,7 @@
 """needed while: Thunder lets only private names set what a line calls, and what an input is.
 
-In: lines, inputs and traces of Thunder. Out: the same, in which a line calls a function of ours, an input has another
-shape, or a trace another signature::
+In: lines, inputs and traces of Thunder. Out: a line that calls a function of ours, an input of another shape, or a
+trace with another signature::
 
     y = zero_all_gather(w)      its name is bound to a function of this model
     def computation(w):         w has the shape of its rows

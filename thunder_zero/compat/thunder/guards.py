@@ -54,7 +54,7 @@ class Namespace(Protocol):
 def form_of(value: Any) -> Form:
     """Return the form of an argument: its structure, types, and values that Thunder does not check.
 
-    Of a number or string the form has the type, of a tensor its class.
+    The form of a number or string has its type only, and that of a tensor its class.
     """
     return _Forms().of(value)
 

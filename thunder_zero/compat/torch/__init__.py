@@ -7,6 +7,6 @@ life of the process or of a module: ``on_failed_steps`` and ``share_found_inf`` 
     autograd.py            which backward runs, and when it ends; whether torch.func is active
     groups.py              process groups: launches, timeouts, gloo's threads, exit
     optimizers.py          steps that fail, hooks of all optimizers, scalers
-    tensors.py             storages, many tensors in one call
+    tensors.py             the mark of a parameter, many tensors in one call
     fully_shard.py         refuses fully_shard of our models
 """
