@@ -69,7 +69,7 @@ class MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
     """Read DCP's description of a checkpoint.
 
-    Other files are not read, but have the sizes that the description needs.
+    Other files are not read, but their sizes are checked.
 
     Args:
         expected: the manifest's entry of the metadata, to compare its SHA-256 with.
@@ -307,7 +307,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes overlap. Neighbours along the dimension that is cut most often are compared."""
+    """Return whether two boxes overlap; compares neighbours along the dimension that is cut most often."""
     dimensions = range(len(boxes[0][0]) if boxes else 0)
     if len(boxes) < 2 or not dimensions:
         return len(boxes) > 1

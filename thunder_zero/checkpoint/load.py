@@ -190,7 +190,7 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> O
 
 
 def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """Return the extras that load a state, each with the call that loads it. EMAs are left out: they have rows.
+    """Return the extras that load a state, each with the call that loads it. EMAs, which have rows, are left out.
 
     Raises:
         ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.

@@ -1,7 +1,7 @@
 """Writes files of whole tensors, safetensors one tensor at a time; all get their names together.
 
-The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). Its
-own library would write all tensors of a file at once.
+The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). The
+library of that name would write all tensors of a file at once.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) ->
 
 
 def _digest(facts: Sequence[Fact]) -> int:
-    """Return 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
+    """Return a digest of 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 

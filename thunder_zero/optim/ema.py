@@ -66,7 +66,7 @@ class EMA:
     Args:
         model: a model with ZeroTransform.
         decay: the weight of the old average, 0 or more and less than 1.
-        every: average in every so many calls of ``update``, 1 or more.
+        every: average only in each ``every``-th call of ``update``, 1 or more.
 
     Attributes:
         averages: the averages by name of the parameter.

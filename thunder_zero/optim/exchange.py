@@ -7,7 +7,7 @@
     rank 2: row  4                                                                                   row  4
 
 In ZeRO-1 every rank has the parameter in full, so only the gradient's rows travel to the owner. If a parameter is
-replicated, every rank has it and its gradient in full: nothing travels to the owner, and the whole parameter back.
+replicated, every rank has it and its gradient in full: only the whole parameter travels, from the owner to all ranks.
 """
 
 from __future__ import annotations

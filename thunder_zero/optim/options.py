@@ -39,7 +39,7 @@ def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[
     their name; other objects by their class.
 
     Args:
-        amounts: False distinguishes floats only from zero.
+        amounts: False describes a float only as zero or not zero.
     """
     return {name: repr(tree_map(partial(_describe, amounts), value)) for name, value in values.items()}
 

@@ -238,8 +238,8 @@ def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
 def _gradient(step: int, number: int, param: Tensor, last: Tensor) -> Tensor:
     """Return the gradient of a probe parameter in a step; ``last`` is its gradient in the step before.
 
-    Each scale has four steps: noise, equal noise, its opposite, downhill. The last steps all go downhill. Probe
-    parameters of other numbers have other scales.
+    Each scale has four steps: noise, equal noise, its opposite, downhill. The last steps all go downhill. The
+    order of the scales depends on ``number``.
     """
     size = SCALES[(step // 4 + number) % len(SCALES)]
     if step % 4 == 3 or step >= STEPS - DOWNHILL:
@@ -248,7 +248,7 @@ def _gradient(step: int, number: int, param: Tensor, last: Tensor) -> Tensor:
 
 
 def _noise(step: int, number: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return noise that is equal on every rank; draws from a generator of its own."""
+    """Return noise that is equal on every rank, from a generator of its own."""
     generator = torch.Generator().manual_seed(1000 * number + step + 1)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu").to(device)
 
