@@ -83,7 +83,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(
     # What tz.compile runs by default is not fused.
     assert traffic(found.estimate) == traffic(exact) > traffic(tz.tools.estimate(traces, H100, fused=True))
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
-    held = found.held
+    held = found.memory
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
     assert held.phase == memory.peak_line.phase
     assert dict(held.by_kind) == {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
@@ -117,7 +117,7 @@ def test_repeated_blocks_in_slices_have_the_figures_of_the_model_traced_whole(
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     assert found.estimate.exposed_on == pytest.approx(exact.exposed_on, rel=1e-9)
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
-    held = found.held
+    held = found.memory
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
 
 

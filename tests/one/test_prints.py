@@ -14,7 +14,7 @@ from torch import nn
 
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock
-from thunder_zero.tools.devices.calibrated import CollectiveTimes, Curve
+from thunder_zero.tools.devices.calibrated import CollectiveCurves, Curve
 from thunder_zero.tools.format_errors import WireErrors
 
 BLOCKS, WIDTH = 16, 8
@@ -58,7 +58,7 @@ def values() -> Mapping[str, tuple[Any, ...]]:
     memory = tz.tools.memory(three, loss=loss, optimizer=torch.optim.AdamW)
     device = tz.tools.DEVICES["h100"]
     curve = Curve(((1.0, 1e-6), (1e6, 1e-3)))
-    collectives = {kind: CollectiveTimes(curve, curve, curve, curve) for kind in ("gather", "scatter", "all_reduce")}
+    collectives = {kind: CollectiveCurves(curve, curve, curve, curve) for kind in ("gather", "scatter", "all_reduce")}
     work = {work: {"float32": curve, "bfloat16": curve} for work in ("matmul", "attention", "convolution")}
     traffic = dict.fromkeys(("pointwise", "reduction", "index", "random", "view"), curve)
     about = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "torch": "2.13.0"}

@@ -21,12 +21,12 @@ from thunder_zero.tools.cost.costs import Cost, Lane, costs_of
 from thunder_zero.tools.cost.estimate import step_time
 from thunder_zero.tools.cost.lanes import Lanes
 from thunder_zero.tools.devices.calibrate import wire_seconds
-from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveTimes, Curve
+from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
 from thunder_zero.tools.devices.device import Link
 from thunder_zero.tools.devices.named import load_device, save_device
 
 LINE = Curve(((0.0, 0.0), (100.0, 1.0)))
-SENDS = CollectiveTimes(
+SENDS = CollectiveCurves(
     launch=Curve(((0.0, 0.5),)),
     wire=LINE,
     finish=Curve(((0.0, 0.25),)),

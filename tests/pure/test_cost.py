@@ -19,10 +19,10 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.tools.cost.costs import (
+    CollectiveKind,
     Cost,
     Lane,
     Ring,
-    Sends,
     compute_dtype,
     costs_of,
     fused_traffic,
@@ -126,15 +126,15 @@ def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fie
 
 def test_the_ring_of_a_launch() -> None:
     """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
-    inside = Ring(Lane.SHARD, 2, 1, 18, 1, Sends.GATHER, 1)
+    inside = Ring(Lane.SHARD, 2, 1, 18, 1, CollectiveKind.GATHER, 1)
     assert ring(*launch_of((5, 3), Kind.GATHER, 2, 1)) == inside
     assert ring(*launch_of((5, 3), Kind.GATHER, 2, 4)) == inside
     op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 4)
-    assert ring(op, timeline) == replace(inside, sends=Sends.SCATTER)
-    across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)  # 13.5 elements
+    assert ring(op, timeline) == replace(inside, sends=CollectiveKind.SCATTER)
+    across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, CollectiveKind.ALL_REDUCE, 1)  # 13.5 elements
     assert ring(replace(op, over=REPLICATE), timeline) == across
     op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
-    whole = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
+    whole = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
     assert ring(replace(op, over=ALL), timeline) == whole
     assert ring(*launch_of((5, 3), Kind.GATHER, 1, 1)) is None
 

@@ -80,7 +80,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         An entry for each parameter that is trained, or travels in a format, in the plan's order.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform; ``step`` is not a function.
+        TypeError: ``model`` is not sharded, or ``step`` is not a function.
         ValueError: no row or gradient is written as bytes; ``step`` gives no gradients.
         RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
     """

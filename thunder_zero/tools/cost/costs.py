@@ -6,8 +6,7 @@
     gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
 Without hybrid sharding all ranks are one ring. With it, an all-reduce between copies of the model goes over ranks that
-are ``world_size`` apart. Ranks with slices of one parameter (tensor parallelism) are neighbours, so the ranks of the
-other rings are further apart by the number of slices.
+are ``world_size`` apart. Tensor parallelism multiplies these distances by its ranks, which are neighbours.
 
 Traces of a run on CPUs have pointwise lines one by one. If they count as fused, as nvFuser or inductor would fuse them,
 lines between two products, attentions or collectives are one kernel. A kernel reads each value from outside once, and
@@ -38,7 +37,7 @@ class Lane(StrEnum):
     TENSOR = "tensor"  # the wire of torch's tensor parallelism
 
 
-class Sends(StrEnum):
+class CollectiveKind(StrEnum):
     """The kind of a collective."""
 
     GATHER = "gather"
@@ -66,7 +65,7 @@ class Ring:
     stride: int
     nbytes: int
     steps: int
-    sends: Sends = Sends.GATHER
+    sends: CollectiveKind = CollectiveKind.GATHER
     tensors: int = 1
 
 
@@ -77,16 +76,16 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
         return None
     mesh, ranks = timeline.plan.mesh, timeline.plan.ranks_over(op.over)
     if op.moves:
-        moves = Sends(op.moves)
-        return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is Sends.ALL_REDUCE)) * (ranks - 1), moves)
+        moves = CollectiveKind(op.moves)
+        return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is CollectiveKind.ALL_REDUCE)) * (ranks - 1), moves)
     if op.over == TENSOR:
-        return Ring(Lane.TENSOR, ranks, 1, nbytes, 2 * (ranks - 1), Sends.ALL_REDUCE, len(op.params))
+        return Ring(Lane.TENSOR, ranks, 1, nbytes, 2 * (ranks - 1), CollectiveKind.ALL_REDUCE, len(op.params))
     lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
-    steps, moves = 2 * (ranks - 1), Sends.ALL_REDUCE
+    steps, moves = 2 * (ranks - 1), CollectiveKind.ALL_REDUCE
     if op.over == REPLICATE:
         stride *= mesh.shard.size
     elif timeline.params_of(op)[0].sharded:
-        steps, moves = ranks - 1, Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
+        steps, moves = ranks - 1, CollectiveKind.GATHER if op.kind is Kind.GATHER else CollectiveKind.SCATTER
     return Ring(lane, ranks, stride, nbytes, steps, moves, len(op.params))
 
 

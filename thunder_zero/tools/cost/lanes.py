@@ -141,7 +141,7 @@ class Lanes:
         return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
-        """Let time pass until a moment. With ``computes`` it is compute's end, which rings delay by their load."""
+        """Advance the simulation to a time. With ``computes``, compute ends then, or later by the load of rings."""
         while True:
             self._begin_rings()
             now, running = self._now[0], self._running()

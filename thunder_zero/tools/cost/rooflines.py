@@ -23,7 +23,7 @@ def gather_bytes(nbytes: float, ranks: float = inf) -> float:
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Return how many tokens of a rank's batch let compute hide communication in both phases, with many ranks.
+    """Return the tokens of a rank's batch from which on compute hides communication in both phases, with many ranks.
 
     A parameter has 2 FLOPs a token in forward and 4 in backward. All-gathers and reduce-scatters send it once each,
     in elements of ``itemsize`` bytes, over the device's links inside a node.

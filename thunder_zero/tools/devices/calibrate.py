@@ -31,7 +31,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
-from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveTimes, Curve
+from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
 from thunder_zero.tools.devices.device import Link
 from thunder_zero.tools.devices.measures import (
     SIZES,
@@ -179,7 +179,7 @@ def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[st
     )
 
 
-def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveTimes:
+def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveCurves:
     """Return the times of a kind of collective, from the measured seconds."""
 
     def curve(name: str) -> Curve:
@@ -191,7 +191,7 @@ def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveTimes:
         launch, finish, train = (seconds[name, kind, sent] for name in ("launch", "finish", "train"))
         wires.append((sent, wire_seconds(train, launch + finish, taken * sent / SIZES[-1], TRAIN)))
     proportional = Curve(((0.0, 0.0), (SIZES[-1], taken)))
-    return CollectiveTimes(
+    return CollectiveCurves(
         curve("launch"), Curve.measured(wires), curve("finish"), proportional, seconds["tensor", kind]
     )
 
@@ -216,7 +216,7 @@ def _best_rate(curve: Curve) -> float:
     return max(size / seconds for size, seconds in curve.points if size and seconds)
 
 
-def _link(collectives: Mapping[str, CollectiveTimes]) -> Link:
+def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
     """Return the link that the curve of gathers amounts to, in the large."""
     if not collectives:
         return Link(1e9)

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from math import isfinite
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.tools.devices.device import Device, Sent
+from thunder_zero.tools.devices.device import CollectiveTime, Device
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, count, folded
 
@@ -59,7 +59,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveTimes:
+class CollectiveCurves:
     """The times of collectives of one kind, over the bytes that the busiest rank sends.
 
     Attributes:
@@ -93,7 +93,7 @@ class Calibrated(Device):
 
     products: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict, hash=False)
     traffic: Mapping[str, Curve] = field(default_factory=dict, hash=False)
-    collectives: Mapping[str, CollectiveTimes] = field(default_factory=dict, hash=False)
+    collectives: Mapping[str, CollectiveCurves] = field(default_factory=dict, hash=False)
     ranks: int = 1
     about: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -137,7 +137,7 @@ class Calibrated(Device):
             return self.products.get(work, self.products["matmul"])[dtype].seconds(flops)
         return self.traffic.get(work, self.traffic["pointwise"]).seconds(traffic_bytes)
 
-    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> Sent:
+    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
         """Return the time of a collective.
 
         Raises:
@@ -152,7 +152,7 @@ class Calibrated(Device):
         more = max(tensors - 1, 0) * times.tensor_seconds
         curves = (times.wire, times.launch, times.finish, times.taken)
         seconds, launch, finish, taken = (curve.seconds(nbytes) for curve in curves)
-        return Sent(seconds, launch + more, finish, taken)
+        return CollectiveTime(seconds, launch + more, finish, taken)
 
 
 def _ranks(number: int) -> str:

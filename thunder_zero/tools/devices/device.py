@@ -34,7 +34,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class CollectiveTime:
     """The time that a collective takes.
 
     Attributes:
@@ -122,7 +122,7 @@ class Device:
             )
         return self.flops_per_second[dtype]
 
-    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> Sent:
+    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
         """Return the time of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
 
         A calibrated device also reads ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and the number of
@@ -131,7 +131,7 @@ class Device:
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
         """
-        return Sent(self.ring(ranks, stride).seconds(nbytes, steps))
+        return CollectiveTime(self.ring(ranks, stride).seconds(nbytes, steps))
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
         """Return the link of one device in a ring of ranks that are ``stride`` apart. A node has successive ranks.

@@ -1,4 +1,4 @@
-"""What calibration measures: compute, and collectives through the transport of a step.
+"""Measures compute, and collectives through the transport of a step, for calibration.
 
 ::
 
@@ -152,8 +152,8 @@ TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # times that (W - 1) / W o
 
 
 class Collectives:
-    """Measures the collectives of a group. Every rank calls each method. ``points`` are the kinds and bytes to measure,
-    in the order of all ranks."""
+    """Measures the collectives of a group. Every rank calls each method. ``points`` are pairs of a kind and bytes sent;
+    all ranks measure them in this order."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveTimes, Curve
+from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
 from thunder_zero.tools.devices.device import DEVICES, Device, Link
 
 CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"
@@ -90,7 +90,7 @@ def to_data(device: Calibrated) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Curve):
         return value.points
-    if isinstance(value, CollectiveTimes | Link):
+    if isinstance(value, CollectiveCurves | Link):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
 
@@ -120,9 +120,9 @@ def _from_data(data: Mapping[str, Any]) -> Calibrated:
     )
 
 
-def _collective(data: Mapping[str, Any]) -> CollectiveTimes:
+def _collective(data: Mapping[str, Any]) -> CollectiveCurves:
     curves = {name: _curve(data[name]) for name in ("launch", "wire", "finish", "taken")}
-    return CollectiveTimes(**curves, tensor_seconds=float(data["tensor_seconds"]))
+    return CollectiveCurves(**curves, tensor_seconds=float(data["tensor_seconds"]))
 
 
 def _curve(points: Any) -> Curve:

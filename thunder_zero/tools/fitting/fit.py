@@ -27,7 +27,7 @@ from thunder_zero.tools.dry_run import programs_of
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Search
-from thunder_zero.tools.fitting.text import Least, Shown, print_trade_off, refusal
+from thunder_zero.tools.fitting.text import LeastMemory, TradeOffRow, print_trade_off, refusal
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
@@ -256,13 +256,13 @@ def _sizes(policy: Policy) -> tuple[int | None, int | None]:
     return policy.bucket_bytes, policy.in_flight_bytes
 
 
-def _least(compiled: _Compiled, optimizer_step: int) -> Least:
+def _least(compiled: _Compiled, optimizer_step: int) -> LeastMemory:
     """Return the least memory of the compiled policies, and what ``recompute`` saves."""
     policy, peak = min(compiled.exact.items(), key=lambda item: item[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked, plan = search.candidate(first), search.candidate(policy).timeline.plan
     cheap = replace(as_asked, policy=replace(first, recompute="cheap"))
-    return Least(
+    return LeastMemory(
         nbytes=max(peak, optimizer_step),
         recomputed=len(plan.recomputed) if search.units else None,
         saved_by_units=compiled.peak(first) - compiled.peak(_all_recomputed(compiled)),
@@ -271,7 +271,7 @@ def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     )
 
 
-def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[Shown]:
+def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[TradeOffRow]:
     """Yield policies from the least memory to the least cost, the chosen policy among them."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best

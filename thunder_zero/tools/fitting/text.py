@@ -23,10 +23,10 @@ COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "co
 BAR = 16  # columns of the longest bar
 
 
-Shown = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, and whether it was chosen
+TradeOffRow = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, and whether it was chosen
 
 
-def print_trade_off(rows: Sequence[Shown], console: Console) -> None:
+def print_trade_off(rows: Sequence[TradeOffRow], console: Console) -> None:
     """Print the candidates, least memory first, with the cost of each over the least cost. Bars show the difference.
 
     Rows with equal figures are printed once.
@@ -51,7 +51,7 @@ def _figures(peak: int, candidate: Candidate, least: float) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class LeastMemory:
     """The compiled policy that takes the least memory.
 
     Attributes:
@@ -69,7 +69,7 @@ class Least:
     in_flight_bytes: int
 
 
-def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
+def refusal(as_asked: Memory, least: LeastMemory, memory_bytes: int) -> str:
     """Return a sentence that says what is missing, what makes the peak, and what would help."""
     where = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
     at_peak = as_asked.by_kind
@@ -89,7 +89,7 @@ def refusal(as_asked: Memory, least: Least, memory_bytes: int) -> str:
     )
 
 
-def _choices_of(least: Least) -> str:
+def _choices_of(least: LeastMemory) -> str:
     """Return the choices that take the least memory, and what recomputing units changes, in words."""
     in_flight = f"{size(least.in_flight_bytes)} in flight"
     if least.recomputed is None:

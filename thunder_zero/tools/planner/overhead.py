@@ -33,8 +33,8 @@ STATE = 3  # times a shard: parameter and two averages
 def overhead_bytes(copies: int, storages: int, slices: int = 1) -> int:
     """Return the bytes of a rank that no tensor has.
 
-    ``copies`` are those of the model, and ``slices`` ranks of tensor parallelism. Each storage is rounded up by less
-    than a block.
+    There are ``copies`` of the model, and ``slices`` ranks of tensor parallelism. Rounding adds less than a block to
+    each of the storages.
     """
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK

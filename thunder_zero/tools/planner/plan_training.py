@@ -23,7 +23,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
-from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
+from thunder_zero.tools.planner.programs import StepForecast, SubjectPrograms
 from thunder_zero.tools.planner.slicing import Slicing
 from thunder_zero.tools.planner.subject import Subject, named_model, subject_of
 from thunder_zero.tools.planner.training_plan import (
@@ -242,8 +242,8 @@ class _Comparison:
             while True:
                 policy = programs.policy(stage, levels[0])
                 evaluated = programs.evaluate(policy, mesh)
-                overhead = overhead_bytes(mesh.replicas, evaluated.held.storages, slices)
-                needed = max(evaluated.held.peak, evaluated.held.optimizer_step) + overhead
+                overhead = overhead_bytes(mesh.replicas, evaluated.memory.storages, slices)
+                needed = max(evaluated.memory.peak, evaluated.memory.optimizer_step) + overhead
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
@@ -252,8 +252,8 @@ class _Comparison:
             self.steps.advance()
         return rows[::-1]
 
-    def _row(self, policy: Policy, mesh: MeshShape, evaluated: Evaluated, needed: int, traffic: int) -> PlanRow:
-        held, estimate, speed = evaluated.held, evaluated.estimate, self.device.memory_bytes_per_second
+    def _row(self, policy: Policy, mesh: MeshShape, evaluated: StepForecast, needed: int, traffic: int) -> PlanRow:
+        memory, estimate, speed = evaluated.memory, evaluated.estimate, self.device.memory_bytes_per_second
         loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
@@ -262,10 +262,10 @@ class _Comparison:
             recompute=policy.recompute,
             fits=needed <= self.memory_bytes,
             needed_bytes=needed,
-            peak_bytes=max(held.peak, held.optimizer_step),
-            at_rest_bytes=held.at_rest,
-            peak_phase=held.phase if held.peak >= held.optimizer_step else "optimizer step",
-            by_kind=dict(held.by_kind),
+            peak_bytes=max(memory.peak, memory.optimizer_step),
+            at_rest_bytes=memory.at_rest,
+            peak_phase=memory.phase if memory.peak >= memory.optimizer_step else "optimizer step",
+            by_kind=dict(memory.by_kind),
             sent_bytes=estimate.sent_bytes,
             compute_seconds=estimate.compute_seconds,
             exposed_seconds=estimate.exposed_seconds,

@@ -21,7 +21,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, programs_of
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
+from thunder_zero.tools.planner.repeat import NotPeriodic, StepMemory, estimate_whole, memory_whole
 from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
@@ -30,10 +30,10 @@ TRACED = (5, 6, 8)  # numbers of alike blocks to trace; the first that repeat ar
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class StepForecast:
     """Memory and time of a step under one policy on one mesh."""
 
-    held: Held
+    memory: StepMemory
     estimate: Estimate
     traced: int  # number of alike blocks
 
@@ -97,7 +97,7 @@ class SubjectPrograms:
         policy = replace(asked, stage=stage, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def evaluate(self, policy: Policy, mesh: MeshShape) -> Evaluated:
+    def evaluate(self, policy: Policy, mesh: MeshShape) -> StepForecast:
         """Return the memory and the time of a step of the whole model.
 
         Traces few of the alike blocks, more if those do not repeat, and all if no number of blocks repeats.
@@ -112,15 +112,16 @@ class SubjectPrograms:
             return evaluated
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> Evaluated:
+    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> StepForecast:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compile(policy, mesh, traced)
         self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
         with uncollected():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
-        held = held_whole(forecast, traces, units, copies)
-        return Evaluated(held, estimate_whole(traces, self.device, units, copies), traced)
+        return StepForecast(
+            memory_whole(forecast, traces, units, copies), estimate_whole(traces, self.device, units, copies), traced
+        )
 
     @cached_property
     def loss_bytes(self) -> int:

@@ -83,7 +83,7 @@ class NotPeriodic(Exception):
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
-    """Return what :func:`positions` does for a sequence with ``copies`` more periods, and the period.
+    """Find the period of a sequence. Return the :func:`positions` of one with ``copies`` more periods, and the period.
 
     Raises:
         NotPeriodic: there are copies, and no period.
@@ -188,7 +188,7 @@ STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # what the optimizer's step holds 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StepMemory:
     """The memory of one rank in a step, in bytes of tensors' storages.
 
     Attributes:
@@ -225,7 +225,7 @@ class _Change:
     count: int
 
 
-def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> Held:
+def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> StepMemory:
     """Return the memory of a step with ``copies`` more blocks than the ``units`` that were traced.
 
     ``memory`` is the forecast of the traced step, with the optimizer.
@@ -255,7 +255,7 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
     for line, times in Counter(order[: peak_line + 1]).items():
         alive.update({kind: times * nbytes for kind, nbytes in changes[line].kinds})
     stepped = sum(storage.nbytes for storage in of_block if storage.kind in STEPPED)
-    return Held(
+    return StepMemory(
         at_rest=memory.at_rest + copies * sum(storage.nbytes for storage in resting if storage.kind in AT_REST),
         peak=peak,
         optimizer_step=(memory.optimizer_step or 0) + copies * stepped,

@@ -1,4 +1,4 @@
-"""What is planned: a module with its inputs, its loss, and the blocks that are alike."""
+"""A module to plan for, with its inputs, its loss, and its blocks that are alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thunder_zero.tools.models.named import MODELS, NamedModel
 
 @dataclass(frozen=True, slots=True)
 class AlikeBlocks:
-    """Blocks that are alike, in a row of one list: the path of the list, and their names in it, in order."""
+    """Successive blocks of one list that are alike. ``path`` is that of the list; ``names`` are those of the blocks."""
 
     path: str
     names: tuple[str, ...]
@@ -178,7 +178,7 @@ def of_module(
 
 
 def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
-    """Return the blocks in a row of one list, alike in all but their values, that have the most parameters."""
+    """Return the successive blocks of a list that differ in values alone, where they have the most parameters."""
     best, most = None, 0
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):

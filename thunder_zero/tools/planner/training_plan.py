@@ -1,4 +1,4 @@
-"""A plan of training: stages on meshes, why one is recommended, code to paste; as text, too.
+"""A plan of a training, which prints as text: a table of stages and meshes, the choice, code to paste.
 
 ::
 
