@@ -108,19 +108,21 @@ def with_tables(text: str, rows: Sequence[Row]) -> str:
 def tables(rows: Sequence[Row]) -> str:
     """The table, a line for each network, and the versions, in Markdown."""
     stages = sorted({row.stage for row in rows})
-    headers = ("ranks, network", *(f"stage {stage}" for stage in stages), "ranked")
+    headers = ["ranks, network", *(f"stage {stage}" for stage in stages), "ranked otherwise"]
     networks = dict.fromkeys(row.where for row in rows)
     lines = [headers, ["---"] * len(headers), *(line(rows, where, stages) for where in networks)]
+    if not any(row[-1] for row in lines[2:]):
+        lines = [row[:-1] for row in lines]
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
     return table + "\n" + "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"
 
 
 def line(rows: Iterable[Row], where: tuple[int, str], stages: Iterable[int]) -> list[str]:
-    """The cells of one network: each stage's measured and forecast time, how far off and how ranked."""
+    """Return the cells of one network: the measured time and forecast error of each stage, and misranked stages."""
     here = {row.stage: row for row in rows if row.where == where}
     pairs = ", ".join(f"stage {slow} before stage {fast}" for fast, slow in misranked(here.values()))
-    times = (f"{row.step:.3f}, {row.seconds:.3f} ({row.off:+.1%})" if (row := here.get(n)) else "" for n in stages)
-    return [place(next(iter(here.values()))), *times, pairs or "as measured"]
+    times = (f"{row.step:.3f} ({row.off:+.1%})" if (row := here.get(n)) else "" for n in stages)
+    return [place(next(iter(here.values()))), *times, pairs]
 
 
 def place(row: Row) -> str:
