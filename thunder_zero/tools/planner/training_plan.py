@@ -1,4 +1,4 @@
-"""A plan of a training, which prints as text: a table of stages and meshes, the choice, code to paste.
+"""A plan of a training: a table of stages and meshes, the choice, code to paste; prints as text.
 
 ::
 
