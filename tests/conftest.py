@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness.cpu import CpuSeconds
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import left_out
+from tests.harness.tiers import is_left_out
 
 TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = tier_of(config)
-    later = [item for item in items if left_out((mark.name for mark in item.iter_markers()), tier)]
+    later = [item for item in items if is_left_out((mark.name for mark in item.iter_markers()), tier)]
     if later:
         items[:] = [item for item in items if item not in set(later)]
         config.hook.pytest_deselected(items=later)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import thunder_zero as tz
 from tests.harness.host_reads import HostReads
-from tests.harness.models import LENGTH, VOCABULARY, GptShape, Mlp, error, fresh
+from tests.harness.models import LENGTH, VOCABULARY, GptShape, Mlp, fresh, relative_error
 from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
@@ -179,7 +179,7 @@ def test_it_trains_as_one_process_without_waiting_for_the_device(shard: Shard, d
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as seen:
         third = step()
-    assert error(torch.stack([first, second, third]).cpu(), right) < 1e-4
+    assert relative_error(torch.stack([first, second, third]).cpu(), right) < 1e-4
     launches = [event for event in seen.events() or () if event.name.startswith("c10d::") and "coalesced" in event.name]
     planned = [op for op in tz.traces_of(model).timeline.ops if op.kind in LAUNCHES]
     assert len(launches) == len(planned), sorted({event.name for event in seen.events() or ()})
@@ -197,7 +197,7 @@ def test_a_slow_wire_changes_nothing(shard: Shard, stage: int, no_sync: bool, mi
         with slow_wire() as wire:
             found = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
     assert wire.launched > 0
-    assert error(found, right) < (1e-2 if mixed else 1e-5)
+    assert relative_error(found, right) < (1e-2 if mixed else 1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -224,7 +224,7 @@ def test_it_trains_as_on_the_cpu(shard: Shard, stage: int, offload: bool) -> Non
     right = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
         model = shard(fresh(GptShape), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
-    assert error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
+    assert relative_error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
     for param in tz.traces_of(model).plan.params:
         own = model.get_parameter(param.path)
         rows, grad = local(own), own.grad

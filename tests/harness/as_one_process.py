@@ -10,7 +10,7 @@ A test gives pairs of a sharded and a plain model, and a loop, which runs once f
             y = model(side.rows(batch(number)))
             y.square().mean().backward()
             optimizer.step()
-            yield side.joined(y)
+            yield side.gather(y)
 
     trains_as_one_process([(sharded(plain, 3), plain)], steps)
 
@@ -70,23 +70,23 @@ class Side:
         parts = list(batch.split(list(sizes)))
         return [parts[self.rank]] if self.is_sharded else parts
 
-    def joined(self, own: Tensor) -> Tensor:
+    def gather(self, own: Tensor) -> Tensor:
         """All ranks' rows of a tensor."""
         if not self.is_sharded:
             return own.detach()
-        return torch.cat(on_all_ranks(own.detach(), self.group))
+        return torch.cat(gather_objects(own.detach(), self.group))
 
     def mean(self, own: Tensor) -> Tensor:
         """The mean over ranks."""
         if not self.is_sharded:
             return own.detach()
-        return torch.stack(on_all_ranks(own.detach(), self.group)).mean(0)
+        return torch.stack(gather_objects(own.detach(), self.group)).mean(0)
 
 
 Loop = Callable[[Side], Steps]
 
 
-def on_all_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank has, on each."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group)
@@ -128,7 +128,7 @@ def trains_as_one_process(
     except Exception as error:
         error.add_note(f"in {loop}")
         raise
-    return [same_state(model, one, tolerance) for model, one in zip(models, plain, strict=True)]
+    return [assert_same_state(model, one, tolerance) for model, one in zip(models, plain, strict=True)]
 
 
 def assert_same_parameters(model: Any, one: nn.Module, where: str = "", tolerance: float | None = None) -> None:
@@ -148,7 +148,7 @@ def assert_same_parameters(model: Any, one: nn.Module, where: str = "", toleranc
                 continue
             found, full = local(found.detach()), full.detach()
             if planned is None:
-                found, rows = torch.stack(on_all_ranks(found, state.group)).mean(0), full
+                found, rows = torch.stack(gather_objects(found, state.group)).mean(0), full
             else:
                 rows = rows_of(full, planned, state.plan)
             assert_near(found, rows, f"{kind} of {name}{where}", tolerance, full)
@@ -162,7 +162,7 @@ def rows_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
     return real_rows(local_rows(full, param, plan), param, plan)
 
 
-def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> dict[str, Tensor]:
+def assert_same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> dict[str, Tensor]:
     """The full state dict, which has the bits of the shards, the same on all ranks, and the plain model's values."""
     state = sharded_model(model).state
     full, right = tz.full_state_dict(model), one.state_dict()
@@ -172,7 +172,7 @@ def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> di
     values = {path: full[path.replace(CHECKPOINT_WRAPPER, "")] for path in state.shards}
     for path, shard in state.shards.items():
         assert torch.equal(local(shard), rows_of(values[path], state.plan.by_name[path], state.plan)), path
-    digests = on_all_ranks(digest(values.values()), state.group)
+    digests = gather_objects(digest(values.values()), state.group)
     assert len(set(digests)) == 1, "ranks have other bits"
     return full
 

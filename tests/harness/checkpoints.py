@@ -28,7 +28,7 @@ def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr)
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Take a step, so that the optimizer has state, without compiling a forward."""
     for param in model.parameters():
         if param.requires_grad:
@@ -41,21 +41,21 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
     for path, shard in sharded_model(model).state.shards.items():
         for key, value in optimizer.state.get(shard, {}).items():
-            full[f"{path} {key}"] = whole(torch.as_tensor(value))
+            full[f"{path} {key}"] = full_copy(torch.as_tensor(value))
     return full
 
 
-def whole(value: Tensor) -> Tensor:
+def full_copy(value: Tensor) -> Tensor:
     """Return a copy of all of a tensor, on each rank."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+def differing(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     """Return the names of the entries that differ."""
     return [name for name in found.keys() | right.keys() if name not in found or not found[name].equal(right[name])]
 
 
-def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
+def torch_model(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     """Return torch's own model of a kind, with other values."""
     torch.manual_seed(5)
     module: Any = Mlp()
@@ -68,13 +68,13 @@ def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     return module, adamw(module, lr=1.0)
 
 
-def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+def torch_state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Return all parameters and optimizer states of torch's own model in full, named as by :func:`state_of`."""
 
-    found = {name.removeprefix("module."): whole(param.detach()) for name, param in model.named_parameters()}
+    found = {name.removeprefix("module."): full_copy(param.detach()) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
-            found[f"{name.removeprefix('module.')} {key}"] = whole(value)
+            found[f"{name.removeprefix('module.')} {key}"] = full_copy(value)
     return found
 
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 import thunder_zero as tz
-from tests.harness.as_one_process import assert_near, assert_same_parameters, same_state
+from tests.harness.as_one_process import assert_near, assert_same_parameters, assert_same_state
 from tests.harness.models import fresh
 
 
@@ -74,7 +74,7 @@ def trains_as_eager(
             grads = [leaf.grad for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_leaf]
             results.append({"output": outputs, "input": inputs, "gradient of input": grads})
         for kind, found in results[0].items():
-            same_leaves(found, results[1 + rank][kind], f"{kind} of step {step}", tolerance)
+            assert_same_leaves(found, results[1 + rank][kind], f"{kind} of step {step}", tolerance)
         for params in zip(*(replica.parameters() for replica in replicas), strict=True):
             given = [param.grad for param in params if param.grad is not None]
             mean = torch.stack(given).sum(0) / world_size if given else None
@@ -87,11 +87,11 @@ def trains_as_eager(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    same_state(model, replicas[rank], tolerance)
+    assert_same_state(model, replicas[rank], tolerance)
     return model
 
 
-def same_as_eager(module: nn.Module, *inputs: Any) -> Any:
+def assert_same_as_eager(module: nn.Module, *inputs: Any) -> Any:
     """Train a step under tz.compile in stage 3 and in eager mode, with the same random numbers: outputs and all
     gradients are equal. Returns the compiled model."""
     model = tz.compile(deepcopy(module), 3)
@@ -127,7 +127,7 @@ def opened(tree: Any) -> Any:
     return tree
 
 
-def same_leaves(found: Any, right: Any, where: str, tolerance: float | None = None) -> None:
+def assert_same_leaves(found: Any, right: Any, where: str, tolerance: float | None = None) -> None:
     """Structures are the same, and so are tensors, whether they have gradients, and other values."""
     (mine, structure), (theirs, expected) = tree_flatten(opened(found)), tree_flatten(opened(right))
     assert structure == expected, f"{where}: {structure} instead of {expected}"

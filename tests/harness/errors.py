@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def raised_as(call: Callable[[], Any]) -> tuple[str, str]:
+def kind_and_text(call: Callable[[], Any]) -> tuple[str, str]:
     """The name of the error's type, and its text; ``("", "nothing")`` if the call raises none."""
     try:
         call()
@@ -17,15 +17,15 @@ def raised_as(call: Callable[[], Any]) -> tuple[str, str]:
     return "", "nothing"
 
 
-def raised(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     """``"ValueError: its sentence"``, or ``"nothing"``."""
-    kind, text = raised_as(call)
+    kind, text = kind_and_text(call)
     return f"{kind}: {text}" if kind else text
 
 
-def says(call: Callable[[], Any], *words: str) -> None:
+def fails(call: Callable[[], Any], *words: str) -> None:
     """The call raises an error; the name of its type and its text have these words."""
-    text = raised(call)
+    text = error_of(call)
     assert [word for word in words if word not in text] == [], f"{words} are not all in: {text}"
 
 

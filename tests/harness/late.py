@@ -131,7 +131,7 @@ class Launched:
 
 
 @contextmanager
-def in_place_of_native(
+def replace_collectives(
     launch: Callable[..., Any], queued: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     """The calls in ``comm/native.py``: ``launch`` is its ``one_launch``, ``queued`` wraps collectives."""
@@ -148,7 +148,7 @@ def late_wire() -> Iterator[Wire]:
     """Models that are sharded inside of the block train through the NCCL transport, on gloo and late."""
     wire = Wire()
     gloo = mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, CoalescedSums))
-    with gloo, in_place_of_native(wire.launch, wire.late):
+    with gloo, replace_collectives(wire.launch, wire.late):
         yield wire
 
 

@@ -44,7 +44,7 @@ def two_steps(side: Side) -> Steps:
     for number in range(2):
         y = model(side.rows(batch(number)))
         step_on(optimizer, y.square().mean())
-        yield side.joined(y)
+        yield side.gather(y)
 
 
 def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int = 2) -> Steps:
@@ -57,7 +57,7 @@ def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int =
                 y = model(side.rows(batch(3 * step + part, width=width)))
                 y.square().mean().backward()
         optimizer.step()
-        yield side.joined(y)
+        yield side.gather(y)
         optimizer.zero_grad(set_to_none=False)
 
 
@@ -94,7 +94,7 @@ def experts(side: Side) -> Steps:
         y = model(side.rows(x), expert)
         y.square().mean().backward()
         optimizer.step()
-        yield side.joined(y)
+        yield side.gather(y)
 
 
 # Inference

@@ -20,13 +20,13 @@ from tests.harness.models import (
     LENGTH,
     VOCABULARY,
     Patterns,
-    error,
     fresh,
     from_parameters_alone,
+    join_rows,
     parameter_inputs,
+    relative_error,
     saved,
     sharded,
-    whole,
 )
 from tests.harness.timelines import in_flight_bytes
 from tests.harness.traced import fuser
@@ -196,9 +196,9 @@ def check_numbers(ranks: list[dict[str, Any]], case: Case) -> None:
     tolerance = 3e-2 if case.autocast else 1e-5
     plan = make_plan(model, case.policy, Mesh.of(len(ranks)))
     for result, y in zip(ranks, outputs, strict=True):
-        assert error(result["y"], y) < tolerance
+        assert relative_error(result["y"], y) < tolerance
     for param in plan.params:
-        found = whole([result["grads"][param.path] for result in ranks], param.shape, sharded=param.sharded)
+        found = join_rows([result["grads"][param.path] for result in ranks], param.shape, sharded=param.sharded)
         grad = model.get_parameter(param.path).grad
         assert grad is not None
-        assert error(found, grad) < tolerance, param.path
+        assert relative_error(found, grad) < tolerance, param.path

@@ -210,7 +210,7 @@ def trains(model: Any, *inputs: Any) -> bool:
     )
 
 
-def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
+def join_rows(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
     """The full tensor, from all ranks' rows or copies of it.
 
     Raises:
@@ -224,7 +224,7 @@ def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Te
     return rows
 
 
-def error(found: Tensor, right: Tensor) -> float:
+def relative_error(found: Tensor, right: Tensor) -> float:
     """Norm of the difference, divided by the norm of ``right``; shapes and dtypes must agree. A collective, if one of
     them is a DTensor."""
     found, right = full(found), full(right)

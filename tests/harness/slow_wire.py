@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness.late import in_place_of_native
+from tests.harness.late import replace_collectives
 
 CYCLES = 20_000_000  # about 10 ms
 
@@ -74,5 +74,5 @@ class SlowWire:
 def slow_wire() -> Iterator[SlowWire]:
     """The NCCL transport of one rank sends through a slow wire inside of the block."""
     wire = SlowWire()
-    with in_place_of_native(wire.launch, wire.slow):
+    with replace_collectives(wire.launch, wire.slow):
         yield wire

@@ -38,7 +38,7 @@ def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
 
 
-def left_out(marks: Iterable[str], option: str) -> bool:
+def is_left_out(marks: Iterable[str], option: str) -> bool:
     """Whether a test with these marks does not run under ``option``: "" (fast), "slow" or "deep"."""
     runs = TIERS[: TIERS.index(option) + 1] if option else ()
     return not set(TIERS).intersection(marks) <= set(runs)

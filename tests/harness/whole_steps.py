@@ -12,7 +12,7 @@ from thunder_zero.plan.rows import local_rows
 from thunder_zero.sharded.sharded_model import sharded_model
 
 
-def gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
+def make_gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
     """Return full gradients of many scales.
 
     In step 1 one parameter in three has none. An empty parameter never has one: torch's Adafactor divides by its size.
@@ -25,7 +25,7 @@ def gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
     return {name: grad for at, (name, grad) in enumerate(drawn.items()) if grad.numel() and (step != 1 or at % 3)}
 
 
-def give(model: Any, grads: Mapping[str, Tensor]) -> None:
+def set_gradients(model: Any, grads: Mapping[str, Tensor]) -> None:
     """Set this rank's rows of full gradients."""
     state = sharded_model(model).state
     for path, shard in state.shards.items():
@@ -35,7 +35,7 @@ def give(model: Any, grads: Mapping[str, Tensor]) -> None:
             shard.grad = None if rows is None else state.gradient(rows.clone(), path)
 
 
-class Changes(optim.Optimizer):
+class CustomOptimizer(optim.Optimizer):
     """Gives each group, and its parameters that have gradients, to ``change``."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
@@ -51,7 +51,7 @@ class Changes(optim.Optimizer):
             param -= group["lr"] * param.grad
 
 
-class CoupledIfAsked(Changes):
+class CoupledIfAsked(CustomOptimizer):
     """Divides by a norm of all gradients if an option says so; counts steps in a tensor, in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from thunder_zero.comm.handle import Handle
 from thunder_zero.frontends import compilations
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -248,7 +248,7 @@ def test_wrong_arguments_get_a_sentence() -> None:
         (lambda: diff(of, zero3), "diff takes Traces, got str"),
     )
     for call, words in rows:
-        says(call, "TypeError" if "got str" in words else "ValueError", words)
+        fails(call, "TypeError" if "got str" in words else "ValueError", words)
 
 
 def events_of(path: Path, category: str) -> list[dict[str, Any]]:
@@ -304,7 +304,7 @@ def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> 
     assert len(measured) == len(spans)
     for text, words in (("[1]", "has no list of traceEvents; give what profile.export_chrome"), ("{", "is no JSON")):
         profile.write_text(text)
-        says(lambda: tz.tools.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
+        fails(lambda: tz.tools.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
 
 
 def test_a_label_ends_with_backward(tmp_path: Path) -> None:

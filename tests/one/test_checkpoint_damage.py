@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.harness.checkpoints import Simulated, mesh_of, part_of, save_simulated, simulated_ranks
-from tests.harness.errors import raised, says
+from tests.harness.errors import error_of, fails
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
 from thunder_zero.checkpoint.dcp_write import WritePlanner, write_metadata, write_planned
@@ -145,7 +145,7 @@ def load(path: Path) -> str:
         manifest.require_no_faults(path, manifest.read(path).files)
         read_checkpoint(path, read_metadata(path), [rank.held], [rank.optimizer])
 
-    return raised(verified)
+    return error_of(verified)
 
 
 def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: p
     (linked / FILE).rename(tmp_path / "elsewhere")
     (linked / FILE).symlink_to(tmp_path / "elsewhere")
     assert f"{FILE} is not a file, but a link or something else" in load(linked)
-    says(lambda: read_metadata(linked), "leads out of it; use another checkpoint")
+    fails(lambda: read_metadata(linked), "leads out of it; use another checkpoint")
 
 
 def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
@@ -226,13 +226,13 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
     done = tmp_path / "done"
     for content, words in ((Command(done), "(it names posix.mkdir"), ([1], "(it holds a list)")):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-        says(lambda: read_metadata(tmp_path), f".metadata is damaged {words}", LAST)
+        fails(lambda: read_metadata(tmp_path), f".metadata is damaged {words}", LAST)
     value = io.BytesIO()
     torch.save(Command(done), value)
     (tmp_path / "a").mkdir()
     part = write_planned(tmp_path / "a", 0, WritePlanner({("rank0", "extra"): value.getvalue()}))
     write_metadata(tmp_path / "a", [part])
-    says(
+    fails(
         lambda: read_entries(tmp_path / "a", read_metadata(tmp_path / "a"), ["rank0.extra"]),
         "is damaged (Weights only load failed",
         "; use another",
@@ -244,10 +244,10 @@ def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
     rows = part_of(torch.ones(4, 3), mesh_of(0, 2))
     part = write_planned(tmp_path, 0, WritePlanner({("w",): rows}))
     none = write_planned(tmp_path, 1, WritePlanner({}))
-    says(lambda: write_metadata(tmp_path, [part, none]), "key:w invalid fill tensor-volume: 12 chunks-volume: 6")
+    fails(lambda: write_metadata(tmp_path, [part, none]), "key:w invalid fill tensor-volume: 12 chunks-volume: 6")
     write_metadata(tmp_path, [part])
     metadata = read_metadata(tmp_path)
     missing = "is incomplete: rows of w are missing; use another checkpoint"
     for parts in ({}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 2))}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 3))}):
-        says(lambda: read_entries(tmp_path, metadata, ["w"], parts), missing)  # noqa: B023
+        fails(lambda: read_entries(tmp_path, metadata, ["w"], parts), missing)  # noqa: B023
     assert read_entries(tmp_path, metadata, ["w"], {"w": rows})["w"].tolist() == [[1.0] * 3] * 2

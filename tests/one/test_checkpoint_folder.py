@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from thunder_zero.checkpoint import folder, manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
 
@@ -57,14 +57,14 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
     for number in range(0, 240, 20):
         changed = bytearray(text.encode())
         changed[number] ^= 1
-        says(partial(manifest.from_text, changed.decode()), "ValueError: manifest.json is damaged")
+        fails(partial(manifest.from_text, changed.decode()), "ValueError: manifest.json is damaged")
     later = json.loads(text) | {"format": 3}
     del later["sha256"]
     later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
     words = "has format 3, this thunder_zero reads format 2; use the thunder_zero that saved it"
-    says(lambda: manifest.from_text(json.dumps(later)), words)
+    fails(lambda: manifest.from_text(json.dumps(later)), words)
     for none in ("", "[1]", "{}", "{"):
-        says(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")
+        fails(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_faults_are_named(tmp_path: Path) -> None:
     path, files, read = tmp_path / "a.distcp", written().files, list[int]()
     sizes, contents = (partial(manifest.require_no_faults, tmp_path, files, contents=reads) for reads in (False, True))
     for check in (sizes, contents):
-        says(check, " is damaged: a.distcp is missing; use another checkpoint")
+        fails(check, " is damaged: a.distcp is missing; use another checkpoint")
     path.write_bytes(CONTENT[:-1])
     for check in (sizes, contents):
-        says(check, " is damaged: a.distcp has 13 bytes, it was saved with 14; use another checkpoint")
+        fails(check, " is damaged: a.distcp has 13 bytes, it was saved with 14; use another checkpoint")
     path.write_bytes(b"W" + CONTENT[1:])
-    says(contents, " is damaged: a.distcp was changed: its SHA-256 differs; use another checkpoint")
+    fails(contents, " is damaged: a.distcp was changed: its SHA-256 differs; use another checkpoint")
     sizes()
     path.write_bytes(CONTENT)
     contents(done=read.append)
@@ -97,7 +97,7 @@ def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
     save(tmp_path / "a")
     with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        says(lambda: save(tmp_path / "b"), "json: the disk is full")
+        fails(lambda: save(tmp_path / "b"), "json: the disk is full")
     assert names(tmp_path) == [".b.saving", "a", "latest"]
     save(tmp_path / "c")
     assert names(tmp_path) == [".b.saving", "a", "c", "latest"]  # its process lives
@@ -144,7 +144,7 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
         (tmp_path / left).mkdir()
     folder.prune(tmp_path / "s2", max_to_keep=2)
     assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
-    says(lambda: folder.locate(tmp_path / "s3"), "/s3; checkpoints in ", ": best, s11, s2; check the path")
+    fails(lambda: folder.locate(tmp_path / "s3"), "/s3; checkpoints in ", ": best, s11, s2; check the path")
 
 
 def test_what_is_at_the_path_before(tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
         ("link", reserved),
         ("thesis", "is not a checkpoint of thunder_zero"),
     ):
-        says(partial(folder.prepare, tmp_path / name), words)
+        fails(partial(folder.prepare, tmp_path / name), words)
     assert names(tmp_path) == ["link", "thesis"]
 
 
 def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
-    says(
+    fails(
         lambda: folder.publish(tmp_path / "a", 3, written().files),
         "rank 0 does not see a.distcp in ",
         "all ranks",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.harness.checkpoints import Simulated, part_of, save_simulated, simulated_ranks
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.models import Small, fresh
 from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
@@ -157,11 +157,11 @@ def test_the_extras_of_each_rank(saved: Saved) -> None:
     assert split_rank_prefix("rank12.extra.any\nname") == (12, "extra.any\nname")
     assert own_extras(extras, 1, 3) == {"position": 101}
     assert own_extras(extras, 1, 2) == {}
-    says(lambda: own_extras(extras, 1, 2)["position"], "KeyError", "are in Loaded.of_rank: ask own.get('position')")
+    fails(lambda: own_extras(extras, 1, 2)["position"], "KeyError", "are in Loaded.of_rank: ask own.get('position')")
     alike = ({"epoch": 4, "position": 1}, {"epoch": 4, "position": 2})
     assert own_extras(alike, 4, 5) == {"epoch": 4}
     assert own_extras((), 0, 1) == {}
     differs = "'position' on 2 ranks: it differs between the 3 ranks that saved"
-    says(lambda: extras_to_load({"position": None}, Loaded({}, extras), 2), differs)
+    fails(lambda: extras_to_load({"position": None}, Loaded({}, extras), 2), differs)
     unknown = "no extra 'rng': it has ['position']; leave it out of"
-    says(lambda: extras_to_load({"rng": None}, Loaded(extras[0], extras), 3), unknown)
+    fails(lambda: extras_to_load({"rng": None}, Loaded(extras[0], extras), 3), unknown)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from thunder_zero.checkpoint.whole_files import TensorToWrite, split_into_files
 from thunder_zero.tools import cli, consolidate, doctor
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
@@ -166,7 +166,7 @@ def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str)
     consolidate(runs / "start", out / name, max_file_bytes=limit)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")):
-        says(lambda: consolidate(runs / "start", out / name), ": the disk is full; existing files are unchanged")
+        fails(lambda: consolidate(runs / "start", out / name), ": the disk is full; existing files are unchanged")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy, dropout, gumbel_softmax
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.eager import same_as_eager
-from tests.harness.errors import raised
+from tests.harness.eager import assert_same_as_eager
+from tests.harness.errors import error_of
 from tests.harness.models import Halves, fresh, full
 from thunder_zero.compat import aot
 from thunder_zero.frontends import compilations
@@ -298,7 +298,7 @@ def test_a_checkpointed_batch_norm_trains() -> None:
             y: Tensor = checkpoint(self.layers, x, use_reentrant=False)
             return y
 
-    model = same_as_eager(fresh(Net), X)
+    model = assert_same_as_eager(fresh(Net), X)
     assert model.layers[1].num_batches_tracked == 1
 
 
@@ -352,7 +352,7 @@ def test_inputs_that_share_memory_see_what_forward_writes(views: Callable[[Tenso
         model(*first(torch.ones(4, 4)))
         mine, theirs = (torch.arange(16.0).view(4, 4).sin() for _ in range(2))
         outputs: list[Tensor] = []
-        said = raised(partial(keep, outputs, model, views(mine)))
+        said = error_of(partial(keep, outputs, model, views(mine)))
         if outputs:
             torch.testing.assert_close(outputs[0], module(*views(theirs)))
         else:
@@ -405,7 +405,7 @@ def stacks(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("then", [doubles_half, puts, stacks], ids=lambda then: then.__name__)
 def test_gradients_go_through_writes_and_lists(then: Callable[[Tensor], Tensor]) -> None:
-    same_as_eager(fresh(Layer, then), X)
+    assert_same_as_eager(fresh(Layer, then), X)
 
 
 def test_attention_of_torch() -> None:
@@ -418,7 +418,7 @@ def test_attention_of_torch() -> None:
             attended: Tensor = self.attention(x, x, x, need_weights=False)[0]
             return attended
 
-    same_as_eager(fresh(Attends), X.view(1, 2, 4))
+    assert_same_as_eager(fresh(Attends), X.view(1, 2, 4))
 
 
 def drops_in_a_checkpoint(y: Tensor) -> Tensor:
@@ -438,7 +438,7 @@ def test_backward_has_the_random_numbers_of_forward(then: Callable[[Tensor], Ten
     """Those of eager mode, too: each line draws as many as torch's kernel does. Of another length, too."""
     torch._dynamo.reset()
     for rows in (2, 3):  # dynamo remembers what it saw of the class: a symbol
-        model = same_as_eager(fresh(Layer, then), X[:1].repeat(rows, 1))
+        model = assert_same_as_eager(fresh(Layer, then), X[:1].repeat(rows, 1))
         states = "run_with_rng_state" in str(tz.traces_of(model).backward)
         assert states == (then is drops_much_in_a_checkpoint)
     assert "s" in str(tz.tools.programs(model)[0].inputs)
@@ -447,12 +447,12 @@ def test_backward_has_the_random_numbers_of_forward(then: Callable[[Tensor], Ten
 @pytest.mark.parametrize("weighted", [False, True])
 def test_smoothed_losses_leave_ignored_targets_out(weighted: bool) -> None:
     target, weight = torch.tensor([1, -100]), torch.arange(1.0, 5.0) if weighted else None
-    same_as_eager(fresh(Layer, lambda y: cross_entropy(y, target, weight, label_smoothing=0.1)), X)
+    assert_same_as_eager(fresh(Layer, lambda y: cross_entropy(y, target, weight, label_smoothing=0.1)), X)
 
 
 def test_reentrant_checkpoints() -> None:
     """Dynamo captures them as it does the others."""
-    same_as_eager(fresh(Layer, lambda y: checkpoint(torch.tanh, y, use_reentrant=True)), X)
+    assert_same_as_eager(fresh(Layer, lambda y: checkpoint(torch.tanh, y, use_reentrant=True)), X)
 
 
 def test_mixed_precision_casts_at_the_borders() -> None:
@@ -595,7 +595,7 @@ class Masking(nn.Module):
 
 
 def test_writes_through_masks_are_choices_in_one_graph() -> None:
-    model = same_as_eager(fresh(Masking), X, torch.tensor([True, False]))
+    model = assert_same_as_eager(fresh(Masking), X, torch.tensor([True, False]))
     assert len(model.graphs()) == 1
     assert model.mask.grad.full_tensor().any()
 

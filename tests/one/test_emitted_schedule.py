@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import slow
 from thunder_zero.schedule import Kind
@@ -61,7 +61,7 @@ def require_refused(
         for fault, words in faults.items():
             phases = list(made)
             phases[phase] = broken(phases[phase], fault)
-            error = raised(lambda phases=phases: prove(scheduled, *phases))  # type: ignore[misc]
+            error = error_of(lambda phases=phases: prove(scheduled, *phases))  # type: ignore[misc]
             assert re.search(f"ScheduleError: .*{words}", error), (words, error)
         prove(scheduled, *traces)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import thunder_zero as tz
-from tests.harness.checkpoints import Simulated, adamw, save_simulated, simulated_ranks, stepped
-from tests.harness.errors import raised
+from tests.harness.checkpoints import Simulated, adamw, save_simulated, simulated_ranks, take_step
+from tests.harness.errors import error_of
 from tests.harness.models import fresh
 from tests.harness.one_rank import group_of_one
 from thunder_zero.checkpoint import manifest
@@ -71,7 +71,7 @@ def test_tz_load_reads_each_file_once(tmp_path: Path) -> None:
     with group_of_one("cpu"):
         model = tz.compile(fresh(Wide), tz.ZERO3)
         optimizer = adamw(model)
-        stepped(model, optimizer)
+        take_step(model, optimizer)
         tz.save(tmp_path / "run", model, optimizer, extra={"position": torch.arange(1000)})
         with bytes_read() as counts:
             tz.load(tmp_path / "run", model, optimizer)
@@ -124,7 +124,7 @@ def test_a_changed_byte_is_told_by_its_hash_wherever_it_is(tmp_path: Path) -> No
     undecodable = 0
     for place in range(0, len(right), len(right) // 100):
         path.write_bytes(right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :])
-        assert "__0_0.distcp was changed: its SHA-256 differs; use another" in raised(lambda: load(path.parent, rank))
+        assert "__0_0.distcp was changed: its SHA-256 differs; use another" in error_of(lambda: load(path.parent, rank))
         metadata = read_metadata(path.parent)
-        undecodable += raised(lambda: read_checkpoint(path.parent, metadata, [rank.held], [])) != "nothing"  # noqa: B023
+        undecodable += error_of(lambda: read_checkpoint(path.parent, metadata, [rank.held], [])) != "nothing"  # noqa: B023
     assert undecodable, "otherwise this shows nothing"

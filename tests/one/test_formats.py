@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.traced import traced
 from thunder_zero.encodings.encoding import PIECE, Encoding
 from thunder_zero.encodings.int8 import Int8
@@ -141,12 +141,12 @@ def test_embeddings_and_what_has_one_dimension_are_exact_unless_asked_for() -> N
 
 
 def test_what_cannot_be_is_refused() -> None:
-    says(lambda: formatted(gather_format={"*": Int8()}), "asks for Int8(block=128) of 'table'", "torch.int64")
-    says(lambda: formatted(gather_format={"c": Int8()}), "gather_format 'c', which fits no parameter")
-    says(lambda: tz.Policy(0, reduce_format=Int8()), "stage 0 gathers nothing", "take stage 1, 2 or 3")
-    says(lambda: tz.Policy(3, gather_format="int8"), "give thunder_zero.Int8()")  # type: ignore[arg-type]
-    says(lambda: Int8(0), "block is 0")
-    says(lambda: Int8(-1), "block is -1")
+    fails(lambda: formatted(gather_format={"*": Int8()}), "asks for Int8(block=128) of 'table'", "torch.int64")
+    fails(lambda: formatted(gather_format={"c": Int8()}), "gather_format 'c', which fits no parameter")
+    fails(lambda: tz.Policy(0, reduce_format=Int8()), "stage 0 gathers nothing", "take stage 1, 2 or 3")
+    fails(lambda: tz.Policy(3, gather_format="int8"), "give thunder_zero.Int8()")  # type: ignore[arg-type]
+    fails(lambda: Int8(0), "block is 0")
+    fails(lambda: Int8(-1), "block is -1")
 
 
 def test_a_bucket_has_one_format_and_its_bytes_are_the_plans() -> None:

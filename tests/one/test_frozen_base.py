@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.traced import traced
 from thunder_zero.encodings.nf4 import LEVELS
 from thunder_zero.plan.make_plan import make_plan
@@ -135,22 +135,24 @@ def test_the_plan_has_the_bytes_of_rows() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    says(lambda: tz.Policy(1, frozen_format=tz.NF4()), "stage 1 keeps all parameters in full", "take stage 2 or 3")
-    says(lambda: tz.Policy(0, frozen_format=tz.NF4()), "stage 0 gathers nothing")
-    says(lambda: tz.Policy(3, frozen_format=tz.Int8()), "give thunder_zero.NF4()")
-    says(lambda: tz.Policy(3, gather_format=tz.NF4()), "give thunder_zero.Int8()")
-    says(lambda: tz.NF4(63), "block is 63; give an even number")
-    says(lambda: tz.NF4(0), "block is 0")
-    says(lambda: formats(frozen_format={"c": tz.NF4()}), "frozen_format 'c', which fits no parameter")
+    fails(lambda: tz.Policy(1, frozen_format=tz.NF4()), "stage 1 keeps all parameters in full", "take stage 2 or 3")
+    fails(lambda: tz.Policy(0, frozen_format=tz.NF4()), "stage 0 gathers nothing")
+    fails(lambda: tz.Policy(3, frozen_format=tz.Int8()), "give thunder_zero.NF4()")
+    fails(lambda: tz.Policy(3, gather_format=tz.NF4()), "give thunder_zero.Int8()")
+    fails(lambda: tz.NF4(63), "block is 63; give an even number")
+    fails(lambda: tz.NF4(0), "block is 0")
+    fails(lambda: formats(frozen_format={"c": tz.NF4()}), "frozen_format 'c', which fits no parameter")
     trained = "'adapter.weight' is (8, 8) torch.float32, trains", "freeze or unfreeze them before the model is sharded"
-    says(lambda: formats(frozen_format={"*": tz.NF4(), "adapter": tz.NF4()}), *trained)
-    says(lambda: formats(frozen_format={"*": tz.NF4(), "norm": tz.NF4()}), "of 'norm'", "is (8,) torch.float32, frozen")
+    fails(lambda: formats(frozen_format={"*": tz.NF4(), "adapter": tz.NF4()}), *trained)
+    fails(
+        lambda: formats(frozen_format={"*": tz.NF4(), "norm": tz.NF4()}), "of 'norm'", "is (8,) torch.float32, frozen"
+    )
     everything = tz.Policy(3, frozen_format=tz.NF4())
-    says(lambda: make_plan(nn.Linear(4, 4), everything, Mesh.of(2)), "no parameter there can have it", "trains")
+    fails(lambda: make_plan(nn.Linear(4, 4), everything, Mesh.of(2)), "no parameter there can have it", "trains")
     tied = Adapted()
     tied.b.weight = tied.a.weight
     differs = replace(tz.ZERO3, frozen_format={"*": tz.NF4(), "a": None})
-    says(lambda: make_plan(tied, differs, Mesh.of(2)), "frozen_format differs for 'a.weight' and 'b.weight'")
+    fails(lambda: make_plan(tied, differs, Mesh.of(2)), "frozen_format differs for 'a.weight' and 'b.weight'")
 
 
 class Frozen(nn.Sequential):

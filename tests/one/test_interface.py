@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import raised, says
+from tests.harness.errors import error_of, fails
 from tests.harness.models import full
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
@@ -338,7 +338,7 @@ def test_reshard_after_backward() -> None:
                     before = model(X)
                 counts.append(gathers.call_count)
             weight.data.add_(1)
-            told = raised(lambda model=model: model(X))  # type: ignore[misc]
+            told = error_of(lambda model=model: model(X))  # type: ignore[misc]
             assert ("'layers.1.weight' was written to in the middle of an accumulation" in told) is once, told
             with torch.no_grad():
                 weight.add_(1)  # gathered again
@@ -372,8 +372,8 @@ def test_transport() -> None:
     try:
         tz.compile(Net(), 3, transport=make)(X)
         assert set(made) == {(2, 0)}
-        says(lambda: tz.compile(Net(), 3, transport=lambda group, role: group), "Policy.transport made a ProcessGroup")
-        says(
+        fails(lambda: tz.compile(Net(), 3, transport=lambda group, role: group), "Policy.transport made a ProcessGroup")
+        fails(
             lambda: tz.compile(Net(), 3, transport=int), "Policy.transport raised TypeError", "a function of a process"
         )
     finally:
@@ -381,9 +381,9 @@ def test_transport() -> None:
 
 
 def test_a_pass_of_the_users_is_proved() -> None:
-    says(
+    fails(
         lambda: traces(replace(TEXTBOOK, passes=(without_first_wait,))),
         "ScheduleError: after the pass without_first_wait of Policy.passes",
         "is never waited for",
     )
-    says(lambda: traces(replace(TEXTBOOK, passes=(str,))), "TypeError: the pass str returned str")
+    fails(lambda: traces(replace(TEXTBOOK, passes=(str,))), "TypeError: the pass str returned str")

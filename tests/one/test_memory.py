@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import thunder_zero as tz
-from tests.harness.errors import raised, refused
+from tests.harness.errors import error_of, refused
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
 from thunder_zero.schedule.lifetimes import alive_bytes
@@ -336,7 +336,7 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         with refused(kind, *words):
             call()
     with mock.patch.object(replay, "functions_of", return_value={"zero_enter": reads_a_value}):
-        message = raised(forecast())
+        message = error_of(forecast())
         out = StringIO()
         tz.print_trace(traces_of(3), file=out)
     assert message.startswith("NoForecast: cannot forecast memory: the line \"zero_enter('forward'")

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.one_rank import group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.tiers import slow
@@ -145,7 +145,7 @@ def no_hook_comes_before_the_trace() -> bool:
 
 def a_dataclass_cannot_be_cast() -> bool:
     cast = thunder.jit(lambda pair: casts._cast(pair, torch.bfloat16, "").first)
-    return raised(lambda: cast(Pair(X, X))) != "nothing"
+    return error_of(lambda: cast(Pair(X, X))) != "nothing"
 
 
 def names_come_in_another_order() -> bool:
@@ -160,7 +160,7 @@ def an_attribute_stays_as_it_was() -> bool:
 
 def a_reentrant_checkpoint_raises_a_string() -> bool:
     call = thunder.jit(lambda x: checkpoint(torch.sin, x, use_reentrant=True))
-    return "exceptions must derive from BaseException" in raised(lambda: call(X))
+    return "exceptions must derive from BaseException" in error_of(lambda: call(X))
 
 
 def a_number_decides() -> bool:
@@ -373,7 +373,7 @@ class Around(nn.Module):
 
 
 def fails(make: Callable[[], nn.Module], call: Callable[[Any, Tensor], Any] = lambda part, x: part(x)) -> bool:
-    return raised(lambda: thunder.jit(Around(make(), call))(X).sum().backward()) != "nothing"
+    return error_of(lambda: thunder.jit(Around(make(), call))(X).sum().backward()) != "nothing"
 
 
 def backward_hooks_are_not_called() -> bool:

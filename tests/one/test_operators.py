@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import thunder_zero as tz  # noqa: F401  # before thunder
-from tests.harness.models import error
+from tests.harness.models import relative_error
 from tests.harness.operators import (
     FLASH,
     FLASH_BACKWARD,
@@ -259,7 +259,7 @@ def test_a_learned_mask_gets_its_gradient(shape: tuple[int, ...], dtype: torch.d
     model = jitted(case.call)
     exact = outcome(case.call, [tensor.double() for tensor in case.given])
     for found, right in zip(outcome(model, case.given), exact, strict=True):
-        assert error(found.detach().double(), right.detach()) < (1e-2 if dtype.itemsize == 2 else 1e-6)
+        assert relative_error(found.detach().double(), right.detach()) < (1e-2 if dtype.itemsize == 2 else 1e-6)
     assert names_of_lines(*traces_of(model)) == case.lines
     assert_lines_say_the_truth(model)
 
@@ -281,7 +281,7 @@ NOT_CONTIGUOUS = [drawn(BATCH, HEADS, WIDTH, QUERIES).transpose(2, 3) for _ in r
 def test_attention_is_right_where_eager_decomposes(call: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
     model = jitted(call)
     found, right = outcome(model, given), outcome(call, given)
-    assert max(error(mine.detach(), its.detach()) for mine, its in zip(found, right, strict=True)) < 1e-6
+    assert max(relative_error(mine.detach(), its.detach()) for mine, its in zip(found, right, strict=True)) < 1e-6
     assert names_of_lines(*traces_of(model))[:2] == [FLASH, FLASH_BACKWARD]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.schedule.names import launch_label, wait_label
@@ -241,8 +241,8 @@ def test_two_stages_are_compared_as_diff_does() -> None:
     again = page_of(traces(3), DEVICE, beside=traces(3))
     assert [one["name"] for one in again["programs"]] == ["ZeRO-3", "ZeRO-3, second"]
     other = tz.trace(torch.nn.Linear(4, 4), torch.ones(2, 4), world_size=2)
-    says(lambda: page_of(traces(3), DEVICE, beside=other), "ValueError", "the traces are of different modules")
-    says(lambda: page_of(traces(3), DEVICE, beside=3), "TypeError", "beside is of type int")  # type: ignore[arg-type]
+    fails(lambda: page_of(traces(3), DEVICE, beside=other), "ValueError", "the traces are of different modules")
+    fails(lambda: page_of(traces(3), DEVICE, beside=3), "TypeError", "beside is of type int")  # type: ignore[arg-type]
 
 
 def measured_times(of: PageProgram, slower: float) -> tz.schedule.Times:
@@ -301,7 +301,7 @@ def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> Non
     found = page_of(traces(), DEVICE, path)["programs"][1]
     assert (found["name"], found["figures"]["step_seconds"]) == ("profile", shown.estimate.seconds)
     path.write_text(json.dumps({"traceEvents": profile[:4]}))
-    says(lambda: page_of(traces(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
+    fails(lambda: page_of(traces(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
 
 
 MODEL = """

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import size
@@ -108,14 +108,14 @@ def test_both_programs_of_a_model_are_shown_with_bytes_and_memory(stage: int, gr
     assert deferred == f"{held:,} B of full gradients are held for a later backward"
     model: Any = thunder.jit(small(), transforms=[tz.ZeroTransform(policy(stage))])
     for call in (lambda: tz.traces_of(model, synced=False), lambda: tz.print_trace(model)):
-        assert "the model was not called yet" in raised(call)
+        assert "the model was not called yet" in error_of(call)
     tokens = torch.zeros(SHAPE, dtype=torch.int64)
     model(tokens).sum().backward()
     alone = printed(traces(stage, small, world_size=1))
     assert numbers(printed(model)[-1]) == numbers(alone[-1])
     assert "0 B sent by this rank" in alone[-1]
     assert {match[3] for line in alone if (match := SHOWS.match(line))} == {"0 B"}
-    assert "not called inside no_sync yet; call it there once" in raised(lambda: tz.traces_of(model, synced=False))
+    assert "not called inside no_sync yet; call it there once" in error_of(lambda: tz.traces_of(model, synced=False))
     with model.no_sync():
         model(tokens).sum().backward()
     shown = {synced: printed(tz.traces_of(model, synced=synced)) for synced in (True, False)}
@@ -341,7 +341,7 @@ def test_it_refuses() -> None:
         ({"shown": gpt()}, ("TypeError", "expected a sharded model")),
     ]
     for options, words in rows:
-        text = raised(partial(printed, **{"shown": shown, **options}))
+        text = error_of(partial(printed, **{"shown": shown, **options}))
         assert [word for word in words if word not in text] == [], text
 
 

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import thunder_zero as tz
-from tests.harness.errors import refused, says
+from tests.harness.errors import fails, refused
 from tests.harness.models import fresh, saved, trains
 from thunder_zero.frontends.from_fsdp2 import INSTEAD, ROWS
 from thunder_zero.plan.policy import Policy
@@ -96,7 +96,7 @@ def test_what_is_refused_names_the_way(model: Any) -> None:
     for kind, call, way in REFUSED:
         with refused(kind, "Net" if way != "functional_call" else "a.bias", way):
             call(model)
-    says(lambda: torch.export.export(model, (X,), strict=True), "Unsupported", "with tz.full_parameters(model) as")
+    fails(lambda: torch.export.export(model, (X,), strict=True), "Unsupported", "with tz.full_parameters(model) as")
 
 
 def test_the_ways_work(model: Any) -> None:
@@ -118,7 +118,7 @@ def test_names_of_fsdp2_answer_with_ours(model: Any) -> None:
         assert not hasattr(model, name)
         with refused(AttributeError, name, "FSDP2", INSTEAD[name]):
             getattr(model, name)(True)
-    says(lambda: model.set_nothing(), "AttributeError", "object has no attribute 'set_nothing'")
+    fails(lambda: model.set_nothing(), "AttributeError", "object has no attribute 'set_nothing'")
 
 
 @pytest.mark.parametrize("way", [jitted, compiled, lambda module, **given: tz.zero(thunder.jit(module), **given)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import thunder_zero as tz
-from tests.harness.eager import same_as_eager
+from tests.harness.eager import assert_same_as_eager
 from tests.harness.errors import refused
 from tests.harness.models import fresh
 
@@ -103,7 +103,7 @@ def test_forward_says_what_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
     "then", [says, asserts, copies, inner_gradient, two_for_one_gradient, transposed_norm, nested, chosen]
 )
 def test_it_trains_as_in_eager_mode(then: Then) -> None:
-    same_as_eager(fresh(partial(Does, then)), X)
+    assert_same_as_eager(fresh(partial(Does, then)), X)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])

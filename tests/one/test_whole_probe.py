@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.harness.whole_steps import Changes
+from tests.harness.whole_steps import CustomOptimizer
 from thunder_zero.optim.probe import SIDE, STEPS, ProbeResult, probe_optimizer
 from thunder_zero.optim.stepper import GroupedParams, make_optimizer
 
@@ -25,7 +25,7 @@ SHAPES = ((9, 4), (5,))
 Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients
 
 
-class Planted(Changes):
+class Planted(CustomOptimizer):
     """A step that is scaled by a factor that a test plants; counts in its groups."""
 
     def __init__(self, params: Any, lr: Any = 0.1, factor: Factor | None = None) -> None:
@@ -81,7 +81,7 @@ class Empty(Planted):
         super().change(group, params)
 
 
-class CountsWhereItSteps(Changes):
+class CountsWhereItSteps(CustomOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, steps=0)
 
@@ -90,7 +90,7 @@ class CountsWhereItSteps(Changes):
         super().change(group, params)
 
 
-class MovesAll(Changes):
+class MovesAll(CustomOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for param in (param for group in self.param_groups for param in group["params"]):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.as_one_process import Side, Steps, assert_near, on_all_ranks, trains_as_one_process
-from tests.harness.errors import raised, says
+from tests.harness.as_one_process import Side, Steps, assert_near, gather_objects, trains_as_one_process
+from tests.harness.errors import error_of, fails
 from tests.harness.models import count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -72,7 +72,7 @@ def accumulate(side: Side, way: str, sent: list[int]) -> Steps:
             with model.no_sync() if defers and side.is_sharded else nullcontext(), count_sends() as messages:
                 (model(x, path).square().mean() / MICRO).backward()
             assert x.grad is not None
-            grads.append(side.joined(x.grad) / side.world_size)
+            grads.append(side.gather(x.grad) / side.world_size)
             if side.is_sharded:
                 sent.append(sum(messages))
                 right = set() if not defers else COMMON if way == "mixed" else COMMON | FIRST
@@ -91,7 +91,7 @@ def both_ways(rank: int, world_size: int, policy: tz.Policy) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*no_sync.*|.*No op.*")
             trains_as_one_process([(model, plain)], partial(accumulate, way=way, sent=sent))
-        sends[way] = [sum(ranks) for ranks in zip(*on_all_ranks(sent), strict=True)]
+        sends[way] = [sum(ranks) for ranks in zip(*gather_objects(sent), strict=True)]
     check_bytes(tz.traces_of(model).plan, world_size, sends["reduced"], sends["deferred"])
     if not policy.reshard_after_backward:
         changed_on_the_way(model)
@@ -150,7 +150,7 @@ def refuses_and_drops(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     before = [param.detach().clone() for param in model.parameters()]
     defer(model)
-    says(
+    fails(
         optimizer.step,
         *("RuntimeError", "cannot step AdamW: no_sync still holds", "'first.bias'", "outside of no_sync"),
         "model.zero_grad()",
@@ -179,7 +179,7 @@ def finds_nan(model: Any, rank: int) -> None:
 
     model.zero_grad()
     nan = torch.full((2, 4), float("nan") if rank == 1 else 1.0)
-    says(lambda: both(nan), "RuntimeError", "NaN or Inf", "the gradients that no_sync deferred are dropped")
+    fails(lambda: both(nan), "RuntimeError", "NaN or Inf", "the gradients that no_sync deferred are dropped")
     assert not deferred(model)
     both(torch.ones(2, 4))
     assert not deferred(model)
@@ -197,9 +197,9 @@ def gives_what_is_asked_for(model: Any) -> None:
     params = [param for name, param in model.named_parameters() if not name.startswith("last")]
     with model.no_sync():
         model(x, "first").square().mean().backward()
-        refusals = [raised(partial(gradient, model, x, x))]
-    refusals.append(raised(partial(model(x, "first").sum().backward, inputs=[x])))
-    refusals.append(raised(partial(gradient, model, x, params)))
+        refusals = [error_of(partial(gradient, model, x, x))]
+    refusals.append(error_of(partial(model(x, "first").sum().backward, inputs=[x])))
+    refusals.append(error_of(partial(gradient, model, x, params)))
     for said in refusals:
         assert "in the middle of an accumulation: no_sync defers" in said, said
         assert "; call it outside of no_sync" in said, said

@@ -22,13 +22,13 @@ from tests.harness.models import (
     WIDTH,
     Block,
     count_sends,
-    error,
     fresh,
     from_parameters_alone,
+    join_rows,
     parameter_inputs,
+    relative_error,
     saved,
     sharded,
-    whole,
 )
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -126,7 +126,7 @@ def train(side: Side) -> Steps:
     for _ in range(STEPS):
         y = model(side.rows(batch(4)))
         step_on(optimizer, y.square().mean())
-        yield side.joined(y)
+        yield side.gather(y)
 
 
 def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
@@ -230,6 +230,6 @@ def draw(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
 def test_backward_has_the_random_numbers_of_forward(ranks_pool: RanksPool, names: list[str]) -> None:
     outputs, grads = zip(*ranks_pool.run(2, draw, names), strict=True)
     right = torch.stack([y * y.log() for y in outputs]).mean(0)
-    for name, row, expected in zip((*names, "own"), whole(grads, right.shape, sharded=True), right, strict=True):
-        assert error(row, expected) < 1e-4, name
+    for name, row, expected in zip((*names, "own"), join_rows(grads, right.shape, sharded=True), right, strict=True):
+        assert relative_error(row, expected) < 1e-4, name
         assert len(set(expected.tolist())) > 1, name

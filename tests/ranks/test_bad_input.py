@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import raised_as, refused
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import kind_and_text, refused
 from tests.harness.models import Zoo, is_plain
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -61,7 +61,7 @@ def norm_of_step(model: Any, x: Tensor = X) -> float:
 
 
 def assert_all_have(value: Any) -> None:
-    found = on_all_ranks(value)
+    found = gather_objects(value)
     assert found == [value] * len(found), found
 
 
@@ -152,15 +152,15 @@ def shard_differing(how: str, theirs: dict[str, Any]) -> list[tuple[str, str]]:
     is_last, net = dist.get_rank() == WORLD - 1, Net()
     if is_last:
         change(net, how)
-    error = raised_as(lambda: shard(net, **(theirs if is_last else {})))
+    error = kind_and_text(lambda: shard(net, **(theirs if is_last else {})))
     assert is_plain(net) or (is_last and how == "transform"), (how, theirs)
-    return on_all_ranks(error)
+    return gather_objects(error)
 
 
 def compile_differing(theirs: dict[str, Any]) -> list[tuple[str, str]]:
     """The error of each rank; the last one gives ``tz.compile`` other arguments."""
     arguments = theirs if dist.get_rank() == WORLD - 1 else {"stage": 3}
-    return on_all_ranks(raised_as(lambda: tz.compile(Net(), **arguments)))
+    return gather_objects(kind_and_text(lambda: tz.compile(Net(), **arguments)))
 
 
 def all_stop_if_one_differs(rank: int, world_size: int) -> None:
@@ -189,7 +189,7 @@ def path_that_differs(rank: int, world_size: int) -> None:
     net = Net()
     net.skip = rank == 1
     model = shard(net)
-    error = raised_as(lambda: model(X).sum().backward())
+    error = kind_and_text(lambda: model(X).sum().backward())
     assert_all_have(error)
     kind, text = error
     words = ("RuntimeError", "line 0 of the collectives of forward differs", "rank 0", "rank 1", "b.weight", "; ")
@@ -238,7 +238,7 @@ def shard_in_part(rank: int, world_size: int) -> None:
         else:
             with refused(ValueError, f"rank {rank} is not in the given process_group", "; transform the module only"):
                 shard(Net(), process_group=group)
-    norms = on_all_ranks(norm_of_step(model))
+    norms = gather_objects(norm_of_step(model))
     assert norms[1] == norms[2], norms
 
 
@@ -257,7 +257,7 @@ def poison_one_rank(rank: int, world_size: int, stage: int) -> None:
         x = X.clone()
         if rank == world_size - 1:
             x[1, 2] = value
-        kind, text = raised_as(lambda x=x: model(x).sum().backward())  # type: ignore[misc]
+        kind, text = kind_and_text(lambda x=x: model(x).sum().backward())  # type: ignore[misc]
         assert_all_have((kind, text))
         assert kind == "RuntimeError", text
         assert "the gradient of parameter " in text, text

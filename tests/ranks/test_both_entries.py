@@ -59,7 +59,7 @@ def clipped(side: Side) -> Steps:
                 y = model(side.rows(batch(2)))
         else:
             y = average(batch(2))
-    yield side.joined(y)
+    yield side.gather(y)
 
 
 def whole(side: Side) -> Steps:
@@ -70,7 +70,7 @@ def whole(side: Side) -> Steps:
     for number in range(2):
         y = model(side.rows(batch(number)))
         step_on(optimizer, y.square().mean())
-        yield side.joined(y)
+        yield side.gather(y)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def goes_on(rank: int, world_size: int, folder: Path) -> None:
                 tz.load(path, ends, optimizer)
             y = ends(side.rows(batch(1)))
             step_on(optimizer, y.square().mean())
-            yield side.joined(y)
+            yield side.gather(y)
 
         trains_as_one_process([(models[1], plain)], loop)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.ranks import RanksPool
 from thunder_zero.tools import cli
 from thunder_zero.tools.devices.named import to_data
@@ -32,7 +32,7 @@ def assert_measured(device: tz.tools.Calibrated) -> None:
 
 def calibrated(rank: int, world_size: int) -> str:
     """The device, as JSON; what one rank refuses, all refuse."""
-    said = raised(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
+    said = error_of(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
     assert "seconds is -1.0; give how long to measure, a number above 0" in said, said
     assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in said, said
     return json.dumps(to_data(tz.tools.calibrate(TINY, dtypes=[torch.float32])))

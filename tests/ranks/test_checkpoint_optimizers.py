@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import thunder_zero as tz
-from tests.harness.checkpoints import adamw, same, state_of, stepped
-from tests.harness.errors import says
+from tests.harness.checkpoints import adamw, differing, state_of, take_step
+from tests.harness.errors import fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import folder, load
@@ -78,18 +78,18 @@ def float32_states(rank: int, world_size: int, root: Path) -> None:
     """States of bfloat16 parameters stay float32 after a load, and after a load that was refused."""
     model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3))
     optimizer = Momentum(model.parameters())
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     stubborn = torch.amp.GradScaler("cpu")
     saved, extra = state_of(model, optimizer), {"stubborn": stubborn}
     tz.save(root / "float32", model, optimizer, extra=extra)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     now = state_of(model, optimizer)
-    assert same(now, saved) != []
+    assert differing(now, saved) != []
     with mock.patch.object(stubborn, "load_state_dict", side_effect=ValueError("no such scale")):
-        says(lambda: tz.load(root / "float32", model, optimizer, extra=extra), "no such scale")
-    assert same(state_of(model, optimizer), now) == []
+        fails(lambda: tz.load(root / "float32", model, optimizer, extra=extra), "no such scale")
+    assert differing(state_of(model, optimizer), now) == []
     tz.load(root / "float32", model, optimizer)
-    assert same(state_of(model, optimizer), saved) == []
+    assert differing(state_of(model, optimizer), saved) == []
     assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
@@ -100,20 +100,20 @@ def several_optimizers(rank: int, world_size: int, root: Path) -> None:
         return model, [torch.optim.SGD(weights, lr, momentum=0.9), torch.optim.AdamW(biases, lr)]
 
     model, (first, second) = build(0.1)
-    stepped(model, first)
-    stepped(model, second)
+    take_step(model, first)
+    take_step(model, second)
     tz.save(root / "several", model, (first, second))
     other, (its_first, its_second) = build(0.7)
     its_first.param_groups[0]["name"] = "weights"
     torch.optim.lr_scheduler.ExponentialLR(its_second, 0.9)  # keeps initial_lr in the groups
     tz.load(root / "several", other, [its_first, its_second])
-    assert same(state_of(other, its_first), state_of(model, first)) == []
-    assert same(state_of(other, its_second), state_of(model, second)) == []
+    assert differing(state_of(other, its_first), state_of(model, first)) == []
+    assert differing(state_of(other, its_second), state_of(model, second)) == []
     of_first, of_second = its_first.param_groups[0], its_second.param_groups[0]
     assert (of_first["lr"], of_second["lr"]) == (0.1, 0.1)
     assert (of_first["name"], of_second["initial_lr"]) == ("weights", 0.7)  # which were not saved
     in_another_order = partial(tz.load, root / "several", other, [its_second, its_first])
-    says(in_another_order, "parameter group 0 of the checkpoint's")
+    fails(in_another_order, "parameter group 0 of the checkpoint's")
 
 
 def own_state(rank: int, world_size: int, root: Path) -> None:
@@ -127,18 +127,18 @@ def own_state(rank: int, world_size: int, root: Path) -> None:
         model.get_parameter("layer.weight").add_(1)
     before = weights(model)
     model._model.refused = 4.0 if rank == 1 else -1.0
-    says(lambda: tz.load(root / "state", model), "no scale of 4.0")
-    assert same(weights(model), before) == []
+    fails(lambda: tz.load(root / "state", model), "no scale of 4.0")
+    assert differing(weights(model), before) == []
     model._model.refused = -1.0
     tz.load(root / "state", model)
-    assert same(weights(model), full) == []
+    assert differing(weights(model), full) == []
 
 
 def ties(rank: int, world_size: int, root: Path) -> None:
     apart, tied = sharded(fresh(Tied, False), 3), sharded(fresh(Tied, True), 3)
     tz.save(root / "apart", apart)
     unlike = "'model.embed.weight' and 'model.head.weight' are tied here, and differ in it; build the model"
-    says(lambda: tz.load(root / "apart", tied), unlike)
+    fails(lambda: tz.load(root / "apart", tied), unlike)
     with torch.no_grad():
         apart.get_parameter("head.weight").copy_(apart.get_parameter("embed.weight"))
     tz.save(root / "equal", apart)
@@ -149,11 +149,11 @@ def factored(rank: int, world_size: int, root: Path) -> None:
     """Adafactor keeps one value for each row and each column, in full where parameters are in full."""
     model, again, rows = (sharded(fresh(Mlp), stage) for stage in (0, 0, 3))
     optimizer, its, of_rows = (torch.optim.Adafactor(of.parameters()) for of in (model, again, rows))
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     tz.save(root / "factored", model, optimizer)
     tz.load(root / "factored", again, its)
-    assert same(state_of(again, its), state_of(model, optimizer)) == []
-    says(lambda: tz.load(root / "factored", rows, of_rows), "cannot be cut into rows: its shape is")
+    assert differing(state_of(again, its), state_of(model, optimizer)) == []
+    fails(lambda: tz.load(root / "factored", rows, of_rows), "cannot be cut into rows: its shape is")
 
 
 def wrapped(rank: int, world_size: int, root: Path) -> None:
@@ -162,12 +162,12 @@ def wrapped(rank: int, world_size: int, root: Path) -> None:
     module.layers[1] = checkpoint_wrapper(module.layers[1])
     model, plain = sharded(module, 3), sharded(fresh(Mlp), 2)
     optimizer, its_optimizer = adamw(model), adamw(plain, lr=1.0)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     tz.save(root / "wrapped", model, optimizer)
     tz.load(root / "wrapped", plain, its_optimizer)
     full = tz.full_state_dict(model)
     assert list(full) == list(fresh(Mlp).state_dict()), full.keys()
-    assert same(tz.full_state_dict(plain), full) == []
+    assert differing(tz.full_state_dict(plain), full) == []
     assert (its_optimizer.param_groups[0]["lr"], len(its_optimizer.state)) == (0.05, 6)
     tz.load(root / "wrapped", model, optimizer)
 
@@ -176,11 +176,11 @@ def unsharded(rank: int, world_size: int, root: Path) -> None:
     """Inside full_parameters the shards are saved, as outside."""
     model, other = sharded(fresh(Mlp), 3), sharded(Mlp(), 1)
     optimizer, its_optimizer = adamw(model), adamw(other)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     with tz.full_parameters(model):
         tz.save(root / "unsharded", model, optimizer)
     tz.load(root / "unsharded", other, its_optimizer)
-    assert same(state_of(other, its_optimizer), state_of(model, optimizer)) == []
+    assert differing(state_of(other, its_optimizer), state_of(model, optimizer)) == []
 
 
 def moving(rank: int, world_size: int, root: Path) -> None:
@@ -194,7 +194,7 @@ def moving(rank: int, world_size: int, root: Path) -> None:
         tz.save(root / f"step-{step}", model)
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
-    assert same(tz.full_state_dict(model), ones) == []
+    assert differing(tz.full_state_dict(model), ones) == []
     read_checkpoint = load.read_checkpoint  # type: ignore[attr-defined]
 
     def slow(where: Path, *args: Any) -> Any:
@@ -209,8 +209,8 @@ def moving(rank: int, world_size: int, root: Path) -> None:
         return read_checkpoint(where, *args)
 
     with mock.patch.object(load, "read_checkpoint", slow):
-        says(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
-    assert same(tz.full_state_dict(model), ones) == []
+        fails(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
+    assert differing(tz.full_state_dict(model), ones) == []
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, stepped
-from tests.harness.errors import raised, says
-from tests.harness.models import Mlp, Small, Zoo, error, fresh, sharded
+from tests.harness.checkpoints import adamw, differing, state_of, take_step, torch_model, torch_state_of
+from tests.harness.errors import error_of, fails
+from tests.harness.models import Mlp, Small, Zoo, fresh, relative_error, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
@@ -75,7 +75,7 @@ def interrupted(rank: int, world_size: int, path: Path, stage: int) -> dict[str,
     assert loaded.own["position"] == rank, loaded
     assert scheduler.last_epoch == len(BEFORE), scheduler.last_epoch
     train(model, optimizer, scheduler, rank, world_size, AFTER)
-    assert same(state_of(model, optimizer), uninterrupted) == []
+    assert differing(state_of(model, optimizer), uninterrupted) == []
     return uninterrupted
 
 
@@ -90,7 +90,7 @@ def resumed(rank: int, world_size: int, path: Path, stage: int, right: dict[str,
     found = state_of(model, optimizer)
     assert found.keys() == right.keys()
     for name, value in right.items():
-        assert error(found[name], value) < 1e-4, (name, error(found[name], value))
+        assert relative_error(found[name], value) < 1e-4, (name, relative_error(found[name], value))
 
 
 @pytest.mark.parametrize(
@@ -110,22 +110,22 @@ def exchange(rank: int, world_size: int, root: Path, kind: str, stage: int) -> N
     """Load our checkpoint with torch's DCP, and torch's with ours."""
     model = sharded(fresh(Mlp), stage)
     optimizer = adamw(model, lr=0.05)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     tz.save(root / "ours", model, optimizer)
-    theirs, their_optimizer = plain(world_size, kind)
+    theirs, their_optimizer = torch_model(world_size, kind)
     in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
     nested: Any = {"model": in_model, "optim": in_optimizer}
     torch_dcp.load(nested, checkpoint_id=root / "ours")
     set_state_dict(theirs, their_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
-    assert same(full_of(theirs, their_optimizer), state_of(model, optimizer)) == []
+    assert differing(torch_state_of(theirs, their_optimizer), state_of(model, optimizer)) == []
     assert their_optimizer.param_groups[0]["lr"] == 0.05
 
-    theirs, their_optimizer = plain(world_size, kind)
-    stepped(theirs, their_optimizer)
+    theirs, their_optimizer = torch_model(world_size, kind)
+    take_step(theirs, their_optimizer)
     in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
     torch_dcp.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=root / "theirs")
     tz.load(root / "theirs", model, optimizer, verify_files=False)
-    assert same(state_of(model, optimizer), full_of(theirs, their_optimizer)) == []
+    assert differing(state_of(model, optimizer), torch_state_of(theirs, their_optimizer)) == []
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
@@ -140,8 +140,8 @@ def test_fsdp2_and_ddp_read_ours_and_we_theirs(
 
 def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor]:
     """Save one model under the names that several tools use."""
-    theirs, its_optimizer = plain(world_size, "fsdp2")
-    stepped(theirs, its_optimizer)
+    theirs, its_optimizer = torch_model(world_size, "fsdp2")
+    take_step(theirs, its_optimizer)
     model, optim = get_state_dict(theirs, its_optimizer)
     flat = get_optimizer_state_dict(theirs, its_optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     layouts: dict[str, Any] = {
@@ -156,7 +156,7 @@ def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor
     }
     for name, state in layouts.items():
         torch_dcp.save(state, checkpoint_id=root / name)
-    return full_of(theirs, its_optimizer)
+    return torch_state_of(theirs, its_optimizer)
 
 
 def read_by_us(rank: int, world_size: int, root: Path, stage: int, right: dict[str, Tensor]) -> None:
@@ -164,25 +164,25 @@ def read_by_us(rank: int, world_size: int, root: Path, stage: int, right: dict[s
         model = sharded(fresh(Mlp), stage)
         optimizer = adamw(model, lr=0.05)
         tz.load(root / name, model, optimizer, verify_files=False)
-        assert same(state_of(model, optimizer), right) == [], name
+        assert differing(state_of(model, optimizer), right) == [], name
         assert optimizer.param_groups[0]["lr"] == 1.0, name
     tz.save(root / "back", model, optimizer)
     load = partial(tz.load, verify_files=False)
     told = "no model under 'model', 'app.model'", "has 'args.epochs', 'net.layers.0.bias'; save it as {'model'"
-    says(lambda: load(root / "none", model), *told)
+    fails(lambda: load(root / "none", model), *told)
     told = "another model (missing: 'model.layers.0.bias'", "unexpected: 'model.module.layers.0.bias'"
-    says(lambda: load(root / "wrapped", model), *told)
+    fails(lambda: load(root / "wrapped", model), *told)
     words = "no optimizer under 'optim', 'optimizer'", "it has 'epoch', 'model.layers.0.bias'; load without one"
-    says(lambda: load(root / "no optimizer", model, optimizer), *words)
+    fails(lambda: load(root / "no optimizer", model, optimizer), *words)
 
 
 def read_back(rank: int, world_size: int, root: Path, right: dict[str, Tensor]) -> None:
-    theirs, its_optimizer = plain(world_size, "fsdp2")
+    theirs, its_optimizer = torch_model(world_size, "fsdp2")
     model, optim = get_state_dict(theirs, its_optimizer)
     state: Any = {"model": model, "optim": optim}
     torch_dcp.load(state, checkpoint_id=root / "back")
     set_state_dict(theirs, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert same(full_of(theirs, its_optimizer), right) == []
+    assert differing(torch_state_of(theirs, its_optimizer), right) == []
 
 
 @pytest.mark.parametrize(("world_size", "stage", "last"), [(3, 1, 1), *slow((1, 3, 3), (4, 2, 2), (2, 0, 3))])
@@ -236,12 +236,12 @@ class Loads:
     before: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self) -> None:
-        stepped(self.model, self.optimizer)
+        take_step(self.model, self.optimizer)
         self.before = state_of(self.model, self.optimizer)
 
     def refused(self, words: str, path: Path, *arguments: Any, **options: Any) -> None:
-        says(lambda: tz.load(path, *(arguments or (self.model, self.optimizer)), **options), words)
-        assert same(state_of(self.model, self.optimizer), self.before) == [], words
+        fails(lambda: tz.load(path, *(arguments or (self.model, self.optimizer)), **options), words)
+        assert differing(state_of(self.model, self.optimizer), self.before) == [], words
 
 
 def damaged(rank: int, world_size: int, root: Path) -> None:
@@ -262,7 +262,7 @@ def damaged(rank: int, world_size: int, root: Path) -> None:
     refused_optimizers(loads, root)
     refused_calls(loads, root / "good", rank, stubborn)
     tz.load(root / "good", model, loads.optimizer)
-    assert same(state_of(model, loads.optimizer), loads.before)
+    assert differing(state_of(model, loads.optimizer), loads.before)
 
 
 def refused_models(loads: Loads, root: Path) -> None:
@@ -337,9 +337,9 @@ def refused_disks(root: Path, rank: int, model: Any, optimizer: Any) -> None:
     full = "the disk is full; no part of this checkpoint is visible"
     for after in (3000, 0):
         with full_disk(after if rank == 1 else 10**9):
-            says(lambda: tz.save(root / "next", model, optimizer), f"cannot write __1_0.distcp: {full}")
+            fails(lambda: tz.save(root / "next", model, optimizer), f"cannot write __1_0.distcp: {full}")
     with full_disk(8000 if rank == 0 else 10**9):  # the metadata is longer than rank 0's data
-        says(lambda: tz.save(root / "next", model), f": {full}")
+        fails(lambda: tz.save(root / "next", model), f": {full}")
     (root / "file").touch()
     for name, words in (
         ("file", "exists and is not a checkpoint"),
@@ -347,13 +347,13 @@ def refused_disks(root: Path, rank: int, model: Any, optimizer: Any) -> None:
         ("latest", "are reserved"),
         (f"next{rank}", "the path to save at differs between ranks"),
     ):
-        says(lambda: tz.save(root / name, model, optimizer), words)  # noqa: B023
+        fails(lambda: tz.save(root / name, model, optimizer), words)  # noqa: B023
 
 
 def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
     part, strange = adamw(model), Strange(model.parameters(), 0.1)
     if rank == 0:
-        stepped(model, part)
+        take_step(model, part)
     strange.step()
     for optimizers, options, words in (
         (optimizer, {"max_to_keep": 0}, "max_to_keep is 0; pass how many to keep"),
@@ -366,7 +366,7 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
         (part, {}, "the optimizer's state of parameter 'layers.0.weight' differs between ranks"),
         (strange, {}, "'factor' of parameter 'layers.0.weight': it has shape (3,)"),
     ):
-        says(partial(tz.save, path, model, optimizers, **options), words)
+        fails(partial(tz.save, path, model, optimizers, **options), words)
     own = {"side_effect": ValueError("no state here")} if rank else {"return_value": 3}
     of_first = optimizer.state[next(model.parameters())]
     for change, words in (
@@ -376,19 +376,19 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
         (mock.patch.object(type(model._model), "get_extra_state", **own), "no state here"),
     ):
         with change:
-            says(lambda: tz.save(path, model, optimizer), words)
+            fails(lambda: tz.save(path, model, optimizer), words)
 
 
 def refused_saves(rank: int, world_size: int, root: Path) -> None:
     model = sharded(fresh(Mlp), tz.Policy(stage=2))
     optimizer = adamw(model)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     tz.save(root / "good", model, optimizer)
     refused_disks(root, rank, model, optimizer)
     refused_values(root / "next", rank, model, optimizer)
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
-    says(lambda: tz.save(root / "next", model, optimizer), "cannot save: no_sync still holds unreduced gradients")
+    fails(lambda: tz.save(root / "next", model, optimizer), "cannot save: no_sync still holds unreduced gradients")
     model.zero_grad()
     tz.load(root / "latest", model, optimizer)
 
@@ -413,11 +413,11 @@ def rates_drift(rank: int, world_size: int, root: Path) -> None:
         for loss in (1.0, 0.5 + rank):
             scheduler.step(loss)
         words = "'lr' of group 0 of AdamW differs between ranks: rank 0 has 0.5, rank 1 has 0.25; set it alike on every"
-        says(save, words)
-        says(partial(save, wait=False), "give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks")
+        fails(save, words)
+        fails(partial(save, wait=False), "give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks")
         for number, group in enumerate(optimizers[1].param_groups):
             group["lr"] = torch.tensor(0.5 + number * rank)
-        says(save, "'lr' of group 1 of AdamW differs between ranks: rank 0 has 0.5, rank 1 has 1.5")
+        fails(save, "'lr' of group 1 of AdamW differs between ranks: rank 0 has 0.5, rank 1 has 1.5")
 
 
 def test_options_that_differ_between_ranks_are_not_saved(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_options_that_differ_between_ranks_are_not_saved(ranks_pool: RanksPool, 
 def asynchronous(rank: int, world_size: int, root: Path) -> None:
     model = sharded(fresh(Mlp), 3)
     optimizer = adamw(model)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     training_goes_on(root, model, optimizer)
     errors_are_told(root, rank, model, optimizer)
     next_ones_wait(root, model, optimizer)
@@ -453,7 +453,7 @@ def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
     with mock.patch.object(HashedFile, "write", held_up), mock.patch.object(dist, "new_group", new_group):
         saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
-            stepped(model, optimizer)
+            take_step(model, optimizer)
             trained = state_of(model, optimizer)
         assert not saved.done(), "training waited"
         assert not (root / "a").exists()
@@ -463,8 +463,8 @@ def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
     assert timeout_of(group, CPU) >= 5 * while_made  # gloo waits for a connection five times as long
     assert timeout_of(group, CPU) == timeout_of(model.state.group, CPU)
     tz.load(root / "latest", model, optimizer)
-    assert same(state_of(model, optimizer), before) == []
-    assert same(trained, before) != []
+    assert differing(state_of(model, optimizer), before) == []
+    assert differing(trained, before) != []
 
 
 def errors_are_told(root: Path, rank: int, model: Any, optimizer: Any) -> None:
@@ -472,11 +472,11 @@ def errors_are_told(root: Path, rank: int, model: Any, optimizer: Any) -> None:
     full = "cannot write __1_0.distcp: the disk is full"
     with warnings.catch_warnings(record=True) as heard, full_disk(0 if rank == 1 else 10**9):
         warnings.simplefilter("always")
-        says(tz.save(root / "b", model, optimizer, wait=False).result, full)
+        fails(tz.save(root / "b", model, optimizer, wait=False).result, full)
         dist.barrier()
     warned = [str(warning.message) for warning in heard if "asynchronous" in str(warning.message)]
     assert [full in warning for warning in warned] == [True], warned
-    told = raised(lambda: tz.save(root / "c", model, optimizer, wait=False))
+    told = error_of(lambda: tz.save(root / "c", model, optimizer, wait=False))
     assert told.startswith("RuntimeError: the previous asynchronous save failed: "), told
     assert told.endswith("; call save again"), told
 
@@ -490,9 +490,9 @@ def next_ones_wait(root: Path, model: Any, optimizer: Any) -> None:
     whole, delays = HashedFile.write, iter([0.5])  # before the first write
     with mock.patch.object(HashedFile, "write", lambda *args: time.sleep(next(delays, 0.0)) or whole(*args)):
         tz.save(root / "c3", model, optimizer, wait=False, max_to_keep=2)
-        stepped(model, optimizer)
+        take_step(model, optimizer)
         tz.load(root / "latest", model, optimizer)  # of all ranks the one that is being saved
-    assert same(state_of(model, optimizer), before) == []
+    assert differing(state_of(model, optimizer), before) == []
 
 
 def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -528,12 +528,12 @@ def built(rank: int, value: int) -> tuple[Any, Any]:
 
 def apart(rank: int, world_size: int, root: Path) -> None:
     model, optimizer = built(rank, 10)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     model._model.note = "saved"
     tz.save(root / "apart", model, optimizer)
     other, other_optimizer = built(rank, 50)
     tz.load(root / "apart", other, other_optimizer)
-    assert same(state_of(other, other_optimizer), state_of(model, optimizer)) == []
+    assert differing(state_of(other, other_optimizer), state_of(model, optimizer)) == []
     experts = [of.get_parameter("expert.weight") for of in (model, other)]
     assert torch.equal(*experts), experts
     assert torch.equal(optimizer.state[experts[0]]["exp_avg"], other_optimizer.state[experts[1]]["exp_avg"])
@@ -557,7 +557,7 @@ def apart_in_another_tools(rank: int, world_size: int, root: Path) -> None:
 
 def apart_elsewhere(rank: int, world_size: int, root: Path) -> None:
     words = f"cannot load on {world_size} ranks: the checkpoint has values of ignored parameters from each of 2"
-    says(lambda: tz.load(root / "apart", *built(rank, 10)), words)
+    fails(lambda: tz.load(root / "apart", *built(rank, 10)), words)
 
 
 def test_what_is_each_ranks_own(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -572,12 +572,12 @@ def copies(rank: int, world_size: int, root: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(fresh(Zoo), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
     optimizer = adamw(model)
-    stepped(model, optimizer)
+    take_step(model, optimizer)
     tz.save(root / "copies", model, optimizer, extra={"rng": torch.get_rng_state()})
     other = sharded(Zoo(), 3)
     other_optimizer = adamw(other)
     assert len(tz.load(root / "copies", other, other_optimizer).of_rank) == world_size
-    assert same(state_of(other, other_optimizer), state_of(model, optimizer)) == []
+    assert differing(state_of(other, other_optimizer), state_of(model, optimizer)) == []
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
-from tests.harness.errors import says
-from tests.harness.models import LENGTH, Mlp, Small, error, fresh, sharded, whole
+from tests.harness.errors import fails
+from tests.harness.models import LENGTH, Mlp, Small, fresh, join_rows, relative_error, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.sharded.dtensors import local
@@ -60,7 +60,7 @@ def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[i
                 found = [results[stage, norm_type, limit] for results in ranks]
                 assert {calls for _, calls, _ in found} == {1}
                 assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
-                assert error(found[0][0], norm) < 1e-5
+                assert relative_error(found[0][0], norm) < 1e-5
                 largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
                 plan = tz.schedule.make_plan(model, tz.Policy(stage=stage), tz.schedule.Mesh.of(3))
                 for name, param in model.named_parameters():
@@ -75,7 +75,7 @@ def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Ten
         return
     there = [part for part in parts if part is not None]
     assert len(there) == len(parts)
-    full = whole(there, right.shape, sharded=sharded)
+    full = join_rows(there, right.shape, sharded=sharded)
     scale = max(right.grad.abs().max(), largest / 100)  # a key's bias has none, in exact arithmetic
     assert (full - right.grad).abs().max() <= 1e-5 * scale
 
@@ -84,25 +84,25 @@ def misuse(rank: int, world_size: int) -> None:
     """A norm that is not finite is refused before anything changes, or clips to nothing."""
     model, x = sharded(fresh(Mlp), 2), torch.ones(3, 7)
     clip = partial(tz.clip_grad_norm_, model)
-    says(lambda: tz.clip_grad_norm_(Mlp(), 1.0), "TypeError", "got Mlp", "expected a sharded model")
-    says(lambda: clip(1.0), "RuntimeError", "nothing to clip", "after backward")
+    fails(lambda: tz.clip_grad_norm_(Mlp(), 1.0), "TypeError", "got Mlp", "expected a sharded model")
+    fails(lambda: clip(1.0), "RuntimeError", "nothing to clip", "after backward")
     with model.no_sync():
         model(x).sum().backward()
     deferred = "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch"
-    says(lambda: clip(1.0), "RuntimeError", *deferred)
+    fails(lambda: clip(1.0), "RuntimeError", *deferred)
     model(x).sum().backward()
     if rank == 1:
         local(model.get_parameter("layers.1.weight").grad)[0, 0] = inf
     before = {name: local(param.grad).clone() for name, param in model.named_parameters()}
-    says(lambda: clip(-1.0), "ValueError", "max_norm is -1.0")
-    says(lambda: clip(nan), "ValueError", "max_norm is nan")
-    says(lambda: clip(1.0, 0), "ValueError", "norm_type is 0")
-    says(lambda: clip(1.0, error_if_nonfinite=True), "RuntimeError", "is inf", "error_if_nonfinite=False")
+    fails(lambda: clip(-1.0), "ValueError", "max_norm is -1.0")
+    fails(lambda: clip(nan), "ValueError", "max_norm is nan")
+    fails(lambda: clip(1.0, 0), "ValueError", "norm_type is 0")
+    fails(lambda: clip(1.0, error_if_nonfinite=True), "RuntimeError", "is inf", "error_if_nonfinite=False")
     assert all(torch.equal(local(param.grad), before[name]) for name, param in model.named_parameters())
     assert clip(1.0) == inf
     if rank == 1:
         model.zero_grad()
-    says(lambda: clip(1.0), "RuntimeError", "no parameter has a gradient on rank 1", "after backward")
+    fails(lambda: clip(1.0), "RuntimeError", "no parameter has a gradient on rank 1", "after backward")
 
 
 def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool) -> None:
@@ -120,12 +120,12 @@ def clipped_by_torch(rank: int, world_size: int) -> None:
     shards = [param for name, param in model.named_parameters() if name != ignored]
     for foreach in (None, False):
         norm, one = (clip_grad_norm_(params, 0.5, foreach=foreach) for params in (shards, right))
-        assert error(norm, one) < 1e-6, (foreach, norm, one)
+        assert relative_error(norm, one) < 1e-6, (foreach, norm, one)
         for shard, param in zip(shards, right, strict=True):
             assert shard.grad is not None
             assert param.grad is not None
-            assert error(shard.grad, param.grad) < 1e-6, foreach
-    assert error(tz.clip_grad_norm_(model, 1.0), torch.tensor(0.5)) < 1e-5
+            assert relative_error(shard.grad, param.grad) < 1e-6, foreach
+    assert relative_error(tz.clip_grad_norm_(model, 1.0), torch.tensor(0.5)) < 1e-5
 
 
 def test_torchs_own_clipping_is_that_of_one_process(ranks_pool: RanksPool) -> None:

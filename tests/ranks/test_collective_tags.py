@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import raised, raised_as
+from tests.harness.errors import error_of, kind_and_text
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool, everyone
 from tests.harness.tiers import deep, slow
@@ -63,7 +63,7 @@ def another_try() -> Iterator[None]:
 
 def said_in(what: str, step: Callable[[], object]) -> str:
     with doing(what):
-        return raised(step)
+        return error_of(step)
 
 
 def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
@@ -85,13 +85,13 @@ def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> No
         alike(rank, *models)
         # Another model on each rank, whose messages differ in size, which would abort a process if they met.
         models[rank].enter_phase("forward", "schedule", 5)
-        said = raised(lambda: gather(models[rank], 2 + 200 * rank).wait())
+        said = error_of(lambda: gather(models[rank], 2 + 200 * rank).wait())
         assert_differ(said, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
-        assert raised(models[rank].drain) == said
+        assert error_of(models[rank].drain) == said
     with another_try():
         third = TaggedTransport({SHARD: make(group)}, "model 2 (Net)", group, announces=True)
         third.enter_phase("backward", f"schedule {rank}", 5)
-        said = raised(lambda: gather(third, 2).wait())
+        said = error_of(lambda: gather(third, 2).wait())
         assert_differ(said, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
     assert broadcast_object_from_rank_0(7, group) == 7, "the group is sound"
 
@@ -210,10 +210,10 @@ def does_something_else(rank: int, world_size: int, stage: int, actions: str, he
             one.do(action)
 
     run("step")
-    kind, said = raised_as(lambda: run(*actions.split(" / ")[rank].split()))
+    kind, said = kind_and_text(lambda: run(*actions.split(" / ")[rank].split()))
     assert kind == "RuntimeError", said
     assert_differ(said, here.replace(" N", f" {one.name}"), there.replace(" N", f" {one.name}"))
-    assert raised(lambda: run("forward")) == f"RuntimeError: {said}"
+    assert error_of(lambda: run("forward")) == f"RuntimeError: {said}"
     one.assert_right()
     return said
 
@@ -264,7 +264,7 @@ def two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag
 
     step(0, teacher, student)
     step(1, teacher, student)
-    said = raised(lambda: step(2, *((student, teacher) if rank == 0 else (teacher, student))))
+    said = error_of(lambda: step(2, *((student, teacher) if rank == 0 else (teacher, student))))
     # Autograd starts with the model that was called last.
     here, there = (teacher, student) if tag.startswith("backward") else (student, teacher)
     assert here.name != there.name
@@ -299,7 +299,7 @@ class Branches(nn.Module):
 def other_branches(rank: int, world_size: int, stage: int) -> None:
     model = sharded(fresh(Branches), stage)
     model(batch(0), 0).sum().backward()
-    said = raised(lambda: model(batch(1), 1 + rank).sum().backward())
+    said = error_of(lambda: model(batch(1), 1 + rank).sum().backward())
     phase, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
     assert_differ(said, *[f"{phase} number 2 of {model.state.name} after {after}"] * 2)
 
@@ -319,11 +319,11 @@ def fails_in_the_middle(rank: int, world_size: int) -> None:
     one = Trained(3, process_group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
     one.do("step")
     with failing_launch():
-        assert raised(one.loss) == "MemoryError: no memory"
+        assert error_of(one.loss) == "MemoryError: no memory"
     one.do("step")
     with failing_launch() if rank == 0 else nullcontext():
-        first = raised(one.loss)
-    second = raised(lambda: one.do("step"))
+        first = error_of(one.loss)
+    second = error_of(lambda: one.do("step"))
     if rank == 0:
         assert first == "MemoryError: no memory", first
         assert "rank 1" in second, second  # the same time-out; or it hears of rank 1's

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.checkpoints import adamw, same, state_of, stepped
-from tests.harness.errors import says
+from tests.harness.checkpoints import adamw, differing, state_of, take_step
+from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.tools import cli
@@ -72,8 +72,8 @@ def saved(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], 
     model = sharded(fresh(Small), 3)
     optimizer = adamw(model, lr=0.1)
     for _ in range(STEPS):
-        stepped(odd, counting)
-        stepped(model, optimizer)
+        take_step(odd, counting)
+        take_step(model, optimizer)
     tz.save(folder / "odd", odd, counting)
     tz.save(folder / "step-2", model, optimizer)
     weights = tz.full_state_dict(model)
@@ -97,9 +97,9 @@ def test_a_safetensors_file_has_every_tensor_once(run: Run, tmp_path: Path) -> N
     aliases = json.loads(metadata_of(tmp_path / "model.safetensors")["aliases"])
     assert aliases == {"head.weight": "embed.weight"}
     once = {name: weight for name, weight in run.weights.items() if name not in aliases}
-    assert same(load_file(tmp_path / "model.safetensors"), once) == []
+    assert differing(load_file(tmp_path / "model.safetensors"), once) == []
     (half,) = tz.tools.consolidate(run.folder / "latest", tmp_path / "half.safetensors", dtype=torch.bfloat16)
-    assert same(load_file(half), {name: weight.bfloat16() for name, weight in once.items()}) == []
+    assert differing(load_file(half), {name: weight.bfloat16() for name, weight in once.items()}) == []
     assert sorted(file.name for file in tmp_path.iterdir()) == ["half.safetensors", "model.safetensors"]
 
 
@@ -120,7 +120,7 @@ def test_large_ones_are_cut_into_files_with_an_index(run: Run, tmp_path: Path) -
 def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
     *_, of_optimizer = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", optimizer=True)
     assert of_optimizer.name == "model.optimizer.safetensors"
-    assert same(load_file(of_optimizer), run.states) == []
+    assert differing(load_file(of_optimizer), run.states) == []
     groups = json.loads(metadata_of(of_optimizer)["param_groups"])
     assert groups["0.lr"] == 0.1
     assert {name.rpartition(".")[0] for name in run.states} <= set(groups["0.params"])
@@ -129,18 +129,18 @@ def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
 def test_a_torch_file_loads_into_the_plain_module(run: Run, tmp_path: Path) -> None:
     (file,) = tz.tools.consolidate(run.path, tmp_path / "model.pt")
     state = torch.load(file, weights_only=True)
-    assert same(state, run.weights) == []
+    assert differing(state, run.weights) == []
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     assert zipfile.ZipFile(file).testzip() is None  # which compares CRCs
-    assert same(torch.load(file, mmap=True), run.weights) == []
+    assert differing(torch.load(file, mmap=True), run.weights) == []
     module = Small()
     module.load_state_dict(state)
     assert torch.equal(module.head.weight, run.weights["embed.weight"])
     (both,) = tz.tools.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
     state = torch.load(both, weights_only=True)
-    assert same(state["model"], run.weights) == []
+    assert differing(state["model"], run.weights) == []
     states = {f"{name}.{key}": value for name, of in state["optim"]["state"].items() for key, value in of.items()}
-    assert same(states, run.states) == []
+    assert differing(states, run.states) == []
     assert state["optim"]["param_groups"][0]["lr"] == 0.1
 
 
@@ -188,7 +188,7 @@ def test_one_tensor_is_there_at_a_time(run: Run, tmp_path: Path) -> None:
 def loaded(rank: int, world_size: int, path: Path, right: dict[str, Tensor]) -> None:
     model = sharded(fresh(Small), 2)
     tz.load(path, model)
-    assert same(tz.full_state_dict(model), right) == []
+    assert differing(tz.full_state_dict(model), right) == []
 
 
 def test_the_other_way(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
         (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point numbers"),
         (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
-        says(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
+        fails(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
     assert not (tmp_path / "no.pt").exists()
     no_files = partial(tz.tools.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
-    says(no_files, "ranks is 0; pass the number of files")
+    fails(no_files, "ranks is 0; pass the number of files")

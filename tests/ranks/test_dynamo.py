@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import thunder_zero as tz
 from tests.harness.as_one_process import trains_as_one_process
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.loops import deferred_steps
 from tests.harness.models import Halves, Zoo, count_sends, fresh
 from tests.harness.ranks import RanksPool
@@ -131,7 +131,7 @@ class Outside(nn.Module):
 def reads_outside(rank: int, world_size: int) -> None:
     model, x = tz.compile(Outside(lambda weight: weight.norm()), stage=3), torch.ones(2, WIDTH)
     with count_sends() as sent:
-        said = raised(lambda: model(x))
+        said = error_of(lambda: model(x))
     for word in ("Linear", "'inner.weight'", "outside of the graphs", "dynamo ended a graph at"):
         assert word in said, said
     assert not sent, sent

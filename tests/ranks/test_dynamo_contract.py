@@ -22,7 +22,7 @@ from torch.testing import assert_close
 
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, trains_as_one_process
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.loops import (
     ROWS,
     SMALL,
@@ -97,9 +97,9 @@ def guards_an_accumulation(rank: int, world_size: int) -> None:
     x = batch().requires_grad_()
     with model.no_sync():
         model(x * (torch.nan if rank == 1 else 1.0), goes_on=True).sum().backward()
-        said = raised(lambda: torch.autograd.grad(model(x).sum(), x))
+        said = error_of(lambda: torch.autograd.grad(model(x).sum(), x))
     assert "in the middle of an accumulation: no_sync defers" in said, said
-    said = raised(lambda: model(x).sum().backward())
+    said = error_of(lambda: model(x).sum().backward())
     assert "NaN or Inf" in said, said
     assert "the gradients that no_sync deferred are dropped" in said, said
 
@@ -204,7 +204,7 @@ def computes_with_full_parameters(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 y = module(batch())
                 module.a.bias += 1
-            assert not side.is_sharded or "(Halves) is inside full_parameters" in raised(lambda: model(batch()))
+            assert not side.is_sharded or "(Halves) is inside full_parameters" in error_of(lambda: model(batch()))
         yield y
         yield from two_steps(side)
 
@@ -272,14 +272,14 @@ def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
     model = tz.compile(fresh(Experts), stage=3)
     for sign in before:
         model(sign * torch.ones(ROWS, WIDTH)).sum().backward()
-    return raised(lambda: model((1 - 2 * rank) * torch.ones(ROWS, WIDTH)).sum().backward())
+    return error_of(lambda: model((1 - 2 * rank) * torch.ones(ROWS, WIDTH)).sum().backward())
 
 
 def evaluate_or_train(rank: int, world_size: int) -> str:
     """In ZeRO-3 both forwards have the same lines."""
     model = tz.compile(fresh(Halves), tz.Policy(3, reshard_after_forward=True))
     with torch.set_grad_enabled(rank == 1):
-        return raised(lambda: model(batch()))
+        return error_of(lambda: model(batch()))
 
 
 DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [

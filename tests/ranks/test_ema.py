@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thunder_zero as tz
-from tests.harness.checkpoints import same, stepped
-from tests.harness.errors import raised, says
-from tests.harness.models import Small, count_sends, error, fresh, sharded
+from tests.harness.checkpoints import differing, take_step
+from tests.harness.errors import error_of, fails
+from tests.harness.models import Small, count_sends, fresh, relative_error, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.sharded.dtensors import local
@@ -76,13 +76,13 @@ def averages(rank: int, world_size: int, stage: int) -> None:
         output = model(INPUTS)
         right_output = rights[0](INPUTS)
     forwards += [bytes_of_forward(model) for _ in range(2)]
-    assert error(output, right_output) < 1e-6, (output, right_output)
-    assert same(weights(model), before) == []
+    assert relative_error(output, right_output) < 1e-6, (output, right_output)
+    assert differing(weights(model), before) == []
     assert all(map(torch.equal, shards, map(local, model.parameters()))), "shards did not come back"
     for ema, right in zip(emas, rights, strict=True):  # as they were, in the block and after it
         found = averages_of(model, ema)
         for name, value in right.module.state_dict().items():
-            assert error(found[name], value) < 1e-6, name
+            assert relative_error(found[name], value) < 1e-6, name
     after_step, at_rest, first, second, left, last = forwards
     if stage == 1:  # rows of the parameters that have averages, once for each change
         assert after_step > first == left > 0 == at_rest == second == last, forwards
@@ -125,7 +125,7 @@ def on_disk(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
     ema, slower = tz.EMA(model, DECAY), tz.EMA(model, 0.5, every=EVERY)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for _ in range(STEPS):
-        stepped(model, optimizer)
+        take_step(model, optimizer)
         ema.update()
         slower.update()
     extra = {"ema": ema, "slow.er": slower, "step": rank}
@@ -141,7 +141,7 @@ def on_disk(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
     tz.load(folder / "own", mine, extra={"ema": own})
     with own.applied():
         assert torch.equal(row, torch.full((1, 5), rank + 1.0)), row
-        says(torch.optim.SGD([row], 0.1).step, "cannot step SGD: the parameters")
+        fails(torch.optim.SGD([row], 0.1).step, "cannot step SGD: the parameters")
     return averages_of(model, ema)
 
 
@@ -150,18 +150,18 @@ def loaded(rank: int, world_size: int, folder: Path, right: dict[str, Tensor]) -
     ema, slower = tz.EMA(model, 0.9), tz.EMA(model, 0.9)
     told = tz.load(folder / "run", model, extra={"ema": ema, "slow.er": slower})
     assert ("ema" in told.of_rank[0], told.of_rank[1]["step"]) == (False, 1), told
-    assert same(averages_of(model, ema), right) == []
+    assert differing(averages_of(model, ema), right) == []
     assert ema.counts.state_dict() == {"calls": STEPS, "averaged": STEPS}
     assert slower.counts.state_dict() == {"calls": STEPS, "averaged": STEPS // EVERY}
     before = weights(model)
-    assert same(before, right) != []
+    assert differing(before, right) != []
     model.get_parameter("frozen").requires_grad_(True)
     more, another = tz.EMA(model, 0.9), sharded(fresh(Small), 0)
-    says(lambda: tz.load(folder / "run", model, extra={"other": ema}), "has no EMA 'other'")
+    fails(lambda: tz.load(folder / "run", model, extra={"other": ema}), "has no EMA 'other'")
     unlike = "the checkpoint has another EMA 'ema' (missing: 'ema.ema.model.frozen'; unexpected: none); build"
-    says(lambda: tz.load(folder / "run", model, extra={"ema": more}), unlike)
-    says(lambda: tz.save(folder / "no", another, extra={"ema": more}), "the extra 'ema' is an EMA of model")
-    assert same(weights(model), before) == []
+    fails(lambda: tz.load(folder / "run", model, extra={"ema": more}), unlike)
+    fails(lambda: tz.save(folder / "no", another, extra={"ema": more}), "the extra 'ema' is an EMA of model")
+    assert differing(weights(model), before) == []
 
 
 def test_averages_on_disk_are_for_any_number_of_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -169,12 +169,12 @@ def test_averages_on_disk_are_for_any_number_of_ranks(ranks_pool: RanksPool, tmp
     ranks_pool.run(3, loaded, tmp_path, right)
     tz.tools.consolidate(tmp_path / "run", tmp_path / "ema.safetensors", ema="ema")
     tied = {"head.weight": right["head.weight"]}  # once in a file
-    assert same(load_file(tmp_path / "ema.safetensors") | tied, right) == []
+    assert differing(load_file(tmp_path / "ema.safetensors") | tied, right) == []
     assert cli.main(["consolidate", str(tmp_path / "run"), str(tmp_path / "slow.pt"), "--ema", "slow.er"]) == 0
     slower = torch.load(tmp_path / "slow.pt")
     assert torch.equal(slower["frozen"], right["frozen"])
     assert not torch.equal(slower["embed.weight"], right["embed.weight"])
-    says(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
+    fails(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
 
 
 # Refusals
@@ -200,7 +200,7 @@ def says_when_made(model: Any, ema: tz.EMA) -> None:
         (lambda: enter(tz.EMA(model, every=3).applied()), "has no average yet, after 0 updates with every=3; call"),
         (lambda: enter(tz.full_parameters(model), lambda: enter(ema.applied())), "is inside full_parameters"),
     ):
-        says(call, words)
+        fails(call, words)
 
 
 def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
@@ -223,7 +223,7 @@ def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
             (lambda: model.load_original_state_dict(full), "load a state dict"),
             (lambda: enter(tz.full_parameters(model, writeback=True)), "write back"),
         ):
-            says(call, f"cannot {what}: the parameters of model", "are averages inside of EMA.applied; leave that")
+            fails(call, f"cannot {what}: the parameters of model", "are averages inside of EMA.applied; leave that")
         with tz.full_parameters(model) as module:
             assert torch.equal(module.scale, tz.full_state_dict(model)["scale"])
         assert all(map(torch.equal, before, map(local, model.parameters()))), "a refusal changed a parameter"
@@ -240,19 +240,21 @@ def misuse(rank: int, world_size: int, folder: Path) -> None:
     says_inside(model, ema, optimizer, folder)
     with model.no_sync():
         model(INPUTS).square().mean().backward()
-    says(lambda: enter(ema.applied()), "cannot enter EMA.applied: no_sync still holds unreduced gradients of parameter")
+    fails(
+        lambda: enter(ema.applied()), "cannot enter EMA.applied: no_sync still holds unreduced gradients of parameter"
+    )
     model.zero_grad()
     if rank == 0:
         ema.update()  # which rank 1 forgets
     told = "rank 0 has decay 0.8, every 1, 2 updates, rank 1 has decay 0.8, every 1, 1 updates; make the same"
-    says(lambda: enter(ema.applied()), told)
+    fails(lambda: enter(ema.applied()), told)
     told = "(Small) differs between ranks"
-    says(lambda: tz.save(folder / "no", model, extra={"ema": ema}), "the extra 'ema', an EMA, of model ", told)
+    fails(lambda: tz.save(folder / "no", model, extra={"ema": ema}), "the extra 'ema', an EMA, of model ", told)
     before = weights(model)
     model.get_parameter("frozen").requires_grad_(True)
-    says(ema.update, "parameter 'frozen' of model ", "(Small) required no gradients when the EMA was made")
-    assert "KeyError" in raised(lambda: enter(other.applied(), fail))
-    assert same(weights(model), before) == []
+    fails(ema.update, "parameter 'frozen' of model ", "(Small) required no gradients when the EMA was made")
+    assert "KeyError" in error_of(lambda: enter(other.applied(), fail))
+    assert differing(weights(model), before) == []
 
 
 def test_misuse_gets_a_sentence_and_changes_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz  # before thunder
-from tests.harness.as_one_process import on_all_ranks
+from tests.harness.as_one_process import gather_objects
 from tests.harness.examples import SECONDS, example_module, kill_a_rank, output_of, run_main, start, table_of, torchrun
-from tests.harness.models import error
+from tests.harness.models import relative_error
 from tests.harness.ranks import RanksPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]  # longer than any run may take
@@ -174,7 +174,7 @@ def masked_alike(trainer: Any) -> list[bool]:
             torch.manual_seed(seed)
         output = trainer.model(windows[:, :-1]).square().mean()
         output.backward()
-        alike.append(len(set(on_all_ranks(output.item()))) == 1)
+        alike.append(len(set(gather_objects(output.item()))) == 1)
     return alike
 
 
@@ -343,4 +343,4 @@ def test_fabric_litgpt(ranks_pool: RanksPool, tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "model.pt")
     assert saved["steps"] == STEPS
     assert saved["model"].keys() == right.keys()
-    assert max(error(saved["model"][name], right[name]) for name in right) <= 1e-5
+    assert max(relative_error(saved["model"][name], right[name]) for name in right) <= 1e-5

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import thunder_zero as tz
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import raised
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import error_of
 from tests.harness.examples import program_of, run_main
 from tests.harness.models import Mlp, fresh, full
 from tests.harness.ranks import RanksPool
@@ -77,7 +77,7 @@ def a_pass_fails_on_one_rank(rank: int, world_size: int) -> None:
 
     for own, words in ((fails, ("this rank's own fault",)), (launches_last, ("line 0 of the collectives",))):
         model = tz.compile(fresh(Mlp), stage=3, passes=(own,), prefetch=3)
-        said = on_all_ranks(raised(lambda model=model: model(torch.ones(2, 7))))  # type: ignore[misc]
+        said = gather_objects(error_of(lambda model=model: model(torch.ones(2, 7))))  # type: ignore[misc]
         assert all(word in text for text in said for word in words), said
     tz.compile(nn.Linear(2, 2), stage=3)(torch.ones(1, 2)).sum().backward()
 

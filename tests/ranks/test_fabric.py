@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
-from tests.harness.checkpoints import whole
-from tests.harness.errors import says
-from tests.harness.models import Small, error, fresh
+from tests.harness.checkpoints import full_copy
+from tests.harness.errors import fails
+from tests.harness.models import Small, fresh, relative_error
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.sharded.dtensors import local
@@ -137,7 +137,7 @@ def full_weights(model: Any) -> dict[str, Tensor]:
 
 def check_weights(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert list(found) == list(right)
-    off = {name: error(found[name], right[name]) for name in right}
+    off = {name: relative_error(found[name], right[name]) for name in right}
     assert max(off.values()) <= 1e-5, off
 
 
@@ -244,28 +244,28 @@ def misuse_strategies(rank: int, world_size: int) -> None:
         with fabric_on(rank, world_size, plugins=Other()):
             pass
 
-    says(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
-    says(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
-    says(lambda: ZeroStrategy(frontend="torch"), "ValueError", "choose 'thunder' or 'dynamo'")
-    says(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
-    says(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
-    says(fused_by_another, "ValueError", "fuse is 'nvfuser'; choose 'inductor'")
-    says(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
+    fails(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
+    fails(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
+    fails(lambda: ZeroStrategy(frontend="torch"), "ValueError", "choose 'thunder' or 'dynamo'")
+    fails(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
+    fails(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
+    fails(fused_by_another, "ValueError", "fuse is 'nvfuser'; choose 'inductor'")
+    fails(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
         model = fabric.setup(Net())
         assert thunder.compile_data(zero_module(model)).cache_option.name == "SAME_INPUT"
         words = ("jit_options (cache), but the module is already jitted", "give Lightning the plain module")
-        says(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
+        fails(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
         assert all(isinstance(param, DTensor) for param in jitted.parameters()), "full weights stay"
-        says(lambda: fabric.setup(zero_module(model)), "RuntimeError", "Net is already sharded", "plain module")
-        says(lambda: fabric.init_module(empty_init=True), "ValueError", "empty_init=False")
+        fails(lambda: fabric.setup(zero_module(model)), "RuntimeError", "Net is already sharded", "plain module")
+        fails(lambda: fabric.init_module(empty_init=True), "ValueError", "empty_init=False")
         with fabric.init_module():
             assert Net().scale.device.type == "cpu"
         unknown = Net()
-        says(lambda: fabric.clip_gradients(unknown, adam(unknown), max_norm=1.0), "TypeError", "Net", "fabric.setup")
+        fails(lambda: fabric.clip_gradients(unknown, adam(unknown), max_norm=1.0), "TypeError", "Net", "fabric.setup")
 
 
 def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
@@ -275,16 +275,16 @@ def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
         model(inputs(0, 0, rank, world_size)).sum().backward()
         fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-        largest = max(whole(param.grad).abs().max() for param in model.parameters() if param.grad is not None)
+        largest = max(full_copy(param.grad).abs().max() for param in model.parameters() if param.grad is not None)
         assert float(largest) == pytest.approx(1e-3)
         optimizer.step()
         packed = optimizer.optimizer.state_dict()
         more = {"exp_avg": torch.ones(12, 1)}  # than the parameter has rows
         cut = {at: of | more for at, of in packed["state"].items()}
         words = ("ValueError", "has shape (12, 1) in the state dict", "(stage 0)")
-        says(lambda: optimizer.load_state_dict({**packed, "state": cut}), *words)
+        fails(lambda: optimizer.load_state_dict({**packed, "state": cut}), *words)
         fewer = {**packed, "param_groups": [{**packed["param_groups"][0], "params": [0]}]}
-        says(lambda: optimizer.load_state_dict(fewer), "ValueError", "doesn't match the size of optimizer's group")
+        fails(lambda: optimizer.load_state_dict(fewer), "ValueError", "doesn't match the size of optimizer's group")
     with fabric_on(rank, world_size, stage=0) as fabric:
         model = fabric.setup(fresh(Net))
         optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
@@ -309,10 +309,10 @@ def read_files(rank: int, world_size: int, folder: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in full.items())
         missing = 'Missing key(s) in state_dict: "row", "frozen", '
         torch.save({"scale": full["scale"]}, file)
-        says(lambda: fabric.load_raw(file, model), "RuntimeError", missing)
+        fails(lambda: fabric.load_raw(file, model), "RuntimeError", missing)
         torch.save(full | {"layers.0.weight": torch.ones(2, 4)}, file)
         words = "'layers.0.weight' has shape (2, 4) in the state dict and (5, 5) in the model"
-        says(lambda: fabric.load_raw(file, model), "ValueError", words)
+        fails(lambda: fabric.load_raw(file, model), "ValueError", words)
         torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, file)
         fabric.load_raw(file, model, strict=False)
         assert full_weights(model)["scale"].item() == 3.0
@@ -334,7 +334,7 @@ def misuse_wrappers(rank: int, world_size: int) -> None:
         for module, action in ((Net(), "move the method's code into forward"), (thunder.jit(Net()), "a method of Net")):
             model = fabric.setup(module)
             model.mark_forward_method("twice")
-            says(lambda model=model: model.twice(x), "RuntimeError", "a method of Net", action)  # type: ignore[misc]
+            fails(lambda model=model: model.twice(x), "RuntimeError", "a method of Net", action)  # type: ignore[misc]
 
 
 def test_misuse_raises_on_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import thunder_zero as tz
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import raised
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import error_of
 from tests.harness.models import Mlp, count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -143,10 +143,10 @@ def errors(rank: int, world_size: int, stage: int) -> None:
     assert str(report).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
     with model.no_sync():
         loss_of(model, inputs(rank)).backward()
-    said = raised(lambda: tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward()))
+    said = error_of(lambda: tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward()))
     assert "cannot measure what formats change: no_sync still holds" in said, said
     plain = tz.compile(nn.Linear(2, 2), stage=3)
-    assert "no row or gradient is written as bytes" in raised(lambda: tz.tools.wire_error(plain, lambda: None))
+    assert "no row or gradient is written as bytes" in error_of(lambda: tz.tools.wire_error(plain, lambda: None))
 
 
 def mixed_precision(rank: int, world_size: int) -> None:
@@ -182,8 +182,8 @@ def copies_average(rank: int, world_size: int) -> None:
     with count_sends() as sent:
         loss_of(model, inputs(rank)).backward()
     timeline = tz.traces_of(model).timeline
-    assert sum(on_all_ranks(sum(sent))) == pytest.approx(
-        sum(on_all_ranks(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
+    assert sum(gather_objects(sum(sent))) == pytest.approx(
+        sum(gather_objects(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
     )
     gradients_here = gradients(model)
     assert_within_steps(gradients_here, exact_gradients(seen, world_size), steps=1.5)
@@ -192,7 +192,7 @@ def copies_average(rank: int, world_size: int) -> None:
     assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
     assert all(
         torch.equal(other, gradients_here["layers.0.weight"])
-        for other in on_all_ranks(gradients_here["layers.0.weight"])
+        for other in gather_objects(gradients_here["layers.0.weight"])
     )
     dist.barrier()
 

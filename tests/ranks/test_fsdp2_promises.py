@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
 from tests.harness.as_one_process import Loop, Side, Steps, trains_as_one_process
-from tests.harness.checkpoints import stepped
+from tests.harness.checkpoints import take_step
 from tests.harness.loops import ROWS, WIDTH, batch, deferred_steps, sgd, two_steps
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
@@ -44,7 +44,7 @@ def a_loss_for_each_output(side: Side) -> Steps:
     for _ in range(2):
         loss.backward(retain_graph=True)
     left.square().mean().backward()
-    yield side.joined(left + right)
+    yield side.gather(left + right)
 
 
 def one_loss_of_two_forwards(side: Side) -> Steps:
@@ -70,7 +70,7 @@ def without_the_head(side: Side) -> Steps:
     first, second = (model(side.rows(batch(step)), skip_head=True) for step in range(2))
     (first.square().mean() + second.square().mean()).backward()
     assert model.get_parameter("head.weight").grad is None
-    yield side.joined(first + second)
+    yield side.gather(first + second)
 
 
 # Modules
@@ -254,7 +254,7 @@ def body_and_head(side: Side) -> Steps:
     for chunk in chunks:
         head(chunk).square().mean().backward()
     hidden.backward(torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]))
-    yield side.joined(hidden)
+    yield side.gather(hidden)
     around = Around(head)
     whole = in_ddp(around) if side.is_sharded else around
     whole(side.rows(batch(1))).square().mean().backward()
@@ -280,7 +280,7 @@ def kept_and_loaded_in_pieces(rank: int, world_size: int) -> None:
         model = sharded(fresh(UsedTwice), policy)
         before: dict[str, Any] = get_model_state_dict(model)
         kept = {path: value.to_local() for path, value in before.items()}
-        stepped(model, sgd(model))
+        take_step(model, sgd(model))
         after: dict[str, Any] = get_model_state_dict(model)
         for path, value in after.items():
             assert kept[path].data_ptr() == model.get_parameter(path).to_local().data_ptr(), path

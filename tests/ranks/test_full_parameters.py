@@ -12,8 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import thunder_zero as tz
-from tests.harness.checkpoints import adamw, same, stepped
-from tests.harness.errors import raised
+from tests.harness.checkpoints import adamw, differing, take_step
+from tests.harness.errors import error_of
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -34,12 +34,12 @@ def computes(model: Any) -> None:
         assert not module.frozen.requires_grad
         left = weakref.ref(module.embed.weight)
         for refused in (lambda: model(TOKENS), tz.full_parameters(model).__enter__):
-            assert "(Small) is inside full_parameters; leave that block" in raised(refused)
+            assert "(Small) is inside full_parameters; leave that block" in error_of(refused)
         module.row.data += 1  # nobody wants it back
     gc.collect()
     assert left() is None
     assert set(map(id, module.parameters())) == set(map(id, model.state.shards.values()))
-    assert same(tz.full_state_dict(model), right) == []
+    assert differing(tz.full_state_dict(model), right) == []
 
 
 def fails(model: Any, rank: int) -> None:
@@ -53,7 +53,7 @@ def fails(model: Any, rank: int) -> None:
                 if error is not None:
                     raise error
 
-        return raised(run)
+        return error_of(run)
 
     boom = ZeroDivisionError("boom") if rank == 1 else None
     there = "ZeroDivisionError: boom"
@@ -62,11 +62,11 @@ def fails(model: Any, rank: int) -> None:
         (said(boom), there if rank == 1 else "nothing"),
         (said(writeback=rank == 0), "writeback differs between ranks"),
         (said(row=(3,), writeback=True), "'row' is (3,) torch.float32 at the end of full_parameters"),
-        (raised(tz.full_parameters(fresh(Small)).__enter__), "a sharded model, got Small"),
+        (error_of(tz.full_parameters(fresh(Small)).__enter__), "a sharded model, got Small"),
     ]
     for sentence, words in rows:
         assert words in sentence, sentence
-    assert same(tz.full_state_dict(model), before) == []
+    assert differing(tz.full_state_dict(model), before) == []
 
 
 def writes_back(model: Any, rank: int) -> None:
@@ -87,13 +87,13 @@ def writes_back(model: Any, rank: int) -> None:
         assert isinstance(module.scale, Placeholder) is (rank != 0)
         if rank == 0:
             module.scale += 1
-    assert same(tz.full_state_dict(model), plain.state_dict()) == []
+    assert differing(tz.full_state_dict(model), plain.state_dict()) == []
     assert_close(model(TOKENS).float(), plain(TOKENS), rtol=0.1, atol=0.3)  # bfloat16; ZeRO-1 refreshes its copies
 
 
 def in_full(rank: int, world_size: int, stage: int) -> None:
     model = sharded(fresh(Small), tz.Policy(stage, mixed_precision=HALF))
-    stepped(model, adamw(model))
+    take_step(model, adamw(model))
     computes(model)
     fails(model, rank)
     writes_back(model, rank)

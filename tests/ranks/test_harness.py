@@ -29,7 +29,7 @@ from tests.harness.ranks import (
     check_server,
     run_ranks,
 )
-from tests.harness.tiers import left_out
+from tests.harness.tiers import is_left_out
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +208,9 @@ def test_an_error_has_its_rank_and_line_and_the_pool_recovers(
 
 def test_each_tier_runs_what_the_one_before_runs() -> None:
     marks = ("", "slow", "deep")
-    runs = [[mark for mark in marks if not left_out([mark, "timeout"], option)] for option in marks]
+    runs = [[mark for mark in marks if not is_left_out([mark, "timeout"], option)] for option in marks]
     assert runs == [[""], ["", "slow"], ["", "slow", "deep"]]
-    assert left_out(["slow", "deep"], "slow"), "a test with both marks belongs to the later tier"
+    assert is_left_out(["slow", "deep"], "slow"), "a test with both marks belongs to the later tier"
 
 
 def collected(*options: str) -> list[str]:

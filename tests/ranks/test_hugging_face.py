@@ -33,8 +33,8 @@ from torch.testing import assert_close
 import thunder_zero as tz
 from examples.bench.families import BY_NAME
 from examples.llama import Llama, LlamaConfig
-from tests.harness.checkpoints import adamw, same, stepped
-from tests.harness.errors import raised
+from tests.harness.checkpoints import adamw, differing, take_step
+from tests.harness.errors import error_of
 from tests.harness.models import Small, fresh, full, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import hugging_face as writing
@@ -123,7 +123,7 @@ def unordered_names(text: str) -> dict[str, Any]:
 def assert_same_files(ours: Path, theirs: Path) -> None:
     """Check that names, tensors and JSON values are equal; tensors may be in other files."""
     assert names(ours) == names(theirs)
-    assert same(tensors_of(ours), tensors_of(theirs)) == []
+    assert differing(tensors_of(ours), tensors_of(theirs)) == []
     for path in theirs.glob("*.json"):
         if not path.name.endswith("index.json"):
             assert unordered_names((ours / path.name).read_text()) == unordered_names(path.read_text()), path
@@ -155,7 +155,7 @@ def saved_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
     """Train and save weights that no file had; return the logits of the plain module."""
     half = tz.MixedPrecision(torch.bfloat16)
     model = compiled(llama(), tz.Policy(3, mixed_precision=half))
-    stepped(model, adamw(model))
+    take_step(model, adamw(model))
     alive: list[weakref.ref[Tensor]] = []
     full_tensor, before = small_collectives.full_tensor, dtype_in(model.plain.config.to_dict())
 
@@ -185,7 +185,7 @@ def test_from_pretrained_loads_what_was_trained(ranks_pool: RanksPool, tmp_path:
     for folder, word in {"many": "float32", "one": "float32", "half": "bfloat16"}.items():
         assert dtype_in(json.loads((tmp_path / folder / "config.json").read_text())) == word
     whole = {name: tensor.bfloat16() for name, tensor in tensors_of(tmp_path / "one").items()}
-    assert same(tensors_of(tmp_path / "half"), whole) == []
+    assert differing(tensors_of(tmp_path / "half"), whole) == []
 
 
 WORDS = TOKENS + 1  # transformers gives the embedding of its padding, 0, no gradient
@@ -260,7 +260,7 @@ def written_by_both(rank: int, world_size: int, folder: Path) -> None:
         model, ours = compiled(module), folder / name / "ours"
         if name in CONVERTED and has_transformers(5):
             # It joins experts when it loads, and parts them when it saves, which takes their values.
-            words = raised(partial(tz.save_pretrained, model, ours))
+            words = error_of(partial(tz.save_pretrained, model, ours))
             assert "MixtralForCausalLM.save_pretrained raised" in words, words
             with tz.full_parameters(model, rank0_only=True) as full_module:
                 if rank == 0:
@@ -293,7 +293,7 @@ class Odd(Small):
 
 def saved_odd(rank: int, world_size: int, folder: Path) -> None:
     model = sharded(fresh(Odd), tz.Policy(3, ignored=("own",)))
-    stepped(model, adamw(model))
+    take_step(model, adamw(model))
     model.own.data.fill_(rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -303,7 +303,7 @@ def saved_odd(rank: int, world_size: int, folder: Path) -> None:
     assert all("leaves out _extra_state" in words for words in said), said
     again = compiled(Odd(), weights=folder)
     right, found = ({**tz.full_state_dict(one), "_extra_state": torch.tensor(3)} for one in (model, again))
-    assert same(found, {**right, "own": torch.zeros(2)}) == [], "ignored parameters are rank 0's"
+    assert differing(found, {**right, "own": torch.zeros(2)}) == [], "ignored parameters are rank 0's"
     if rank == 0:
         assert names(folder) == ["model.safetensors"]
         assert tensors_of(folder).keys() == right.keys() - {"head.weight", "_extra_state"}, "embed.weight is first"
@@ -363,7 +363,7 @@ def refusals(rank: int, world_size: int, folder: Path) -> None:
         (save(of=complex_one), 0, ("a safetensors file cannot hold weight of torch.complex64",)),
     ]
     for call, of_rank, words in rows:
-        said = raised(call)
+        said = error_of(call)
         more = () if of_rank in (everyone, rank) else (f"rank {of_rank} refused to save, so every rank stops",)
         assert [word for word in (*words, *more) if word not in said] == [], said
 
@@ -412,7 +412,7 @@ def generated(rank: int, world_size: int, folder: Path, right: list[Tensor], tra
     assert_close(weights, trained, rtol=1e-4, atol=1e-5)
     if rank == 0:
         loaded = library("transformers").AutoModelForCausalLM.from_pretrained(folder / "trained")
-        assert same(dict(loaded.state_dict()), weights) == []
+        assert differing(dict(loaded.state_dict()), weights) == []
 
 
 PROMPT = torch.arange(1, 5).view(1, 4)
@@ -451,7 +451,7 @@ def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
     assert len(local(frozen)) == 8
     full = tz.full_state_dict(model)
     assert_close(full, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
-    assert set(same(full, start)) == set(trained)
+    assert set(differing(full, start)) == set(trained)
     with tz.full_parameters(model) as module, torch.no_grad():
         return module(TOKENS).logits
 
@@ -478,7 +478,7 @@ def adapters_written_by_both(rank: int, world_size: int, folder: Path) -> None:
             model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"]))
         ours, theirs = folder / name / "ours", folder / name / "theirs"
         model.save_pretrained(theirs)
-        said = raised(partial(tz.save_pretrained, compiled(model), ours))
+        said = error_of(partial(tz.save_pretrained, compiled(model), ours))
         if name == "PromptTuningConfig":  # it computes what it writes
             for words in ("PeftModelForCausalLM.save_pretrained raised", "full_parameters(model, rank0_only=True)"):
                 assert words in said, said
@@ -546,7 +546,7 @@ def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
     for module in (fresh(Regression), adapters):
         model = compiled(module, broadcast_from=0)
         plain_trainer = transformers.Trainer(model=model, args=arguments(max_steps=1), train_dataset=rows(4))
-        words = raised(plain_trainer.train)
+        words = error_of(plain_trainer.train)
         assert "Trainer was given a" in words, words
         assert "make it by thunder_zero.hugging_face.sharded(Trainer)(model=model, ...)" in words, words
     model = compiled(fresh(Regression))
@@ -569,9 +569,9 @@ def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
     ]
     for made, given, options, sentence in rows_of:
         given = {"model": fresh(Regression), "eval_dataset": rows(2)} | given
-        words = raised(lambda made=made, given=given, options=options: made()(args=arguments(**options), **given))  # type: ignore[misc]
+        words = error_of(lambda made=made, given=given, options=options: made()(args=arguments(**options), **given))  # type: ignore[misc]
         assert sentence in words, words
-    words = raised(partial(library("thunder_zero.hugging_face").sharded, Regression, stage=3))
+    words = error_of(partial(library("thunder_zero.hugging_face").sharded, Regression, stage=3))
     assert "Regression has no method _load_best_model, which a sharded trainer replaces; give a class derived" in words
     assert f"of transformers 4.56 to 5.24 (here: {transformers.__version__})" in words, words
 
@@ -602,11 +602,11 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
             said += [(partial(accelerator.get_state_dict, model), of_model)]
             said += [(partial(save_model, model, folder / "model"), of_model)]
         for call, what in said:
-            words = raised(call)
+            words = error_of(call)
             assert f"Accelerate writes {what}" in words.replace("save_state of ", ""), words
             assert "on all ranks" in words, words
         accelerator._models.clear()  # as without the model
-        words = raised(save_state)
+        words = error_of(save_state)
         assert of_optimizer in words, words
         dist.barrier()
         assert not list((folder / "state").glob("*.bin"))
@@ -617,10 +617,10 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
         assert abs(float(norm) - 1e-3) < 1e-6, norm
     shared, kinds = library("accelerate").PartialState._shared_state, library("accelerate").DistributedType
     with mock.patch.dict(shared, distributed_type=kinds.FSDP):  # which needs a GPU
-        words = raised(partial(model, **batch))
+        words = error_of(partial(model, **batch))
     assert "Accelerate is set up to shard by FSDP, and thunder_zero already shards Regression; leave" in words, words
     with mock.patch.dict(library("accelerate.state").AcceleratorState._shared_state, _mixed_precision="fp8"):
-        words = raised(partial(model, **batch))
+        words = error_of(partial(model, **batch))
     assert "mixed_precision of Accelerate is 'fp8', and Regression takes 'bf16' or 'fp16'" in words, words
     return weights
 
@@ -665,7 +665,7 @@ def train_adapters_by(kind: Any, folder: Path) -> None:
         trainer = kind(model=module, args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=start)
         ends.append(tz.full_state_dict(trainer.model_wrapped))
-    assert same(*ends) == []
+    assert differing(*ends) == []
     written = load_file(folder / "adapters/checkpoint-2/adapter_model.safetensors")
     assert all("lora_" in name for name in written), list(written)
     assert written
@@ -722,10 +722,10 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, .
     groups = trainer.optimizer.param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 2), (0.0, 2)]
     weights = tz.full_state_dict(trainer.model_wrapped)
-    assert same(tz.full_state_dict(resumed.model_wrapped), weights) == []
+    assert differing(tz.full_state_dict(resumed.model_wrapped), weights) == []
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     for name in ("checkpoint-4", "last") if rank == 0 else ():
-        assert same(load_file(folder / name / "model.safetensors"), weights) == [], name
+        assert differing(load_file(folder / name / "model.safetensors"), weights) == [], name
     options |= {"bf16": True, "save_steps": 4}
     half = shown("Trainer", {"module": fresh(Regression), "options": options, "data": rows(32)})["trainer"]
     return data.asked, logged, weights, tz.full_state_dict(half.model_wrapped)
@@ -894,7 +894,7 @@ def by_trl(rank: int, world_size: int, folder: Path) -> None:
         kinds = sharded_class(kind, stage=3), kind
         made = [trained(each, settings, data, adapters, more, **{k: v() for k, v in given.items()}) for each in kinds]
         assert_trained_alike(*made)
-    words_of = raised(partial(trained, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
+    words_of = error_of(partial(trained, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
     assert "DPOTrainer called the plain module, whose parameters are sharded" in words_of, words_of
     assert "pass precompute_ref_log_probs=True to DPOConfig" in words_of, words_of
 

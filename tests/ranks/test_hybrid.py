@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.as_one_process import Side, Steps, on_all_ranks, trains_as_one_process
-from tests.harness.errors import says
+from tests.harness.as_one_process import Side, Steps, gather_objects, trains_as_one_process
+from tests.harness.errors import fails
 from tests.harness.models import Mlp, Small, count_sends, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -81,7 +81,7 @@ def check_bytes(rank: int, timeline: tz.schedule.Timeline, each: list[int], defe
     for param in trained:  # the peer's rows inside, own rows across; or twice 3/4 in an all-reduce
         by_hand += param.full_bytes if param.sharded else param.full_bytes * 6 / 4
     forecast = sum(map(plan.reduce_bytes, trained))
-    sent, forecast, by_hand = (sum(on_all_ranks(each)) for each in (of_gradients, forecast, by_hand))
+    sent, forecast, by_hand = (sum(gather_objects(each)) for each in (of_gradients, forecast, by_hand))
     assert sent == pytest.approx(by_hand)
     assert 0 <= forecast - sent <= close, (forecast, sent)
 
@@ -160,7 +160,7 @@ def bad_meshes(rank: int, world_size: int) -> None:
         (two if rank != 1 else None, {}, "differs between ranks: rank 0 has 2 x 2, rank 1 has 1 x 4"),
     ]
     for mesh, options, words in rows:
-        says(partial(on_mesh, Mlp(), mesh, **options), words)
+        fails(partial(on_mesh, Mlp(), mesh, **options), words)
 
 
 def test_a_bad_mesh_gets_one_sentence(ranks_pool: RanksPool) -> None:
@@ -174,4 +174,4 @@ def test_a_trace_of_a_hybrid_shows_copies_and_counts_all_bytes(capsys: pytest.Ca
     assert four - one == sum(2 * 3 * rows * 4 // 4 for rows in 3 * (4 * 7, 4))  # rank 0 has four rows of seven
     tz.print_trace(traces[1])
     assert "# backward, ZeRO-2, rank 0 of 2, one of 4 copies" in capsys.readouterr().out
-    says(lambda: tz.trace(fresh(Mlp), x, world_size=2, replicas=0), "replicas is 0; give the number of copies")
+    fails(lambda: tz.trace(fresh(Mlp), x, world_size=2, replicas=0), "replicas is 0; give the number of copies")

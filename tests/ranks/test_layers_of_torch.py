@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function
 
 import thunder_zero as tz
 from tests.harness.eager import trains_as_eager
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -156,7 +156,7 @@ def test_a_layer_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage
 def are_refused(rank: int, world_size: int) -> None:
     for make, shape, words in REFUSED:
         model: Any = tz.compile(fresh(make), stage=3)
-        says(partial(model, *inputs_of([shape], 0)), "ValueError", words)
+        fails(partial(model, *inputs_of([shape], 0)), "ValueError", words)
 
 
 def test_other_layers_are_refused_with_a_sentence(ranks_pool: RanksPool) -> None:

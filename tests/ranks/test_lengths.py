@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import thunder_zero as tz
 from examples.bench.families import DECODER, EXPERTS, hugging_face
 from examples.llama import Llama, LlamaConfig
-from tests.harness.as_one_process import Side, Steps, on_all_ranks, trains_as_one_process
-from tests.harness.errors import raised
+from tests.harness.as_one_process import Side, Steps, gather_objects, trains_as_one_process
+from tests.harness.errors import error_of
 from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
 from thunder_zero.frontends.dynamo import graphs
@@ -65,7 +65,7 @@ def trains(rank: int, world_size: int, stage: int, steps: Sequence[Sequence[int]
     trains_as_one_process([(model, plain)], partial(lengths, steps=steps))
     symbolic = len({each[rank] for each in steps}) > 1
     assert len(model._graphs.captured) == 1 + symbolic
-    everywhere = [each for of in on_all_ranks(launches(model)) for each in of]
+    everywhere = [each for of in gather_objects(launches(model)) for each in of]
     assert all(each == everywhere[0] for each in everywhere), "a rank may run one program, and its peer another"
 
 
@@ -84,7 +84,7 @@ def experts(rank: int, world_size: int) -> None:
     make = hugging_face("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, **EXPERTS)
     looping = fresh(make)
     looping.set_experts_implementation("eager")
-    text = raised(lambda: tz.compile(looping, stage=3)(*rows_of([8], 0) * 2))
+    text = error_of(lambda: tz.compile(looping, stage=3)(*rows_of([8], 0) * 2))
     assert "MixtralExperts reads parameter 'model.layers.0.mlp.experts" in text, text
     assert "set_experts_implementation('grouped_mm')" in text, text
     torch._dynamo.reset()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thunder_zero as tz
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import raised, says
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import error_of, fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
@@ -47,7 +47,7 @@ def trainer(model: Any, losses: list[Tensor] | None = None) -> Callable[[], None
 
 def check_times(times: tz.schedule.Times, model: Any) -> None:
     """The same on all ranks, of the buckets that run, by their first paths; to three digits."""
-    of_ranks = on_all_ranks(repr(times))
+    of_ranks = gather_objects(repr(times))
     assert set(of_ranks) == {repr(times)}, of_ranks
     traces = tz.traces_of(model)
     gathers = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
@@ -111,7 +111,7 @@ def wrong_calls(rank: int, world_size: int) -> None:
     model: Any = sharded(fresh(Mlp), POLICY)
     kept: Any = sharded(fresh(Mlp), tz.ZERO1)  # backward gathers nothing; if rows are fresh, forward neither
     step, step_of_kept = trainer(model), trainer(kept)
-    says(
+    fails(
         lambda: measure_times(model, step),
         "RuntimeError",
         "was not called yet",
@@ -141,8 +141,8 @@ def wrong_calls(rank: int, world_size: int) -> None:
         (kept, lambda: kept(X), 1 - rank, ("Error", "steps is 0") if rank else ("rank 1 refused its arguments",)),
     ]
     for owner, run, steps, words in calls:
-        says(lambda: measure_times(owner, run, steps=steps), *words)  # noqa: B023
-    assert raised(lambda: measure_times(model, step)) == "nothing"
+        fails(lambda: measure_times(owner, run, steps=steps), *words)  # noqa: B023
+    assert error_of(lambda: measure_times(model, step)) == "nothing"
 
 
 def test_every_rank_refuses_a_wrong_call(ranks_pool: RanksPool) -> None:

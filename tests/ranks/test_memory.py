@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from examples.llama import Llama, LlamaConfig
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import raised
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import error_of
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep
@@ -156,11 +156,11 @@ def test_one_rank_prints(ranks_pool: RanksPool) -> None:
 
 def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
     module, x = fresh(net, 128), torch.randn(128, 128)
-    refusal = raised(lambda: tz.tools.fit(module, x, memory_bytes=1000, file=StringIO()))
+    refusal = error_of(lambda: tz.tools.fit(module, x, memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
     budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
     policy = tz.tools.fit(module, x, memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
-    found = on_all_ranks((policy, refusal))
+    found = gather_objects((policy, refusal))
     assert found == [(policy, refusal)] * world_size, found
     peak = peak_of(sharded(module, policy), x)
     assert peak <= budget, (peak, budget)
@@ -197,9 +197,9 @@ def rank_0_goes_on_or_fails(rank: int, world_size: int) -> None:
 
     assert on_rank_0("the test", decide, every=0.0) == 7
     assert calls == ([] if rank else [0, 1, 2]), calls
-    assert raised(lambda: on_rank_0("the test", fail, every=0.0)) == "ValueError: no"
+    assert error_of(lambda: on_rank_0("the test", fail, every=0.0)) == "ValueError: no"
     text = "RuntimeError: rank 0 raised OfTwo: bad loss; see its traceback" if rank else "OfTwo: bad loss"
-    assert raised(lambda: on_rank_0("the test", fail_with_two)) == text
+    assert error_of(lambda: on_rank_0("the test", fail_with_two)) == text
 
 
 def test_the_others_hear_that_rank_0_goes_on_and_what_it_raises(ranks_pool: RanksPool) -> None:

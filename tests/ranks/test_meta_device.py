@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
-from tests.harness.checkpoints import same
-from tests.harness.errors import raised
+from tests.harness.checkpoints import differing
+from tests.harness.errors import error_of
 from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -99,8 +99,8 @@ def assert_like(model: Any, right: nn.Module, case: Any) -> None:
     """Check that a materialised model has the values of an ordinary module, all of them real."""
     tensors = [*model.parameters(), *model.buffers(), *model._model.parameters(), *model._model.buffers()]
     assert not any(tensor.is_meta for tensor in tensors), case
-    assert same(tz.full_state_dict(model), right.state_dict()) == [], case
-    assert same(dict(model.named_buffers()), dict(right.named_buffers())) == [], case
+    assert differing(tz.full_state_dict(model), right.state_dict()) == [], case
+    assert differing(dict(model.named_buffers()), dict(right.named_buffers())) == [], case
 
 
 # The values of construction
@@ -312,7 +312,7 @@ def differ(rank: int, world_size: int) -> None:
         (module, {}, ("'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module")),
     ]
     for number, (given, arguments, words) in enumerate(rows):
-        said = raised(partial(jit, given, **arguments))
+        said = error_of(partial(jit, given, **arguments))
         assert [word for word in (*words, "; ") if word not in said] == [], (number, said)
         assert "\n" not in said, said
     torch.manual_seed(7)

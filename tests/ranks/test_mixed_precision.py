@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.as_one_process import Side, Steps, assert_near, on_all_ranks, trains_as_one_process
-from tests.harness.errors import raised, says
+from tests.harness.as_one_process import Side, Steps, assert_near, gather_objects, trains_as_one_process
+from tests.harness.errors import error_of, fails
 from tests.harness.loops import skips_what_overflows
 from tests.harness.models import Small, count_sends, fresh, saved, sharded
 from tests.harness.ranks import RanksPool
@@ -81,7 +81,7 @@ def train(side: Side) -> Steps:
         outputs, loss = losses(side, step)
         loss.backward()
         optimizer.step()
-        yield side.joined(torch.cat(outputs))
+        yield side.gather(torch.cat(outputs))
     assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {FULL}
 
 
@@ -97,7 +97,7 @@ def mix(rank: int, world_size: int, stage: int) -> None:
     with count_sends() as sent:
         losses(side, 0)[1].backward()
     traces, state = tz.traces_of(model), sharded_model(model).state
-    check_bytes(stage, world_size, on_all_ranks(sum(sent)))
+    check_bytes(stage, world_size, gather_objects(sum(sent)))
     forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))  # of an all-reduce it is rounded up
     assert 0 <= forecast - sum(sent) <= (8 * 4 if stage == 0 else 4), (forecast, sum(sent))
     uncast = {"norm.weight", "norm.bias", "router"}
@@ -243,7 +243,7 @@ def test_refused_overrides() -> None:
         ),
     ]
     for call, words in rows:
-        says(call, words)
+        fails(call, words)
 
 
 def eighths(rank: int, world_size: int) -> None:
@@ -252,7 +252,7 @@ def eighths(rank: int, world_size: int) -> None:
     for trained in (True, False):
         module = Gate()
         module.extra = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=trained)
-        said.append(raised(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
+        said.append(error_of(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
     assert "the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in said[0], said
     assert "mixed_precision with reduce_dtype=torch.float32" in said[0], said
     assert said[1] == "nothing", said

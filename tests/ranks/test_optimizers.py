@@ -12,10 +12,10 @@ import torch
 from torch import nn, optim
 
 import thunder_zero as tz
-from tests.harness.errors import raised, says
-from tests.harness.models import Mlp, error, fresh, sharded
+from tests.harness.errors import error_of, fails
+from tests.harness.models import Mlp, fresh, relative_error, sharded
 from tests.harness.ranks import RanksPool
-from tests.harness.whole_steps import give, gradients
+from tests.harness.whole_steps import make_gradients, set_gradients
 
 STEPS, UNTIL = 3, 7  # steps; some classes take a few before they need an operator without a rule
 OF_TORCH: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (
@@ -59,16 +59,16 @@ def off(
     plain, model = fresh(Mlp), sharded(fresh(Mlp), policy)
     optimizer, one = make(params(model)), (like or make)(params(plain))
     for step in range(STEPS):
-        grads = gradients(plain, step)
-        give(model, grads)
+        grads = make_gradients(plain, step)
+        set_gradients(model, grads)
         for name, param in plain.named_parameters():
             param.grad = grads[name].clone() if name in grads else None
         optimizer.step()
         one.step()
     full, start = tz.full_state_dict(model), fresh(Mlp).state_dict()
     right = dict(plain.named_parameters())
-    assert max(error(full[name], value) for name, value in start.items()) > 1e-4, "nothing moved"
-    return max(error(full[name], param.detach()) for name, param in right.items())
+    assert max(relative_error(full[name], value) for name, value in start.items()) > 1e-4, "nothing moved"
+    return max(relative_error(full[name], param.detach()) for name, param in right.items())
 
 
 def of_torch(rank: int, world_size: int) -> None:
@@ -89,7 +89,7 @@ def test_torchs_optimizers_are_those_of_one_process(ranks_pool: RanksPool) -> No
 def without_rules(rank: int, world_size: int, kinds: list[Any]) -> None:
     for kind in kinds:
         model = sharded(fresh(Mlp), 3)
-        give(model, gradients(fresh(Mlp), 0))
+        set_gradients(model, make_gradients(fresh(Mlp), 0))
         optimizer, name = kind(model.parameters()), kind.__name__
         told = notes_of(lambda: [optimizer.step() for _ in range(UNTIL)])  # noqa: B023
         assert told == [
@@ -128,7 +128,7 @@ class Fails(optim.SGD):
 
 def noted(rank: int, world_size: int) -> None:
     model = sharded(fresh(Mlp), tz.Policy(stage=2, ignored=("layers.1.weight",)))
-    give(model, gradients(fresh(Mlp), 0))
+    set_gradients(model, make_gradients(fresh(Mlp), 0))
     ignored = model.get_parameter("layers.1.weight")
     ignored.grad = torch.ones_like(ignored)
     mixed = notes_of(optim.AdamW(model.parameters(), fused=True).step)
@@ -140,8 +140,8 @@ def noted(rank: int, world_size: int) -> None:
     optim.AdamW([{"params": others}, {"params": [ignored]}], fused=True).step()
     assert notes_of(Fails(others).step) == [], "no error of torch's DTensors"
     plain = nn.Parameter(torch.ones(2))
-    says(Fails([plain]).step, "a fault of its own")
-    outer = raised(lambda: fails_inside(others))
+    fails(Fails([plain]).step, "a fault of its own")
+    outer = error_of(lambda: fails_inside(others))
     assert outer == "ValueError: a fault of its own", outer
 
 

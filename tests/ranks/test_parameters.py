@@ -14,7 +14,7 @@ import thunder_zero as tz
 from tests.harness.as_one_process import (
     assert_near,
     assert_same_parameters,
-    same_state,
+    assert_same_state,
     trains_as_one_process,
 )
 from tests.harness.loops import SMALL, Lora, experts
@@ -53,7 +53,7 @@ def every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
     assert_near(inputs[0].grad, inputs[1].grad, "gradient of the input")
     assert {name for name, param in one.named_parameters() if param.grad is None} == ZOO_WITHOUT_GRAD
     assert_same_parameters(model, one)
-    full = same_state(model, alone)
+    full = assert_same_state(model, alone)
     assert all(torch.equal(full[name], param) for name, param in plain.named_parameters()), "there was no step"
     timeline = tz.traces_of(model).timeline
     trained = {name for name, _ in plain.named_parameters()} - ZOO_WITHOUT_GRAD

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.hugging_face import parallelize
@@ -193,7 +193,7 @@ def rows_of_a_plan(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, g
 def of_gpt2(rank: int, world_size: int, stage: int) -> None:
     dp = world_size // 2
     mesh, one, module = mesh_of(dp, 2), built("gpt2"), built("gpt2")
-    says(lambda: parallelize(module, mesh["tp"]), "ValueError", "GPT2LMHeadModel has no plan", "distribute_module")
+    fails(lambda: parallelize(module, mesh["tp"]), "ValueError", "GPT2LMHeadModel has no plan", "distribute_module")
     for block in module.transformer.h:
         rows_of_a_plan(block.mlp.c_fc, mesh["tp"], Shard(1), Shard(0), Replicate(), Shard(-1))
         rows_of_a_plan(block.mlp.c_proj, mesh["tp"], Shard(0), Replicate(), Shard(-1), Replicate())
@@ -209,14 +209,14 @@ def test_the_perceptrons_of_gpt2_in_slices(ranks_pool: RanksPool, world_size: in
 
 def refusals(rank: int, world_size: int) -> None:
     mesh = mesh_of(1, 2)
-    says(lambda: parallelize(built("llama"), mesh), "TypeError", "give one dimension of a mesh")
+    fails(lambda: parallelize(built("llama"), mesh), "TypeError", "give one dimension of a mesh")
     linear: Any = nn.Linear(2, 2)
-    says(lambda: parallelize(linear, mesh["tp"]), "TypeError", "Linear is no model of transformers")
+    fails(lambda: parallelize(linear, mesh["tp"]), "TypeError", "Linear is no model of transformers")
     module = built("llama")
     parallelize(module, mesh["tp"])
-    says(lambda: parallelize(module, mesh["tp"]), "ValueError", "is a DTensor already")
-    says(lambda: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)]), "ValueError", "thunder_zero.compile")
-    says(
+    fails(lambda: parallelize(module, mesh["tp"]), "ValueError", "is a DTensor already")
+    fails(lambda: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)]), "ValueError", "thunder_zero.compile")
+    fails(
         lambda: parallelize(built("llama"), mesh["tp"], {"model.layers.*.mlp.up_proj": "packed_colwise"}),
         "ValueError",
         "style 'packed_colwise' for 'model.layers.0.mlp.up_proj.weight'",
@@ -224,7 +224,7 @@ def refusals(rank: int, world_size: int) -> None:
     module = built("qwen3").float()
     parallelize(module, mesh["tp"])
     formats = {"*q_norm.weight": tz.Int8(8)}
-    says(
+    fails(
         lambda: tz.compile(module, stage=3, mesh=mesh, reduce_format=formats),
         "ValueError",
         "reduce_format does not sum the parts of the gradient of parameter 'model.layers.0.self_attn.q_norm.weight'",
@@ -242,7 +242,7 @@ def refusals(rank: int, world_size: int) -> None:
 
     norm.forward = tp_forward
     model = tz.compile(module, stage=3, mesh=mesh)
-    says(lambda: loss_of(model, 0), "RuntimeError", "registers a hook on the gradient of parameter", "q_norm.weight")
+    fails(lambda: loss_of(model, 0), "RuntimeError", "registers a hook on the gradient of parameter", "q_norm.weight")
 
 
 def test_what_is_refused_of_plans(ranks_pool: RanksPool) -> None:

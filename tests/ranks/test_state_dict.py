@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 import thunder_zero as tz
-from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, stepped
-from tests.harness.errors import raised
+from tests.harness.checkpoints import adamw, differing, state_of, take_step, torch_model, torch_state_of
+from tests.harness.errors import error_of
 from tests.harness.models import Mlp, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -38,7 +38,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 def trained(stage: int, model: Any = Mlp) -> tuple[Any, torch.optim.Optimizer]:
     jitted = sharded(fresh(model), stage)
     optimizer = adamw(jitted)
-    stepped(jitted, optimizer)
+    take_step(jitted, optimizer)
     return jitted, optimizer
 
 
@@ -79,16 +79,16 @@ def compared_with_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any
     for stage in (1, 3):
         model, optimizer = trained(stage)
         right = state_of(model, optimizer)
-        theirs, their_optimizer = plain(world_size, "fsdp2")
-        stepped(theirs, their_optimizer)
+        theirs, their_optimizer = torch_model(world_size, "fsdp2")
+        take_step(theirs, their_optimizer)
         in_ours, in_theirs = torchs.get_state_dict(model, optimizer), torchs.get_state_dict(theirs, their_optimizer)
         results[f"the same kinds {stage}"] = kinds(list(in_ours)) == kinds(list(in_theirs))
         torchs.set_state_dict(theirs, their_optimizer, model_state_dict=in_ours[0], optim_state_dict=in_ours[1])
-        results[f"sharded to FSDP2 {stage}"] = same(full_of(theirs, their_optimizer), right)
+        results[f"sharded to FSDP2 {stage}"] = differing(torch_state_of(theirs, their_optimizer), right)
 
-        theirs, their_optimizer = plain(world_size, "fsdp2")
-        stepped(theirs, their_optimizer)
-        right = full_of(theirs, their_optimizer)
+        theirs, their_optimizer = torch_model(world_size, "fsdp2")
+        take_step(theirs, their_optimizer)
+        right = torch_state_of(theirs, their_optimizer)
         flat = torchs.get_optimizer_state_dict(model, optimizer, options=FLAT)
         its = torchs.get_optimizer_state_dict(theirs, their_optimizer, options=FLAT)
         results[f"flat as FSDP2's {stage}"] = kinds(flat) == kinds(its)
@@ -98,13 +98,13 @@ def compared_with_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any
             torchs.set_state_dict(
                 model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer, options=options
             )
-            results[f"{name} from FSDP2 {stage}"] = same(state_of(model, optimizer), right)
+            results[f"{name} from FSDP2 {stage}"] = differing(state_of(model, optimizer), right)
         in_model, in_optimizer = torchs.get_state_dict(theirs, their_optimizer, options=ON_CPU)
         assert bool(in_model) is (rank == 0)
         model, optimizer = other(stage)
         torchs.set_model_state_dict(model, in_model, options=FROM_RANK_0)
         torchs.set_optimizer_state_dict(model, optimizer, in_optimizer, options=FROM_RANK_0)
-        results[f"from FSDP2's rank 0 {stage}"] = same(state_of(model, optimizer), right)
+        results[f"from FSDP2's rank 0 {stage}"] = differing(state_of(model, optimizer), right)
         results[f"learning rate {stage}"] = optimizer.param_groups[0]["lr"] == 1.0
 
         in_model, in_optimizer = torchs.get_state_dict(model, optimizer)
@@ -117,7 +117,7 @@ def compared_with_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any
         nested: Any = {"model": in_model, "optim": in_optimizer}
         torch_dcp.load(nested, checkpoint_id=root / f"by-hand-{stage}")
         torchs.set_state_dict(again, its_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
-        results[f"plain DCP by hand {stage}"] = same(state_of(again, its_optimizer), right)
+        results[f"plain DCP by hand {stage}"] = differing(state_of(again, its_optimizer), right)
     return results
 
 
@@ -149,7 +149,7 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
         model, optimizer = trained(stage, Zoo)
         right = state_of(model, optimizer)
         full: dict[str, Any] = torchs.get_model_state_dict(model, options=FULL)
-        results.append([list(full) == list(fresh(Zoo).state_dict()), same(full, tz.full_state_dict(model))])
+        results.append([list(full) == list(fresh(Zoo).state_dict()), differing(full, tz.full_state_dict(model))])
         for options, to in ((StateDictOptions(), FULL), (FULL, FULL), (FLAT, FLAT), (ON_CPU, FROM_RANK_0)):
             in_model, in_optimizer = torchs.get_state_dict(model, optimizer, options=options)
             if to.broadcast_from_rank0:  # torch sends a transposed tensor's memory, and calls it rows
@@ -158,8 +158,8 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
             fits = torchs.set_model_state_dict(again, in_model, options=to)
             torchs.set_optimizer_state_dict(again, its_optimizer, in_optimizer, options=to)
             loaded = state_of(again, its_optimizer)
-            stepped(again, its_optimizer)
-            results.append([fits == ([], []), same(loaded, right)])
+            take_step(again, its_optimizer)
+            results.append([fits == ([], []), differing(loaded, right)])
             model, optimizer = trained(stage, Zoo)  # torch's optimizers share what they load
         frozen = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
         results.append([set(full) - set(frozen) == {"frozen"}, []])
@@ -194,7 +194,7 @@ def copied(rank: int, world_size: int) -> list[Any]:
                 value.zero_()
             zeroed = not any(value.any() for value in tz.full_state_dict(model).values())
             torchs.set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
-            results.append((same(state_of(model, optimizer), right), same_kinds, zeroed))
+            results.append((differing(state_of(model, optimizer), right), same_kinds, zeroed))
     return results
 
 
@@ -216,9 +216,11 @@ def from_rank_0s_file(rank: int, world_size: int) -> list[Any]:
         dist.broadcast_object_list(file)
         (weights, states), before = file[0], tz.full_state_dict(again)
         fresh_one.load_state_dict(states)
-        said = [raised(call) for call in (partial(again.load_state_dict, weights), partial(stepped, again, fresh_one))]
-        said.append(raised(partial(optimizer.load_state_dict, states)))
-        results.append((said, same(tz.full_state_dict(again), before) == []))
+        said = [
+            error_of(call) for call in (partial(again.load_state_dict, weights), partial(take_step, again, fresh_one))
+        ]
+        said.append(error_of(partial(optimizer.load_state_dict, states)))
+        results.append((said, differing(tz.full_state_dict(again), before) == []))
     return results
 
 
@@ -251,23 +253,23 @@ def of_plain_modules(rank: int, world_size: int, old: dict[str, Tensor]) -> None
     for stage in STAGES:
         model = sharded(Renames(), stage)
         for load in (model.load_state_dict, partial(torchs.set_model_state_dict, model, options=FULL)):
-            stepped(model, adamw(model))
+            take_step(model, adamw(model))
             assert load(dict(old)) == ([], [])
             loaded = tz.full_state_dict(model)
             both = torch.cat([loaded["first.weight"], loaded["second.weight"]])
-            assert same({"both": both, "bias": loaded["first.bias"]}, old) == []
+            assert differing({"both": both, "bias": loaded["first.bias"]}, old) == []
         before, after = (fresh(Zoo), fresh(Zoo))
         files = [adamw(module) for module in (before, after)]
-        stepped(before, files[0])
-        stepped(after, files[1])
-        stepped(after, files[1])
+        take_step(before, files[0])
+        take_step(after, files[1])
+        take_step(after, files[1])
         model = sharded(fresh(Zoo), stage)
         optimizer = adamw(model)
         for load in (optimizer.load_state_dict, partial(torchs.set_optimizer_state_dict, model, optimizer)):
             model.load_state_dict(before.state_dict())
             load(deepcopy(files[0].state_dict()))
-            stepped(model, optimizer)
-            assert same(state_of(model, optimizer), full_of(after, files[1]) | after.state_dict()) == []
+            take_step(model, optimizer)
+            assert differing(state_of(model, optimizer), torch_state_of(after, files[1]) | after.state_dict()) == []
 
 
 def test_files_of_plain_modules_and_optimizers_are_cut_into_rows(ranks_pool: RanksPool) -> None:
@@ -280,10 +282,10 @@ def loads_unknown_names(rank: int, world_size: int) -> list[Any]:
     before = state_of(model, optimizer)
     changed = {name: value + 1 for name, value in tz.full_state_dict(model).items()}
     attempts = [
-        raised(partial(model.load_original_state_dict, {**changed, "zzz": torch.ones(2), "layers.9.bias": 1})),
-        raised(partial(model.load_state_dict, {**model.state_dict(), "zzz": torch.ones(2)})),
+        error_of(partial(model.load_original_state_dict, {**changed, "zzz": torch.ones(2), "layers.9.bias": 1})),
+        error_of(partial(model.load_state_dict, {**model.state_dict(), "zzz": torch.ones(2)})),
     ]
-    return [attempts, same(state_of(model, optimizer), before)]
+    return [attempts, differing(state_of(model, optimizer), before)]
 
 
 def test_unexpected_names_are_listed_as_torch_lists_them(ranks_pool: RanksPool) -> None:
@@ -301,7 +303,7 @@ def only_rank_0(rank: int, world_size: int) -> tuple[list[int], list[Any]]:
     again, its_optimizer = other(2)
     before = tz.full_state_dict(again)
     torchs.get_optimizer_state_dict(again, its_optimizer)
-    left = [its_optimizer.param_groups[0]["lr"], same(tz.full_state_dict(again), before)]
+    left = [its_optimizer.param_groups[0]["lr"], differing(tz.full_state_dict(again), before)]
     return [len(in_model), len(in_optimizer)], left
 
 
@@ -352,7 +354,7 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     torchs.set_model_state_dict(model, good, options=FULL)
     loaded: dict[str, Any] = torchs.get_model_state_dict(model, options=FULL)
     extra = loaded.pop("_extra_state") - right.pop("_extra_state")
-    results: list[Any] = [(module.seen, extra, same(loaded, right))]
+    results: list[Any] = [(module.seen, extra, differing(loaded, right))]
     frozen = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     results.append("own_frozen" not in frozen and "own" in frozen)
     return results
@@ -373,10 +375,10 @@ def misfits(rank: int, world_size: int) -> list[str]:
     assert fits == (["layers.0.weight"], []), fits
     load = partial(torchs.set_model_state_dict, model, options=FULL)
     return [
-        raised(partial(torchs.set_model_state_dict, model, few)),
-        raised(partial(load, {**good, "more": torch.ones(2)})),
-        raised(partial(load, {**good, "layers.0.weight": torch.ones(3, 3)})),
-        raised(partial(torchs.set_optimizer_state_dict, model, optimizer, short, options=FULL)),
+        error_of(partial(torchs.set_model_state_dict, model, few)),
+        error_of(partial(load, {**good, "more": torch.ones(2)})),
+        error_of(partial(load, {**good, "layers.0.weight": torch.ones(3, 3)})),
+        error_of(partial(torchs.set_optimizer_state_dict, model, optimizer, short, options=FULL)),
     ]
 
 
@@ -393,7 +395,7 @@ def optimizers(rank: int, world_size: int) -> list[Any]:
     results: list[Any] = []
     model = sharded(fresh(Mlp), 3)
     ascent = torch.optim.SGD(model.parameters(), lr=0.1)
-    stepped(model, ascent)
+    take_step(model, ascent)
     found = torchs.get_optimizer_state_dict(model, ascent)
     ascent.param_groups[0]["lr"] = 0.5
     torchs.set_optimizer_state_dict(model, ascent, found)
@@ -406,14 +408,14 @@ def optimizers(rank: int, world_size: int) -> list[Any]:
     torchs.get_optimizer_state_dict(model, biases)
     results.append(biases.param_groups[0]["lr"] is rate)
     for options in (StateDictOptions(), FULL, FLAT):
-        stepped(model, biases)
-        stepped(model, weights)
+        take_step(model, biases)
+        take_step(model, weights)
         union = torchs.get_optimizer_state_dict(model, [weights, biases], options=options)
         right = state_of(model, biases)
         model.zero_grad()  # torch makes states to load into only where there are no gradients
         again = torch.optim.AdamW([param for param in model.parameters() if param.ndim == 1], lr=1.0)
         torchs.set_optimizer_state_dict(model, again, union, options=options)
-        results.append((same(state_of(model, again), right), float(again.param_groups[0]["lr"]) == float(rate)))
+        results.append((differing(state_of(model, again), right), float(again.param_groups[0]["lr"]) == float(rate)))
     return results
 
 

@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
-from tests.harness.errors import refused, says
+from tests.harness.errors import fails, refused
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
@@ -578,43 +578,43 @@ def refusals(rank: int, world_size: int) -> None:
     def parts(styles: Styles = OF_MLP, on: Any = mesh["tp"], build: Any = Mlp) -> nn.Module:
         return parallelize_module(plain(build), on, dict(styles))
 
-    says(of(module), "ValueError", "dimension 'tp'", "no parameter of Mlp is a DTensor", "parallelize_module")
-    says(of(parts(), on=other), "ValueError", "parameter 'up.weight'", "'cp' of the given mesh", "mesh['cp']")
-    says(of(parts(), on=mesh["dp"]), "ValueError", "parameter 'up.weight' is a DTensor", "('dp', 'tp')")
+    fails(of(module), "ValueError", "dimension 'tp'", "no parameter of Mlp is a DTensor", "parallelize_module")
+    fails(of(parts(), on=other), "ValueError", "parameter 'up.weight'", "'cp' of the given mesh", "mesh['cp']")
+    fails(of(parts(), on=mesh["dp"]), "ValueError", "parameter 'up.weight' is a DTensor", "('dp', 'tp')")
     odd = partial(Mlp, 5)
-    says(of(parts(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
+    fails(of(parts(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
     for name, value in (
         ("cpu_offload", True),
         ("broadcast_from", 0),
     ):
-        says(of(parts(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallelism yet")
-    says(of(parts(), ignored=("up",)), "ValueError", "parameter 'up.weight' is a DTensor and the policy ignores it")
+        fails(of(parts(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallelism yet")
+    fails(of(parts(), ignored=("up",)), "ValueError", "parameter 'up.weight' is a DTensor and the policy ignores it")
     hooked = parts()
     hooked.last.weight.register_hook(lambda grad: grad)
-    says(of(hooked), "ValueError", "parameter 'last.weight' has hooks on its gradient")
+    fails(of(hooked), "ValueError", "parameter 'last.weight' has hooks on its gradient")
 
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    says(of(parts(on=cube["tp"]), on=cube), "ValueError", "'dp' are data parallel", "one dimension for tensor")
+    fails(of(parts(on=cube["tp"]), on=cube), "ValueError", "'dp' are data parallel", "one dimension for tensor")
     turned = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
-    says(of(parts(on=turned["tp"]), on=turned), "ValueError", "('tp', 'dp')", "give those first")
+    fails(of(parts(on=turned["tp"]), on=turned), "ValueError", "('tp', 'dp')", "give those first")
     dims = DataParallelMeshDims(shard=("dp", "cp"))
-    says(of(parts(), on=cube, dp_mesh_dims=dims), "ValueError", "name one dimension that shards")
+    fails(of(parts(), on=cube, dp_mesh_dims=dims), "ValueError", "name one dimension that shards")
     dims = DataParallelMeshDims(shard="data")
-    says(of(parts(), dp_mesh_dims=dims), "ValueError", "dp_mesh_dims names 'data'", "('dp', 'tp')")
-    says(of(parts(), dp_mesh_dims="dp"), "TypeError", "dp_mesh_dims is 'dp'")
-    says(of(parts(), on=None, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "ValueError", "without a mesh")
+    fails(of(parts(), dp_mesh_dims=dims), "ValueError", "dp_mesh_dims names 'data'", "('dp', 'tp')")
+    fails(of(parts(), dp_mesh_dims="dp"), "TypeError", "dp_mesh_dims is 'dp'")
+    fails(of(parts(), on=None, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "ValueError", "without a mesh")
 
     transform = tz.ZeroTransform(tz.ZERO3, mesh=mesh)
-    says(lambda: thunder.jit(parts(), transforms=[transform]), "ValueError", "thunder_zero.compile")
-    says(lambda: tz.trace(parts(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
+    fails(lambda: thunder.jit(parts(), transforms=[transform]), "ValueError", "thunder_zero.compile")
+    fails(lambda: tz.trace(parts(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
     torch.manual_seed(rank)
     differ = parallelize_module(Mlp(), mesh["tp"], dict(OF_MLP))
-    says(of(differ), "RuntimeError", "initial value of parameter 'last.weight' differs between ranks")
+    fails(of(differ), "RuntimeError", "initial value of parameter 'last.weight' differs between ranks")
 
     model = of(parts())()
     x = torch.ones(2, 6, dtype=torch.float64)
     with mock.patch.object(unsliced, "all_gather_tensor", wraps=all_gather_tensor) as gathers:
-        says(lambda: tz.clip_grad_norm_(model, 1.0), "RuntimeError", "nothing to clip")
+        fails(lambda: tz.clip_grad_norm_(model, 1.0), "RuntimeError", "nothing to clip")
         model(x).sum().backward()
         for _ in range(2):
             tz.clip_grad_norm_(model, 1.0)
@@ -622,19 +622,19 @@ def refusals(rank: int, world_size: int) -> None:
     assert gathers.call_count == 2, "one before there were gradients, one after"
     with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
         pass
-    says(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
+    fails(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
     partial_gradient = sliced(plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
     optimizer = torch.optim.SGD(partial_gradient.parameters(), 0.1)
     partial_gradient(torch.randn(2, 8, dtype=torch.float64)).square().sum().backward()
     differs = "the gradient of parameter 'norm.weight' differs between ranks of tensor"
-    says(lambda: tz.clip_grad_norm_(partial_gradient, 1.0), "RuntimeError", differs)
-    says(optimizer.step, "RuntimeError", differs)
+    fails(lambda: tz.clip_grad_norm_(partial_gradient, 1.0), "RuntimeError", differs)
+    fails(optimizer.step, "RuntimeError", differs)
     hooks = tz.compile(
         parallelize_module(plain(Hooked), mesh["tp"], {f"mlp.{key}": of for key, of in OF_MLP.items()}),
         tz.ZERO3,
         mesh=mesh,
     )
-    says(lambda: hooks(x), "RuntimeError", "registers a hook on the gradient of parameter 'scale'")
+    fails(lambda: hooks(x), "RuntimeError", "registers a hook on the gradient of parameter 'scale'")
 
 
 def test_what_is_refused_beside_slices(ranks_pool: RanksPool) -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_zero as tz
-from tests.harness.errors import refused, says
+from tests.harness.errors import fails, refused
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 
@@ -240,7 +240,7 @@ def test_heads_drop_weights_of_their_own(ranks_pool: RanksPool) -> None:
 def of_symbols(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = sliced(Drops(), mesh_of(1, 2), SLICES, dynamic=True)
-    says(lambda: model(torch.ones(2, 4, 8)), "RuntimeError: cannot trace Drops: RecursionError", "pass dynamic=False")
+    fails(lambda: model(torch.ones(2, 4, 8)), "RuntimeError: cannot trace Drops: RecursionError", "pass dynamic=False")
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def elsewhere(rank: int, world_size: int) -> None:
     """A rank that does something else while others compare batches is named, and nobody waits for ever."""
     torch.manual_seed(0)
     model = sliced(Net(), mesh_of(1, 2), OF_NET)
-    says(
+    fails(
         lambda: tz.full_state_dict(model) if rank else model(torch.ones(2, 6)),
         "RuntimeError: the ranks do different things: rank 0 is in the comparison of the batches",
         "rank 1 is in full_state_dict",

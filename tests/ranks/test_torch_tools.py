@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
-from tests.harness.models import error, fresh, full
+from tests.harness.models import fresh, full, relative_error
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.sharded.dtensors import local
@@ -77,7 +77,7 @@ def take_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> N
 def near(found: Any, right: Any) -> bool:
     """Whether two modules have the same values."""
     pairs = zip(found.parameters(), right.parameters(), strict=True)
-    return max([error(own.detach(), other.detach()) for own, other in pairs]) < 1e-5
+    return max([relative_error(own.detach(), other.detach()) for own, other in pairs]) < 1e-5
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -108,13 +108,13 @@ def steps_alike(names: Names) -> bool:
 
 
 def norms_alike(names: Names) -> bool:
-    return error(names["norm"], norm_of(gradients(names["right"]))) < 1e-5
+    return relative_error(names["norm"], norm_of(gradients(names["right"]))) < 1e-5
 
 
 def clipped_alike(names: Names) -> bool:
     before = norm_of(gradients(names["right"]))
     after = norm_of(gradients(names["model"]))
-    return error(names["total"], before) < 1e-5 and abs(float(after) - MAX_NORM) < 1e-5
+    return relative_error(names["total"], before) < 1e-5 and abs(float(after) - MAX_NORM) < 1e-5
 
 
 def accumulated_alike(names: Names) -> bool:
@@ -122,7 +122,7 @@ def accumulated_alike(names: Names) -> bool:
     for half in names["all_halves"]:
         loss(names["right"](half)).backward()
     found = names["accumulated"]
-    right = error(full(found), norm_of(gradients(names["right"]))) < 1e-5
+    right = relative_error(full(found), norm_of(gradients(names["right"]))) < 1e-5
     names["model"].zero_grad()
     return right
 
@@ -132,7 +132,7 @@ def penalised_alike(names: Names) -> bool:
     right.zero_grad()
     penalty = sum(param.square().sum() for param in right.parameters())
     (loss(right(names["all_tokens"])) + 0.01 * penalty).backward()
-    alike = [error(own, other) for own, other in zip(gradients(names["model"]), gradients(right), strict=True)]
+    alike = [relative_error(own, other) for own, other in zip(gradients(names["model"]), gradients(right), strict=True)]
     names["model"].zero_grad()
     return max(alike) < 1e-5
 
@@ -142,7 +142,7 @@ def loaded_full(names: Names) -> bool:
     weights = names["weights"]
     state = names["right"].state_dict()
     alike = weights.keys() == (state.keys() if rank0 else set()) and all(
-        error(weights[name], state[name]) < 1e-5 for name in weights
+        relative_error(weights[name], state[name]) < 1e-5 for name in weights
     )
     if not (alike and near(names["other"], names["right"]) and near(names["third"], names["right"])):
         return False
@@ -156,7 +156,7 @@ def loaded_dcp(names: Names) -> bool:
     model, fourth = names["model"], names["fourth"]
     pairs = zip(model.parameters(), fourth.parameters(), strict=True)
     with torch.no_grad():
-        outputs = error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
+        outputs = relative_error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
     return outputs and all(torch.equal(local(own), local(other)) for own, other in pairs)
 
 
@@ -168,7 +168,7 @@ def averaged_and_copied(names: Names) -> bool:
             local(param).zero_()
     model.load_state_dict(names["snapshot"].state_dict())
     with torch.no_grad():
-        return alike and error(model(names["tokens"]), right(names["tokens"])) < 1e-5
+        return alike and relative_error(model(names["tokens"]), right(names["tokens"])) < 1e-5
 
 
 def scaled_alike(names: Names) -> bool:

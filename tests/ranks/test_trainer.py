@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.ranks import RanksPool
 
 pytestmark = [
@@ -134,7 +134,7 @@ def train_and_refuse(rank: int, world_size: int, folder: Path) -> dict[str, Weig
     found["manual"] = fitted(trainer_on(rank, world_size, frontend="dynamo"), model_for(manual=True))
 
     def refused(words: str, model: Any, **options: Any) -> None:
-        says(lambda: fitted(trainer_on(rank, world_size, **options), model), *words.split(": ", 1))
+        fails(lambda: fitted(trainer_on(rank, world_size, **options), model), *words.split(": ", 1))
 
     two = model_for()
     two.more = nn.Linear(1, 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak
 from tests.harness.as_one_process import Loop, Side, Steps, assert_near, digest, trains_as_one_process
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.loops import (
     ROWS,
     WIDTH,
@@ -55,7 +55,7 @@ def language(side: Side, optimizer_of: Callable[[Any], torch.optim.Optimizer], s
         logits = model(side.rows(tokens))
         loss = F.cross_entropy(logits.flatten(0, 1), side.rows(targets).flatten())
         step_on(optimizer, loss)
-        yield torch.cat((side.joined(logits).flatten(), side.mean(loss)[None]))
+        yield torch.cat((side.gather(logits).flatten(), side.mean(loss)[None]))
 
 
 SGD: Loop = partial(language, optimizer_of=partial(sgd, lr=0.02))
@@ -95,7 +95,7 @@ def teacher_and_student(side: Side) -> Steps:
         with torch.no_grad():
             for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
                 mine.lerp_(other, 0.3)
-        yield side.joined(target)
+        yield side.gather(target)
 
 
 def pending(side: Side) -> Steps:
@@ -125,8 +125,8 @@ def weighted(side: Side) -> Steps:
             total = model(x if len(x) else torch.ones(1, WIDTH)).square().mean(1).sum()
             loss = tz.global_mean(model, total if len(x) else total * 0, count=len(x))
             said = f"not a number of items (on this rank it is {-1 if side.rank else 4})"
-            says(partial(tz.global_mean, model, total, -1 if side.rank else 4), "ValueError", said)
-            says(partial(tz.global_mean, model, total, 0), "ValueError", "no rank has an item")
+            fails(partial(tz.global_mean, model, total, -1 if side.rank else 4), "ValueError", said)
+            fails(partial(tz.global_mean, model, total, 0), "ValueError", "no rank has an item")
         else:
             loss = model(x).square().mean()
         yield side.mean(step_on(optimizer, loss))
@@ -181,7 +181,7 @@ def inputs_alone(side: Side) -> Steps:
     assert not model(x.detach()).requires_grad
     model(x).square().sum().backward()
     assert x.grad is not None
-    yield side.joined(x.grad)
+    yield side.gather(x.grad)
 
 
 # The table
@@ -266,7 +266,7 @@ def steps_between(rank: int, world_size: int, stage: int) -> None:
         pending = model(batch()).square().mean()
         model(batch(1)).square().mean().backward()
         optimizer.step()
-        says(pending.backward, "RuntimeError", "modified by an inplace operation")
+        fails(pending.backward, "RuntimeError", "modified by an inplace operation")
         model.zero_grad()
         model(batch()).square().mean().backward()  # the next step is sound
         optimizer.step()

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.eager import call, differentiate, loss_of, same_leaves, trains_as_eager
+from tests.harness.eager import assert_same_leaves, call, differentiate, loss_of, trains_as_eager
 from tests.harness.errors import refused
 from tests.harness.models import fresh, full
 from tests.harness.ranks import RanksPool
@@ -753,7 +753,7 @@ def without_gradients(rank: int, world_size: int) -> None:
         computed = results[0][0] if isinstance(results[0], tuple) else results[0]
         assert (computed.requires_grad, computed.grad_fn) == (False, None), name
         mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
-        same_leaves(mine, right, name)
+        assert_same_leaves(mine, right, name)
 
 
 def test_forward_alone(ranks_pool: RanksPool) -> None:
@@ -786,7 +786,7 @@ def have_other_lengths(rank: int, world_size: int) -> None:
                 results.append((outputs, grads, params))
                 each.zero_grad()
             mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
-            same_leaves(mine, right, f"{name}, {more}", TOLERANCE)
+            assert_same_leaves(mine, right, f"{name}, {more}", TOLERANCE)
 
 
 def test_what_compiles_does_so_for_other_lengths(ranks_pool: RanksPool) -> None:

@@ -18,12 +18,12 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.as_one_process import on_all_ranks
-from tests.harness.errors import says
-from tests.harness.models import Mlp, Small, count_sends, error, fresh, sharded, storages
+from tests.harness.as_one_process import gather_objects
+from tests.harness.errors import fails
+from tests.harness.models import Mlp, Small, count_sends, fresh, relative_error, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
+from tests.harness.whole_steps import CoupledIfAsked, CustomOptimizer, make_gradients, set_gradients
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.optim import stepper
 from thunder_zero.plan import layout
@@ -38,7 +38,7 @@ def matrices(of: nn.Module) -> list[nn.Parameter]:
 
 def step_both(model: Any, plain: nn.Module, optimizers: Iterable[Any], grads: Mapping[str, Tensor]) -> None:
     """Step the sharded model and the plain one with the same gradients."""
-    give(model, grads)
+    set_gradients(model, grads)
     for name, param in plain.named_parameters():
         param.grad = grads[name].clone() if name in grads and param.requires_grad else None
     for optimizer in optimizers:
@@ -74,7 +74,7 @@ def assert_steps(
         for optimizer, of in zip(both, (model, plain), strict=True):
             before(step, optimizer, of)
         without = (missing or {}).get(step, ())
-        step_both(model, plain, both, {n: grad for n, grad in gradients(plain, step).items() if n not in without})
+        step_both(model, plain, both, {n: grad for n, grad in make_gradients(plain, step).items() if n not in without})
     assert_equal(model, plain)
     return both
 
@@ -130,8 +130,8 @@ def like_one_process(rank: int, world_size: int, stage: int) -> None:
         train(model, way(model, tz.whole), rank, world_size)
         full = tz.full_state_dict(model)
         for name, right in plain.state_dict().items():
-            assert error(full[name], right) < 1e-5, (way, name, error(full[name], right))
-        assert error(full["layers.0.weight"], start.layers[0].weight) > 0.05, way
+            assert relative_error(full[name], right) < 1e-5, (way, name, relative_error(full[name], right))
+        assert relative_error(full["layers.0.weight"], start.layers[0].weight) > 0.05, way
 
 
 @pytest.mark.timeout(180)
@@ -158,16 +158,16 @@ def sent_and_kept(rank: int, world_size: int) -> None:
         sent = []
         for _ in ways:
             with count_sends() as messages:
-                step_both(model, plain, (whole, ordinary), gradients(plain, 0))
+                step_both(model, plain, (whole, ordinary), make_gradients(plain, 0))
             sent.append(sum(messages))
         owners = [(of.param.shape, of.owner) for of in whole.members]
-        assert on_all_ranks(owners) == [owners] * world_size, (stage, owners)
+        assert gather_objects(owners) == [owners] * world_size, (stage, owners)
         of_owners = sum(layout.owned_numel(shape, world_size, owner) for shape, owner in owners)
         numel = sum(prod(shape) for shape, _ in owners)
         one_way = 4 * (numel - of_owners if stage else (world_size - 1) * numel)
-        totals = [sum(counts) for counts in zip(*on_all_ranks(sent), strict=True)]
+        totals = [sum(counts) for counts in zip(*gather_objects(sent), strict=True)]
         assert totals == [count * one_way for count in ways], (stage, totals, one_way)
-        kept = on_all_ranks(numel_of_states(whole))
+        kept = gather_objects(numel_of_states(whole))
         assert sum(kept) == numel_of_states(ordinary) > max(kept), (stage, kept)
 
 
@@ -184,7 +184,7 @@ def ordered(rank: int, world_size: int) -> None:
     """A step of four buckets: what happens in order, and the bytes in each bucket's step beyond those before."""
     model = sharded(fresh(Mlp, WIDTH, 8), tz.Policy(stage=3, bucket_bytes=0))
     optimizer = tz.whole(optim.Muon, matrices(model))
-    give(model, gradients(fresh(Mlp, WIDTH, 8), 0))
+    set_gradients(model, make_gradients(fresh(Mlp, WIDTH, 8), 0))
     optimizer.step()
     events, held = [], []
     trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, sum(storages().values())
@@ -286,7 +286,7 @@ def test_steps_from_odd_beginnings(ranks_pool: RanksPool) -> None:
 # Steps by hand: optimizers of all kinds
 
 
-class Script(Changes):
+class Script(CustomOptimizer):
     """As those of many scripts: takes groups of certain keys only, steps parameters without a gradient, too, keeps
     values from when it was made, counts in its groups, has lists in its states, and asks for attributes and names."""
 
@@ -356,7 +356,7 @@ def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
     assert len(whole.state) == count, whole.state
     of_others: Any = {number: {"past": []} for number in range(6) if number not in saved["state"]}
     elsewhere = {**saved, "state": of_others}
-    says(lambda: whole.load_state_dict(elsewhere), f"owns, and this is rank {rank}: another rank saved it")
+    fails(lambda: whole.load_state_dict(elsewhere), f"owns, and this is rank {rank}: another rank saved it")
     title, *lines = repr(whole).splitlines()[-1 - world_size :]
     assert "Script of whole parameters of model " in title, title
     for number, line in enumerate(lines):
@@ -395,11 +395,11 @@ def of_a_package(rank: int, world_size: int) -> None:
         kind = getattr(pytorch_optimizer, name)
         both = tz.whole(kind, model.parameters(), lr=rate), kind(plain.parameters(), lr=rate)
         for step in range(8):
-            step_both(model, plain, both, gradients(plain, step))
+            step_both(model, plain, both, make_gradients(plain, step))
         full, start = tz.full_state_dict(model), fresh(Mlp).state_dict()
         for key, right in plain.state_dict().items():
-            assert error(full[key], right) < 1e-5, (name, key, error(full[key], right))
-        assert max(error(full[key], start[key]) for key in full) > 1e-3, name
+            assert relative_error(full[key], right) < 1e-5, (name, key, relative_error(full[key], right))
+        assert max(relative_error(full[key], start[key]) for key in full) > 1e-3, name
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 
 import thunder_zero as tz
-from tests.harness.errors import says
+from tests.harness.errors import fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from tests.harness.whole_steps import give, gradients
+from tests.harness.whole_steps import make_gradients, set_gradients
 
 BEFORE, AFTER = range(2), range(2, 4)  # steps
 RATE = 0.05
@@ -48,7 +48,7 @@ def whole_of(model: Any, name: str) -> Any:
 
 def stepped(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        give(model, gradients(fresh(Mlp), step))
+        set_gradients(model, make_gradients(fresh(Mlp), step))
         optimizer.step()
 
 
@@ -57,7 +57,7 @@ def one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
     plain = fresh(Mlp)
     optimizer = KINDS[name](plain.parameters(), lr=RATE)
     for step in range(steps):
-        grads = gradients(plain, step)
+        grads = make_gradients(plain, step)
         for path, param in plain.named_parameters():
             param.grad = grads.get(path)
         optimizer.step()
@@ -97,7 +97,7 @@ def save_all(rank: int, world_size: int, root: Path) -> None:
     if rank == 1:
         next(iter(optimizer.state.values()))["thing"] = object()
     told = ("rank 1 refused to save", "cannot save the optimizer's state 'thing' of parameter 'layers.")[rank]
-    says(lambda: tz.save(root / "odd", model, optimizer), told)
+    fails(lambda: tz.save(root / "odd", model, optimizer), told)
     model = sharded(fresh(Mlp), 2)
     rows = optim.AdamW(model.parameters(), lr=RATE)
     stepped(model, rows, BEFORE)
@@ -122,7 +122,7 @@ def load_all(rank: int, world_size: int, root: Path) -> None:
         optimizer = whole_of(model, name)
         tz.load(root / folder, model, optimizer)
         assert_goes_on(model, optimizer, name)
-    says(lambda: tz.load(root / "Adafactor", model, optimizer), "the checkpoint's optimizer is Adafactor, this one is")
+    fails(lambda: tz.load(root / "Adafactor", model, optimizer), "the checkpoint's optimizer is Adafactor, this one is")
     by_rows = sharded(Mlp(), tz.Policy(stage=3))
     rows = optim.AdamW(by_rows.parameters(), lr=RATE)
     tz.load(root / "AdamW", by_rows, rows)
@@ -133,7 +133,7 @@ def load_all(rank: int, world_size: int, root: Path) -> None:
     if world_size > 1:
         rows_of_factors = optim.Adafactor(by_rows.parameters(), lr=RATE)
         words = "cannot be cut into rows", "load it into an optimizer made by tz.whole"
-        says(lambda: tz.load(root / "Adafactor", by_rows, rows_of_factors), *words)
+        fails(lambda: tz.load(root / "Adafactor", by_rows, rows_of_factors), *words)
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(1)])

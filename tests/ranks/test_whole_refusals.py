@@ -13,10 +13,10 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.errors import raised, says
+from tests.harness.errors import error_of, fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
+from tests.harness.whole_steps import CoupledIfAsked, CustomOptimizer, make_gradients, set_gradients
 from thunder_zero.optim import members, owners
 
 import thunder
@@ -37,7 +37,7 @@ class OwnGroups(optim.SGD):
         super().__init__([{"params": params[:1]}, {"params": params[1:]}], 0.1)
 
 
-class CountsItself(Changes):
+class CountsItself(CustomOptimizer):
     """Counts its steps in an attribute."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -50,7 +50,7 @@ class CountsItself(Changes):
             param -= 0.1 / self.count * param.grad
 
 
-class CountsWhereItSteps(Changes):
+class CountsWhereItSteps(CustomOptimizer):
     """Counts the steps of a group in which parameters have gradients."""
 
     def __init__(self, params: Any) -> None:
@@ -62,7 +62,7 @@ class CountsWhereItSteps(Changes):
             param -= 0.1 / group["steps"] * param.grad
 
 
-class CountsNines(Changes):
+class CountsNines(CustomOptimizer):
     """Counts steps with a gradient that the probe does not give."""
 
     def __init__(self, params: Any) -> None:
@@ -73,7 +73,7 @@ class CountsNines(Changes):
         super().change(group, params)
 
 
-class Single(Changes):
+class Single(CustomOptimizer):
     """Steps no float64, which probe parameters are."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -81,7 +81,7 @@ class Single(Changes):
         super().change(group, params)
 
 
-class NeedsParameters(Changes):
+class NeedsParameters(CustomOptimizer):
     """Fails on groups without parameters."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -89,7 +89,7 @@ class NeedsParameters(Changes):
         super().change(group, params)
 
 
-class Noisy(Changes):
+class Noisy(CustomOptimizer):
     """Draws random numbers."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
@@ -97,7 +97,7 @@ class Noisy(Changes):
             param -= 0.1 * torch.rand_like(param) * param.grad
 
 
-class Failing(Changes):
+class Failing(CustomOptimizer):
     """Fails on one gradient, so on one owner; has a method that torch's classes do not have."""
 
     def evaluate(self) -> None: ...
@@ -127,7 +127,7 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
         (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
     ):
-        says(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
+        fails(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
 
 
 def refused_parameters(originals: list[Any], params: list[Any], others: list[Any]) -> None:
@@ -138,24 +138,24 @@ def refused_parameters(originals: list[Any], params: list[Any], others: list[Any
         (mixed, "(Mlp); make one for each model"),
         (twice, "some parameters appear in more than one parameter group"),
     ):
-        says(partial(tz.whole, optim.Adafactor, given), words)
-    says(lambda: tz.whole(optim.Adafactor, params, lr=-1.0), "Learning rate should be >= 0")
+        fails(partial(tz.whole, optim.Adafactor, given), words)
+    fails(lambda: tz.whole(optim.Adafactor, params, lr=-1.0), "Learning rate should be >= 0")
 
 
 def refused_habits(params: list[Any], others: list[Any]) -> None:
     """Habits of torch's users are refused, some of them after a step."""
     of_class = "tz.whole(Failing) has no 'evaluate': it has what torch.optim.Optimizer has"
-    says(lambda: tz.whole(Failing, params).evaluate(), of_class)
+    fails(lambda: tz.whole(Failing, params).evaluate(), of_class)
     optimizer = tz.whole(optim.Adafactor, params)
-    says(lambda: optimizer.evaluate(), "tz.whole(Adafactor) has no 'evaluate': it has what torch.optim.Optimizer has")
-    says(lambda: optimizer.add_param_group({"params": others}), "(Mlp); make one for each model")
-    says(lambda: deepcopy(optimizer), "tz.whole(Adafactor) cannot be copied or pickled, as it belongs to a model")
-    says(lambda: optimizer.step(lambda: 0.0), "tz.whole(Adafactor).step was given a closure")  # type: ignore[arg-type]
+    fails(lambda: optimizer.evaluate(), "tz.whole(Adafactor) has no 'evaluate': it has what torch.optim.Optimizer has")
+    fails(lambda: optimizer.add_param_group({"params": others}), "(Mlp); make one for each model")
+    fails(lambda: deepcopy(optimizer), "tz.whole(Adafactor) cannot be copied or pickled, as it belongs to a model")
+    fails(lambda: optimizer.step(lambda: 0.0), "tz.whole(Adafactor).step was given a closure")  # type: ignore[arg-type]
     optimizer.step()
     of_nothing = {**optimizer.state_dict(), "state": {"k": 1}}
-    says(lambda: optimizer.load_state_dict(of_nothing), "has a state 'k' that is of no parameter, which tz.whole")
+    fails(lambda: optimizer.load_state_dict(of_nothing), "has a state 'k' that is of no parameter, which tz.whole")
     optimizer.param_groups[0]["params"] = params[:2]
-    says(optimizer.step, "in the groups of tz.whole(Adafactor) were changed by hand; use add_param_group")
+    fails(optimizer.step, "in the groups of tz.whole(Adafactor) were changed by hand; use add_param_group")
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -165,7 +165,7 @@ def refused(rank: int, world_size: int) -> None:
     params = list(model.parameters())
     refused_makers(model, params)
     refused_parameters(originals, params, others)
-    give(model, gradients(fresh(Mlp), 0))
+    set_gradients(model, make_gradients(fresh(Mlp), 0))
     refused_habits(params, others)
 
 
@@ -175,27 +175,27 @@ def test_what_cannot_be_stepped_in_parts_is_refused(ranks_pool: RanksPool) -> No
 
 def changed_later(rank: int, world_size: int) -> None:
     """What the probe did not see is refused: a norm that an option turns on, a count that a new group lacks."""
-    model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
+    model, grads = sharded(fresh(Mlp), 3), make_gradients(fresh(Mlp), 0)
     params = list(model.parameters())
     coupling = tz.whole(CoupledIfAsked, params, lr=0.1)
     coupling.step()
     coupling.param_groups[0]["norm"] = 1.0
-    give(model, grads)
-    says(coupling.step, "CoupledIfAsked couples parameters (beside other probe parameters ")
+    set_gradients(model, grads)
+    fails(coupling.step, "CoupledIfAsked couples parameters (beside other probe parameters ")
     counting: Any = tz.whole(CountsItself, params[:2], lr=0.1)
-    says(lambda: setattr(counting, "count", 100), "tz.whole(CountsItself) cannot set 'count', which CountsItself has")
+    fails(lambda: setattr(counting, "count", 100), "tz.whole(CountsItself) cannot set 'count', which CountsItself has")
     counting.mine = 1
     counting.add_param_group({"params": params[2:4]})
     counting.step()
-    says(
+    fails(
         lambda: counting.add_param_group({"params": params[4:]}),
         "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
     )
-    give(model, grads)
+    set_gradients(model, grads)
     tz.whole(Single, params, trust_optimizer=True).step()
     apart = sharded(fresh(Mlp), tz.Policy(stage=3, bucket_bytes=64))
-    give(apart, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
-    says(
+    set_gradients(apart, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
+    fails(
         tz.whole(CountsNines, apart.parameters()).step,
         "CountsNines changes 'steps' of a group only where it has parameters of the group",
     )
@@ -216,7 +216,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # that ranks change after a step: their
 
 def differing(rank: int, world_size: int) -> None:
     """Ranks that differ are refused; nothing changes, and the optimizer goes on."""
-    model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
+    model, grads = sharded(fresh(Mlp), 3), make_gradients(fresh(Mlp), 0)
     params, before = list(model.parameters()), [param.detach().clone() for param in model.parameters()]
     assign = owners.assign
 
@@ -225,33 +225,35 @@ def differing(rank: int, world_size: int) -> None:
 
     with mock.patch.object(members, "assign", swapped if rank else assign):
         optimizer = tz.whole(optim.Adafactor, params)
-    give(model, grads)
-    says(optimizer.step, "parameter 0 of Adafactor differs between ranks: rank 0 has 'layers.", "owned by rank 0, rank")
+    set_gradients(model, grads)
+    fails(
+        optimizer.step, "parameter 0 of Adafactor differs between ranks: rank 0 has 'layers.", "owned by rank 0, rank"
+    )
     rates = tz.whole(optim.Adafactor, params, lr=0.01 * (1 + rank))
-    says(rates.step, "'lr' of group 0 of Adafactor differs between ranks: rank 0 has 0.01, rank 1 has 0.02")
+    fails(rates.step, "'lr' of group 0 of Adafactor differs between ranks: rank 0 has 0.01, rank 1 has 0.02")
     optimizer = tz.whole(optim.Adafactor, params, lr=0.01)
     if rank == 1:
         params[2].grad = None
-    says(optimizer.step, "parameter 'layers.1.weight' has a gradient on 1 of 2 ranks")
-    give(model, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
+    fails(optimizer.step, "parameter 'layers.1.weight' has a gradient on 1 of 2 ranks")
+    set_gradients(model, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
     assert all(map(torch.equal, params, before)), "a refusal changed a parameter"
-    says(tz.whole(Failing, params, lr=0.1).step, "no step on a nine")
-    give(model, grads)
+    fails(tz.whole(Failing, params, lr=0.1).step, "no step on a nine")
+    set_gradients(model, grads)
     optimizer.step()
     for key, values in OPTIONS.items():
         kept, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], values[rank]
-        give(model, grads)
+        set_gradients(model, grads)
         told = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
         words = f"'{key}' of group 0 of Adafactor differs between ranks: rank 0 has {told[0]}"
-        says(optimizer.step, words, f"rank 1 has {told[1]}")
+        fails(optimizer.step, words, f"rank 1 has {told[1]}")
         optimizer.param_groups[0][key] = kept
     with model.no_sync():
         model(torch.ones(1, 7)).sum().backward()
-    says(optimizer.step, "cannot step Whole: no_sync still holds unreduced gradients")
+    fails(optimizer.step, "cannot step Whole: no_sync still holds unreduced gradients")
     model.zero_grad()
-    give(model, grads)
+    set_gradients(model, grads)
     elsewhere = optimizer.step if rank == 0 else partial(tz.clip_grad_norm_, model, 1.0)
-    says(elsewhere, "the ranks do different things: rank 0 is in step number")
+    fails(elsewhere, "the ranks do different things: rank 0 is in step number")
 
 
 def test_ranks_that_differ_are_told_on_every_rank(ranks_pool: RanksPool) -> None:
@@ -264,7 +266,7 @@ def drawn_by_copies(rank: int, world_size: int) -> None:
     for shape, *words in (((1, 2), "nothing"), ((2, 1), "Noisy draws random numbers (torch's on the cpu)", copies)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
-        told = raised(lambda: tz.whole(Noisy, model.parameters()))  # noqa: B023
+        told = error_of(lambda: tz.whole(Noisy, model.parameters()))  # noqa: B023
         assert [word for word in words if word not in told] == [], told
         tz.whole(optim.Adafactor, model.parameters())
 

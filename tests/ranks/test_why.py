@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import error_of
 from tests.harness.ranks import RanksPool
 from thunder_zero.plan.amounts import size
 from thunder_zero.tools import cli
@@ -45,7 +45,7 @@ def why(rank: int, *arguments: str) -> str:
     printed = io.StringIO()
     replaced = mock.patch.dict(os.environ, RANK=str(rank)), mock.patch.multiple(sys, argv=[], path=[*sys.path])
     with replaced[0], replaced[1], redirect_stdout(printed):
-        said = raised(lambda: cli.main(["why", *arguments]))
+        said = error_of(lambda: cli.main(["why", *arguments]))
     return printed.getvalue() + said
 
 

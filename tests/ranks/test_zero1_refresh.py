@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import thunder_zero as tz
-from tests.harness.as_one_process import assert_near, digest, on_all_ranks
-from tests.harness.errors import says
+from tests.harness.as_one_process import assert_near, digest, gather_objects
+from tests.harness.errors import fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.sharded.dtensors import local
@@ -27,7 +27,7 @@ def change(rank: int, world_size: int) -> None:
         plain.load_state_dict(tz.full_state_dict(model))
         y = model(x).detach()
         assert_near(y, plain(x).detach(), how)
-        assert len(set(on_all_ranks(digest([y])))) == 1, f"{how}: ranks have other bits"
+        assert len(set(gather_objects(digest([y])))) == 1, f"{how}: ranks have other bits"
 
     with torch.no_grad():
         model(x)
@@ -52,7 +52,7 @@ def change(rank: int, world_size: int) -> None:
     weight = model.get_parameter("layers.0.weight")
     weight.data.mul_(2)
     for _ in range(2):  # it does not forget
-        says(
+        fails(
             lambda: model(x),
             "'layers.0.weight' was written to in a way that PyTorch does not see (.data, numpy, a kernel)",
         )
