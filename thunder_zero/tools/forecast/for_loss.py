@@ -15,9 +15,9 @@ from thunder.core.pytree import tree_map
 def for_loss(traces: Traces, loss: Loss) -> Traces:
     """Return the traces that train with a loss of what forward returns, such as ``lambda output: output.loss``.
 
-    ``tz.compile`` runs a backward without what leads only to outputs that the loss does not use, such as logits beside
-    a loss; traces of a model that did not run have all of it. ``thunder.jit`` computes with zeros there, so its traces
-    are returned as they are.
+    Some outputs are not used by the loss, such as logits beside a loss. When a model of ``tz.compile`` runs, its
+    backward leaves out what leads only to them; traces of a model that did not run still have it. ``thunder.jit``
+    computes with zeros there, so its traces are returned as they are.
 
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
 

@@ -164,7 +164,7 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
 
 
 def _modules(replay: Replay) -> list[str]:
-    """Return for each line the module with whose parameter, or its gradient, the phase computed last."""
+    """Return for each line the module whose parameter, or gradient of one, its phase used last in compute."""
     modules: list[str] = []
     for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
         trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
@@ -215,7 +215,7 @@ def _plan_to_compare(traces: Traces) -> Plan:
 
 
 def require_forecast_of(traces: Traces, memory: Memory) -> None:
-    """Refuse what is no forecast of these traces.
+    """Refuse a value that is not a forecast of these traces.
 
     Raises:
         TypeError: ``memory`` is no forecast.

@@ -243,7 +243,7 @@ class Replay:
                 exec(line.compiled, context, values)
 
     def _label(self, op: Op, position: int, values: dict[str, Any]) -> None:
-        """Set what the storages hold that a line of an operation made or read."""
+        """Label the storages that a line of an operation made or read."""
         if op.kind is Kind.COMPUTE:
             for name in op.writes:
                 if isinstance(value := values.get(name), Tensor):
