@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import thunder_zero as tz
@@ -21,6 +23,7 @@ from tests.harness.models import fresh
 from tests.harness.one_rank import group_of_one
 from thunder_zero.compat import thunder as room
 from thunder_zero.compat.thunder import patches, tracing
+from thunder_zero.compat.torch import optimizers
 
 import thunder
 from thunder.core import interpreter, jit_ext, prims, symbol
@@ -158,3 +161,18 @@ def test_compile_never_enters() -> None:
         tz.trace(Everything(), X)
         with pytest.raises(AssertionError, match="entered"):
             ours(Everything())
+
+
+def test_a_scaler_of_other_models_keeps_torchs_own_handler() -> None:
+    """Ours shares an overflow of any gradient by a collective of its own; torch's shares that of the first gradient."""
+    found, inverse = torch.zeros(()), torch.ones(())
+    with group_of_one("cpu"):
+        model: Any = tz.compile(nn.Linear(4, 4), stage=3)
+        model(X).sum().backward()
+        ours_grads = [param.grad for param in model.parameters()]
+        mesh = init_device_mesh("cpu", (1,))
+        others = [DTensor.from_local(torch.ones(4), mesh, [Shard(0)])]
+        for grads, calls in ((others, 0), (ours_grads, 1)):
+            with mock.patch.object(optimizers.dist, "all_reduce") as reduced:
+                optimizers.UNSCALE(grads, found, inverse)
+            assert reduced.call_count == calls
