@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -173,6 +174,6 @@ def test_a_scaler_of_other_models_keeps_torchs_own_handler() -> None:
         mesh = init_device_mesh("cpu", (1,))
         others = [DTensor.from_local(torch.ones(4), mesh, [Shard(0)])]
         for grads, calls in ((others, 0), (ours_grads, 1)):
-            with mock.patch.object(optimizers.dist, "all_reduce") as reduced:
+            with mock.patch.object(dist, "all_reduce") as reduced:
                 optimizers.UNSCALE(grads, found, inverse)
             assert reduced.call_count == calls

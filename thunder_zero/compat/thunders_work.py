@@ -105,7 +105,7 @@ def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths
     """Return the FLOPs of attention, ``2 * queries * keys * (widths[0] * query width + widths[1] * value width)``.
 
     Forward has ``widths`` (1, 1): the scores, and their product with the values. Query heads may share key heads.
-    Tensor ``query`` is the queries; keys and values follow it.
+    ``shapes[query]`` is the shape of the queries; the shapes of keys and values follow it.
     """
     queries, keys, values = shapes[query : query + 3]
     width = widths[0] * queries[-1] + widths[1] * values[-1]

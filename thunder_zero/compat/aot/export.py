@@ -32,7 +32,7 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # functions of torch
 
 
 class Untraced(Exception):
-    """A sentence that says what AOTAutograd does not take."""
+    """An error: AOTAutograd cannot trace a graph of dynamo. The text says why, and what to do."""
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:

@@ -107,7 +107,7 @@ def is_ours() -> bool:
 
 
 def refuse(why: str) -> Untraceable | None:
-    """Report why a trace would be wrong, and return the error to raise; None for another model than ours."""
+    """Report why a trace would be wrong, and return the error to raise; None if the model is not ours."""
     if (findings := _findings.get()) is None:
         return None
     findings.refusal = Untraceable(why)

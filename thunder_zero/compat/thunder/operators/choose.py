@@ -16,7 +16,7 @@ NEVER_FUSED = (attention_ex, convolution_ex)
 
 
 def executors_in_front(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
-    """Return the executors to put in front of the other ones.
+    """Return our executors that belong in front of these executors.
 
     A fuser compiles activations and norms better than they are alone, but for Thunder's default fuser, which fuses
     cross entropy only.
