@@ -65,8 +65,8 @@ def two_layers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x
 
 
-class Own(nn.Module):
-    """Thunder's own checkpoint, of functions of tensors."""
+class ThunderNet(nn.Module):
+    """Layers that are checkpointed by Thunder's own ``checkpoint``."""
 
     def __init__(self, is_checked: bool) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class Own(nn.Module):
         return x
 
 
-def batch(rows: int = 2) -> Tensor:
+def make_batch(rows: int = 2) -> Tensor:
     return torch.randn(rows, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def collectives(traces: tz.tools.Traces) -> Counter[tuple[str, bool]]:
+def count_collectives(traces: tz.tools.Traces) -> Counter[tuple[str, bool]]:
     return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
 
 
@@ -92,27 +92,27 @@ def gathered_again(traces: tz.tools.Traces) -> set[str]:
     return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
 
 
-def activations(traces: tz.tools.Traces) -> set[str]:
-    """What forward saves and data has gone into."""
+def saved_activations(traces: tz.tools.Traces) -> set[str]:
+    """Return what forward saves and computes from data, not from parameters alone."""
     parameters = parameter_inputs(traces)
     return saved(traces.forward) - parameters - from_parameters_alone(traces.forward, parameters)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-def test_collectives_are_those_without_checkpointing(policy: tz.Policy) -> None:
-    for kind in (Net, Own):
+def test_checkpointing_adds_no_collectives(policy: tz.Policy) -> None:
+    for kind in (Net, ThunderNet):
         plain, checked = (
-            tz.trace(fresh(kind, is_checked), batch(), policy=policy, world_size=2, frontend="thunder")
+            tz.trace(fresh(kind, is_checked), make_batch(), policy=policy, world_size=2, frontend="thunder")
             for is_checked in (False, True)
         )
-        assert collectives(checked) == collectives(plain)
-        assert len(activations(checked)) < len(activations(plain)), "they are computed again"
+        assert count_collectives(checked) == count_collectives(plain)
+        assert len(saved_activations(checked)) < len(saved_activations(plain)), "activations are recomputed"
         assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
         if kind is Net:
             more = gathered_again(checked) - gathered_again(plain)
-            assert all(path.endswith("bias") or path.startswith("blocks.0") for path in more), "what only forward reads"
+            assert all(path.endswith("bias") or path.startswith("blocks.0") for path in more), "read by forward"
             assert bool(more) == (policy is NOTHING_KEPT)
-            assert len(activations(checked)) <= BLOCKS < len(activations(plain)) / 2
+            assert len(saved_activations(checked)) <= BLOCKS < len(saved_activations(plain)) / 2
             assert gathered_bytes(checked.timeline)[-1] == 0
         if policy is NOTHING_KEPT:
             parameters = parameter_inputs(checked)
@@ -124,18 +124,18 @@ def train(side: Side) -> Steps:
     (model,) = side.models
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
     for _ in range(STEPS):
-        y = model(side.rows(batch(4)))
+        y = model(side.rows(make_batch(4)))
         step_on(optimizer, y.square().mean())
         yield side.gather(y)
 
 
-def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
-    """Training equals one process without checkpoints, and sends what the timeline says."""
+def train_with_checkpoints(rank: int, world_size: int, policy: tz.Policy) -> None:
+    """Check that training equals one process without checkpoints, and sends the bytes of the timeline."""
     model = sharded(fresh(Net, True), policy)
     trains_as_one_process([(model, fresh(Net, False))], train)
-    model(batch()).sum().backward()  # refreshes ZeRO-1's rows
+    model(make_batch()).sum().backward()  # refreshes ZeRO-1's rows
     with count_sends() as sent:
-        model(batch()).square().mean().backward()
+        model(make_batch()).square().mean().backward()
     timeline = tz.traces_of(model).timeline
     ops = [op for op in timeline.ops if policy.stage != 1 or op.backward]
     assert sum(sent) == sum(map(timeline.bytes_sent, ops)), sum(sent)
@@ -144,25 +144,25 @@ def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 def test_training_equals_one_process(ranks_pool: RanksPool, policy: tz.Policy) -> None:
-    ranks_pool.run(2, checkpointed, policy)
+    ranks_pool.run(2, train_with_checkpoints, policy)
 
 
-def in_modes(rank: int, world_size: int) -> None:
-    found = {}
+def train_in_modes(rank: int, world_size: int) -> None:
+    results = {}
     for mode in RECOMPUTE:
         model = sharded(fresh(Net, False), replace(NOTHING_KEPT, recompute=mode))
         list(train(Side([model], rank, world_size)))
         gathers = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER]
-        found[mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
-    plain, right = found.pop("none")
-    for mode, (gathered, weights) in found.items():
+        results[mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
+    plain, expected = results.pop("none")
+    for mode, (gathered, weights) in results.items():
         assert gathered - plain == (VECTORS if mode == "units" else 0), (mode, gathered, plain)
-        assert_close(weights, right, rtol=0, atol=0)
+        assert_close(weights, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_recomputing_trains_alike_bit_for_bit(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, in_modes)
+    ranks_pool.run(2, train_in_modes)
 
 
 # Random numbers
@@ -172,7 +172,7 @@ NEARLY_DIAGONAL = 60 * torch.eye(COUNT)[None, None]
 
 
 def attention(h: Tensor) -> Tensor:
-    """Each position attends to itself; dropout keeps or drops that."""
+    """Let each position attend to itself; dropout keeps or drops its value."""
     values = h.reshape(1, 1, COUNT, 1).expand(1, 1, COUNT, COUNT)
     return F.scaled_dot_product_attention(NEARLY_DIAGONAL, NEARLY_DIAGONAL, values, dropout_p=0.5)[0, 0, :, 0]
 
@@ -194,7 +194,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Drawing(nn.Module):
-    """``exp(factor * x * w)`` for each operator: for w = 1 the gradient is ``y * log(y)``, with forward's factors."""
+    """Returns ``y = exp(factor * x * w)``. At w = 1 the gradient is ``y * log(y)`` if factors are forward's."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -206,18 +206,18 @@ class Drawing(nn.Module):
             checkpoint(lambda x, w, draw=draw: draw(x * w).exp(), x, w, use_reentrant=False)
             for draw, w in zip(self.draws, self.w, strict=False)
         ]
-        return torch.stack([*drawn, ltorch.checkpoint(own_outer, x, self.w[-1])])
+        return torch.stack([*drawn, ltorch.checkpoint(checkpoint_inside_checkpoint, x, self.w[-1])])
 
 
-def own(x: Tensor, w: Tensor) -> Tensor:
+def drop_inside(x: Tensor, w: Tensor) -> Tensor:
     return ltorch.dropout(ltorch.mul(x, w), 0.5)
 
 
-def own_outer(x: Tensor, w: Tensor) -> Tensor:
-    return ltorch.exp(ltorch.dropout(ltorch.checkpoint(own, x, w), 0.5))
+def checkpoint_inside_checkpoint(x: Tensor, w: Tensor) -> Tensor:
+    return ltorch.exp(ltorch.dropout(ltorch.checkpoint(drop_inside, x, w), 0.5))
 
 
-def draw(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
+def differentiate(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
     model = sharded(Drawing(names), 3)
     y = model(torch.arange(1, COUNT + 1) / COUNT)
@@ -228,8 +228,9 @@ def draw(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("names", [list(DRAWS)[:2], *slow(list(DRAWS)[2:])], ids=len)
 def test_backward_has_the_random_numbers_of_forward(ranks_pool: RanksPool, names: list[str]) -> None:
-    outputs, grads = zip(*ranks_pool.run(2, draw, names), strict=True)
-    right = torch.stack([y * y.log() for y in outputs]).mean(0)
-    for name, row, expected in zip((*names, "own"), join_rows(grads, right.shape, sharded=True), right, strict=True):
-        assert relative_error(row, expected) < 1e-4, name
-        assert len(set(expected.tolist())) > 1, name
+    outputs, grads = zip(*ranks_pool.run(2, differentiate, names), strict=True)
+    expected = torch.stack([y * y.log() for y in outputs]).mean(0)
+    rows = join_rows(grads, expected.shape, sharded=True)
+    for name, row, expected_row in zip((*names, "thunder"), rows, expected, strict=True):
+        assert relative_error(row, expected_row) < 1e-4, name
+        assert len(set(expected_row.tolist())) > 1, name

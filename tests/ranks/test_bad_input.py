@@ -29,7 +29,7 @@ Row = tuple[str, dict[str, Any], tuple[str, ...]]
 
 
 class Net(nn.Module):
-    """Two layers, whose rows are not divisible by 2 and 3, and a buffer; ``skip`` leaves out the second layer."""
+    """Two layers of rows that 3 ranks cannot divide, and a buffer; ``skip`` leaves out the second layer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -47,34 +47,34 @@ def shard(module: nn.Module, **arguments: Any) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(**arguments)])
 
 
-def norm(model: Any) -> float:
-    """Norm of all full parameters."""
+def norm_of(model: Any) -> float:
+    """Return the norm of all full parameters."""
     return float(torch.stack([value.float().norm() for value in tz.full_state_dict(model).values()]).norm())
 
 
 def norm_of_step(model: Any, x: Tensor = X) -> float:
-    """After one step."""
+    """Return the norm of all full parameters after one step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).sum().backward()
     optimizer.step()
-    return norm(model)
+    return norm_of(model)
 
 
 def assert_all_have(value: Any) -> None:
-    found = gather_objects(value)
-    assert found == [value] * len(found), found
+    values = gather_objects(value)
+    assert values == [value] * len(values), values
 
 
 def assert_state(model: Any, expected: dict[str, Tensor]) -> None:
-    """Bit for bit."""
+    """Check the full parameters and buffers, bit for bit."""
     torch.testing.assert_close(dict(tz.full_state_dict(model)), expected, rtol=0, atol=0)
 
 
-# One rank differs.
+# One rank differs
 
 BUILD = "build the same module on every rank"
-DIFFER: list[Row] = [
-    # what the last rank does to its module, or its arguments -> what all ranks are told
+DIFFERENCES: list[Row] = [
+    # change of the last rank's module, its arguments, words of all ranks' error
     ("rename", {}, ("the ranks differ", "rank 0 has parameter 'b.weight'", "has parameter 'c.weight'", BUILD)),
     ("swap", {}, ("the ranks differ", "rank 0 has parameter 'a.weight'", "has parameter 'b.weight'", BUILD)),
     ("drop", {}, ("the ranks differ", "rank 0 has parameter 'b.bias'", "has buffer 'scale'", BUILD)),
@@ -98,8 +98,8 @@ DIFFER: list[Row] = [
     ("", {"check_gradients": True}, ("the policy's check_gradients differs", "has True")),
     ("", {"unit_of": lambda module: ("a",)}, ("parameter 'a.weight' differs", "unit ''", "unit 'a'")),
 ]
-ALONE: list[Row] = [
-    # what the last rank alone would refuse -> what it is told
+REFUSED_BY_ONE: list[Row] = [
+    # change of the last rank's module, its arguments, words of its own error
     ("empty", {}, ("Net has no parameters", "nothing to shard")),
     ("transform", {}, ("Net is already transformed by ZeroTransform",)),
     ("", {"broadcast_from": WORLD}, (f"broadcast_from is {WORLD}", f"ranks 0 to {WORLD - 1}")),
@@ -112,8 +112,8 @@ REFUSED_BY_THE_POLICY: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def change(net: Net, how: str) -> None:
-    match how:
+def change(net: Net, kind: str) -> None:
+    match kind:
         case "rename":
             net.c = net.b
             del net.b
@@ -144,48 +144,48 @@ def change(net: Net, how: str) -> None:
         case "transform":
             shard(net, process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
         case _:
-            assert how == "", how
+            assert kind == "", kind
 
 
-def shard_differing(how: str, theirs: dict[str, Any]) -> list[tuple[str, str]]:
-    """The error of each rank; the last one has a changed module or other arguments. Modules keep their weights."""
+def shard_differing(kind: str, args: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each rank's error if the last rank has a changed module or other arguments."""
     is_last, net = dist.get_rank() == WORLD - 1, Net()
     if is_last:
-        change(net, how)
-    error = kind_and_text(lambda: shard(net, **(theirs if is_last else {})))
-    assert is_plain(net) or (is_last and how == "transform"), (how, theirs)
+        change(net, kind)
+    error = kind_and_text(lambda: shard(net, **(args if is_last else {})))
+    assert is_plain(net) or (is_last and kind == "transform"), (kind, args)
     return gather_objects(error)
 
 
-def compile_differing(theirs: dict[str, Any]) -> list[tuple[str, str]]:
-    """The error of each rank; the last one gives ``tz.compile`` other arguments."""
-    arguments = theirs if dist.get_rank() == WORLD - 1 else {"stage": 3}
+def compile_differing(args: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each rank's error if the last rank gives ``tz.compile`` other arguments."""
+    arguments = args if dist.get_rank() == WORLD - 1 else {"stage": 3}
     return gather_objects(kind_and_text(lambda: tz.compile(Net(), **arguments)))
 
 
 def all_stop_if_one_differs(rank: int, world_size: int) -> None:
-    for how, theirs, words in DIFFER:
-        errors = shard_differing(how, theirs)
+    for change_kind, args, words in DIFFERENCES:
+        errors = shard_differing(change_kind, args)
         kind, text = errors[0]
-        assert errors == [("RuntimeError", text)] * WORLD, (how, theirs, errors)
-        wanted = (*words, "rank 0", f"rank {WORLD - 1}", "; ")
-        assert [word for word in wanted if word not in text or "\n" in text] == [], (how, theirs, text)
+        assert errors == [("RuntimeError", text)] * WORLD, (change_kind, args, errors)
+        expected = (*words, "rank 0", f"rank {WORLD - 1}", "; ")
+        assert [word for word in expected if word not in text or "\n" in text] == [], (change_kind, args, text)
     # Otherwise the other ranks would wait in the first collective.
-    alone = [(shard_differing(how, theirs), words) for how, theirs, words in ALONE]
-    alone += [(compile_differing(theirs), (word,)) for theirs, word in REFUSED_BY_THE_POLICY]
-    for ((kind, text), *_, (_, own)), words in alone:
-        assert kind == "RuntimeError", (own, text)
-        assert text == f"rank {WORLD - 1} refused its module, so every rank stops: {own}"
-        assert [word for word in words if word not in own] == [], own
-    assert_all_have(norm(shard(Net())))
+    alone = [(shard_differing(change_kind, args), words) for change_kind, args, words in REFUSED_BY_ONE]
+    alone += [(compile_differing(args), (word,)) for args, word in REFUSED_BY_THE_POLICY]
+    for ((kind, text), *_, (_, last_error)), words in alone:
+        assert kind == "RuntimeError", (last_error, text)
+        assert text == f"rank {WORLD - 1} refused its module, so every rank stops: {last_error}"
+        assert [word for word in words if word not in last_error] == [], last_error
+    assert_all_have(norm_of(shard(Net())))
 
 
 def test_a_module_or_a_policy_that_differs(ranks_pool: RanksPool) -> None:
     ranks_pool.run(WORLD, all_stop_if_one_differs)
 
 
-def path_that_differs(rank: int, world_size: int) -> None:
-    """Only rank 0 uses the second layer: it would wait for shards that rank 1 never sends."""
+def differ_in_path(rank: int, world_size: int) -> None:
+    """Use the second layer on rank 0 alone, which would wait for shards that rank 1 never sends."""
     net = Net()
     net.skip = rank == 1
     model = shard(net)
@@ -197,26 +197,26 @@ def path_that_differs(rank: int, world_size: int) -> None:
 
 
 def test_a_path_that_differs(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, path_that_differs)
+    ranks_pool.run(2, differ_in_path)
 
 
-# Weights from one rank; groups.
+# Weights from one rank, and groups
 
 
 class Odd(Zoo):
-    """Parameters and buffers of every kind that could break a broadcast."""
+    """A model whose parameters and buffers have shapes and dtypes that could break a broadcast."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.scalar = nn.Parameter(torch.randn(()))  # Zoo's is the same for all seeds
+        self.scalar = nn.Parameter(torch.randn(()))  # Zoo's does not depend on the seed
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("flags", torch.rand(5) > 0.5)
         self.register_buffer("short", torch.full((3,), seed, dtype=torch.int16))
         self.register_buffer("wave", torch.randn(2, dtype=torch.complex64))
 
 
-def all_have_the_weights_of(rank: int, world_size: int, source: int) -> None:
+def broadcast_weights(rank: int, world_size: int, source: int) -> None:
     for stage in (0, 1, 3):
         model = shard(Odd(10 + rank), broadcast_from=source, stage=stage)
         assert_state(model, Odd(10 + source).state_dict())
@@ -225,15 +225,15 @@ def all_have_the_weights_of(rank: int, world_size: int, source: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "source"), [(3, 2), *slow((2, 0))])
 def test_weights_of_one_rank_for_all(ranks_pool: RanksPool, world_size: int, source: int) -> None:
-    ranks_pool.run(world_size, all_have_the_weights_of, source)
+    ranks_pool.run(world_size, broadcast_weights, source)
 
 
-def shard_in_part(rank: int, world_size: int) -> None:
-    """Who is not in a group raises; the others train without it. ``broadcast_from`` is a rank within the group."""
+def shard_in_groups(rank: int, world_size: int) -> None:
+    """Check that a rank outside of the group raises, and that the group trains without it."""
     for members in ([0], [1, 2]):
         group = dist.new_group(members)
         if rank in members:
-            model = shard(Net(seed=rank), process_group=group, broadcast_from=0)
+            model = shard(Net(seed=rank), process_group=group, broadcast_from=0)  # a rank within the group
             assert_state(model, Net(seed=members[0]).state_dict())
         else:
             with refused(ValueError, f"rank {rank} is not in the given process_group", "; transform the module only"):
@@ -243,14 +243,14 @@ def shard_in_part(rank: int, world_size: int) -> None:
 
 
 def test_a_group_that_a_rank_is_not_in(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(3, shard_in_part)
+    ranks_pool.run(3, shard_in_groups)
 
 
-# Gradients that are not finite on one.
+# Gradients that are not finite on one rank
 
 
 def poison_one_rank(rank: int, world_size: int, stage: int) -> None:
-    """All ranks raise, whichever owns the rows; the next step trains as if it were the first."""
+    """Check that all ranks raise, and that the next step trains as if it were the first."""
     model = shard(Net(), stage=stage, check_gradients=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     for value in (nan, inf):
@@ -267,10 +267,10 @@ def poison_one_rank(rank: int, world_size: int, stage: int) -> None:
         optimizer.zero_grad()
     model(X).sum().backward()
     optimizer.step()
-    right = Net()
-    right(X).sum().backward()
-    torch.optim.SGD(right.parameters(), lr=1.0).step()
-    torch.testing.assert_close(dict(tz.full_state_dict(model)), right.state_dict(), rtol=1e-5, atol=1e-6)
+    expected = Net()
+    expected(X).sum().backward()
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    torch.testing.assert_close(dict(tz.full_state_dict(model)), expected.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0)])

@@ -1,8 +1,4 @@
-"""One table of promises, each held under both entries: ``tz.compile`` and ``thunder.jit`` with ``ZeroTransform``.
-
-A row is a policy and a loop, in which a sharded model has the numbers of one process. A checkpoint that is saved under
-one entry is loaded under the other.
-"""
+"""``tz.compile`` and ``thunder.jit`` with ``ZeroTransform`` both train as one process, and load each other's files."""
 
 from __future__ import annotations
 
@@ -33,15 +29,15 @@ DECAY = 0.5
 DOUBLE = tz.MixedPrecision(torch.float64, output_dtype=torch.float32)
 
 
-def jitted(module: nn.Module, policy: tz.Policy, **arguments: Any) -> Any:
+def jit_sharded(module: nn.Module, policy: tz.Policy, **arguments: Any) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(policy, **arguments)])
 
 
-ENTRIES: dict[str, Callable[..., Any]] = {"tz.compile": tz.compile, "thunder.jit": jitted}
+ENTRIES: dict[str, Callable[..., Any]] = {"tz.compile": tz.compile, "thunder.jit": jit_sharded}
 
 
-def clipped(side: Side) -> Steps:
-    """Clip, and average the weights."""
+def clip_and_average(side: Side) -> Steps:
+    """Clip gradients and average weights."""
     (model,) = side.models
     optimizer = sgd(model)
     average: Any = (
@@ -62,8 +58,8 @@ def clipped(side: Side) -> Steps:
     yield side.gather(y)
 
 
-def whole(side: Side) -> Steps:
-    """An optimizer that needs whole parameters."""
+def step_on_whole_parameters(side: Side) -> Steps:
+    """Train with an optimizer that needs whole parameters."""
     (model,) = side.models
     make = partial(tz.whole, torch.optim.Adafactor) if side.is_sharded else torch.optim.Adafactor
     optimizer = make(model.parameters(), lr=0.01)
@@ -75,7 +71,7 @@ def whole(side: Side) -> Steps:
 
 @dataclass(frozen=True)
 class Row:
-    """A promise; ``copies`` of the model, among two ranks."""
+    """A policy and a loop to train with, on two ranks that hold ``copies`` of the model."""
 
     policy: tz.Policy
     loop: Loop = deferred_steps
@@ -85,7 +81,7 @@ class Row:
 FAST: dict[str, Row] = {
     "stage 2": Row(tz.Policy(stage=2)),
     "stage 3": Row(tz.Policy(stage=3, reshard_after_forward=True)),
-    "clipping, EMA": Row(tz.Policy(stage=3), clipped),
+    "clipping, EMA": Row(tz.Policy(stage=3), clip_and_average),
 }
 SLOW: dict[str, Row] = {
     "stage 0": Row(tz.Policy(stage=0)),
@@ -93,11 +89,11 @@ SLOW: dict[str, Row] = {
     "hybrid": Row(tz.Policy(stage=3), copies=2),
     "cpu_offload": Row(tz.Policy(stage=3, cpu_offload=True)),
     "mixed precision": Row(tz.Policy(stage=3, mixed_precision=DOUBLE)),
-    "whole parameters": Row(tz.Policy(stage=3), whole),
+    "whole parameters": Row(tz.Policy(stage=3), step_on_whole_parameters),
 }
 
 
-def holds(rank: int, world_size: int, entry: str, name: str) -> None:
+def train_under_entry(rank: int, world_size: int, entry: str, name: str) -> None:
     row = (FAST | SLOW)[name]
     mesh = init_device_mesh("cpu", (row.copies, world_size // row.copies)) if row.copies > 1 else None
     plain = fresh(Mlp, WIDTH, 2)
@@ -107,25 +103,25 @@ def holds(rank: int, world_size: int, entry: str, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:cpu_offload")
 @pytest.mark.parametrize("name", [*FAST, *slow(*SLOW)])
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_promise_holds_under_both_entries(ranks_pool: RanksPool, entry: str, name: str) -> None:
-    ranks_pool.run(2, holds, entry, name)
+def test_both_entries_train_as_one_process(ranks_pool: RanksPool, entry: str, name: str) -> None:
+    ranks_pool.run(2, train_under_entry, entry, name)
 
 
-def goes_on(rank: int, world_size: int, folder: Path) -> None:
-    """Saved under each entry, in one stage, and loaded under the other, in another."""
-    for first, other in (tuple(ENTRIES), tuple(ENTRIES)[::-1]):
+def resume_under_other_entry(rank: int, world_size: int, folder: Path) -> None:
+    """Save under each entry in stage 1, load under the other entry in stage 3, and go on training."""
+    for first, second in (tuple(ENTRIES), tuple(ENTRIES)[::-1]):
         plain = fresh(Mlp, WIDTH, 2)
-        models = [ENTRIES[entry](deepcopy(plain), tz.Policy(stage=stage)) for entry, stage in ((first, 1), (other, 3))]
+        models = [ENTRIES[entry](deepcopy(plain), tz.Policy(stage=stage)) for entry, stage in ((first, 1), (second, 3))]
 
         def loop(side: Side, models: Any = models, path: Path = folder / first) -> Steps:
-            begins, ends = models if side.is_sharded else (*side.models, *side.models)
-            optimizer = sgd(begins)
-            step_on(optimizer, begins(side.rows(batch())).square().mean())
+            source, target = models if side.is_sharded else (*side.models, *side.models)
+            optimizer = sgd(source)
+            step_on(optimizer, source(side.rows(batch())).square().mean())
             if side.is_sharded:
-                tz.save(path, begins, optimizer)
-                optimizer = sgd(ends)
-                tz.load(path, ends, optimizer)
-            y = ends(side.rows(batch(1)))
+                tz.save(path, source, optimizer)
+                optimizer = sgd(target)
+                tz.load(path, target, optimizer)
+            y = target(side.rows(batch(1)))
             step_on(optimizer, y.square().mean())
             yield side.gather(y)
 
@@ -134,4 +130,4 @@ def goes_on(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoints_go_from_one_entry_to_the_other(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, goes_on, tmp_path)
+    ranks_pool.run(2, resume_under_other_entry, tmp_path)

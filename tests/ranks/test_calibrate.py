@@ -1,4 +1,4 @@
-"""A calibration on one rank and on two: every curve has times, and a step can be forecast. No time is compared."""
+"""A calibration on one rank and on two measures every curve, and forecasts a step. No time is compared."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from thunder_zero.tools.devices.named import to_data
 
 pytestmark = pytest.mark.slow
 
-TINY = 0.01  # seconds: the least number of rounds
+TINY = 0.01  # seconds, so that each curve takes the least number of rounds
 
 
 def assert_measured(device: tz.tools.Calibrated) -> None:
     curves = [
-        *chain.from_iterable(of.values() for of in device.products.values()),
+        *chain.from_iterable(by_dtype.values() for by_dtype in device.products.values()),
         *device.traffic.values(),
-        *chain.from_iterable((one.launch, one.wire, one.finish) for one in device.collectives.values()),
+        *chain.from_iterable((line.launch, line.wire, line.finish) for line in device.collectives.values()),
     ]
     assert all(seconds > 0 for curve in curves for _, seconds in curve.points)
 
 
-def calibrated(rank: int, world_size: int) -> str:
-    """The device, as JSON; what one rank refuses, all refuse."""
-    said = error_of(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
-    assert "seconds is -1.0; give how long to measure, a number above 0" in said, said
-    assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in said, said
+def calibrate(rank: int, world_size: int) -> str:
+    """Return the measured device as JSON; check that all ranks refuse what rank 1 refuses."""
+    error = error_of(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
+    assert "seconds is -1.0; give how long to measure, a number above 0" in error, error
+    assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in error, error
     return json.dumps(to_data(tz.tools.calibrate(TINY, dtypes=[torch.float32])))
 
 
 def test_ranks_calibrate_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    first, second = ranks_pool.run(2, calibrated)
+    first, second = ranks_pool.run(2, calibrate)
     assert first == second
     (tmp_path / "device.json").write_text(first)
     device = tz.tools.load_device(tmp_path / "device.json")

@@ -23,65 +23,65 @@ NORMS, LIMITS = (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
 ROWS = 12
 
 
-def tokens() -> Tensor:
+def make_tokens() -> Tensor:
     return torch.randint(0, 9, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def norms(
+def clip_by_all_norms(
     rank: int, world_size: int, stages: list[int]
 ) -> dict[tuple[int, float, float], tuple[Tensor, int, dict[str, Tensor | None]]]:
-    """Return, by stage, norm and limit: the norm, the number of its collectives, and this rank's clipped gradients."""
-    found = {}
+    """Return by stage, norm and limit: the norm, how many collectives it took, and this rank's clipped gradients."""
+    results = {}
     for stage in stages:
         model = sharded(fresh(Small), stage)
         for norm_type in NORMS:
             for limit in LIMITS:
                 model.zero_grad()
-                model(tokens().tensor_split(world_size)[rank]).square().mean().backward()
+                model(make_tokens().tensor_split(world_size)[rank]).square().mean().backward()
                 with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
                     norm = tz.clip_grad_norm_(model, limit, norm_type)
                 grads = {
                     name: None if param.grad is None else local(param.grad) for name, param in model.named_parameters()
                 }
-                found[stage, norm_type, limit] = norm, calls.call_count, grads
-    return found
+                results[stage, norm_type, limit] = norm, calls.call_count, grads
+    return results
 
 
 @pytest.mark.parametrize("stages", [[1, 3], *slow([0, 2])], ids=str)
 def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[int]) -> None:
-    ranks = ranks_pool.run(3, norms, stages, timeout=110)
+    ranks = ranks_pool.run(3, clip_by_all_norms, stages, timeout=110)
     model = fresh(Small)
     for norm_type in NORMS:
         for limit in LIMITS:
             model.zero_grad()
-            model(tokens()).square().mean().backward()
+            model(make_tokens()).square().mean().backward()
             norm = clip_grad_norm_(model.parameters(), limit, norm_type)
             for stage in stages:
-                found = [results[stage, norm_type, limit] for results in ranks]
-                assert {calls for _, calls, _ in found} == {1}
-                assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
-                assert relative_error(found[0][0], norm) < 1e-5
+                results = [by_case[stage, norm_type, limit] for by_case in ranks]
+                assert {calls for _, calls, _ in results} == {1}
+                assert all(torch.equal(rank_norm, results[0][0]) for rank_norm, _, _ in results), "equal bits"
+                assert relative_error(results[0][0], norm) < 1e-5
                 largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
                 plan = tz.schedule.make_plan(model, tz.Policy(stage=stage), tz.schedule.Mesh.of(3))
                 for name, param in model.named_parameters():
-                    parts = [grads[name] for _, _, grads in found]
+                    parts = [grads[name] for _, _, grads in results]
                     assert_clipped(parts, param, largest, sharded=plan.by_name[name].sharded)
 
 
-def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Tensor, *, sharded: bool) -> None:
-    """Check that the ranks' gradients, in rows or each in full, are a parameter's."""
-    if right.grad is None:
+def assert_clipped(parts: list[Tensor | None], expected: nn.Parameter, largest: Tensor, *, sharded: bool) -> None:
+    """Check that the ranks' gradients, in rows or in full, equal a parameter's gradient."""
+    if expected.grad is None:
         assert parts == [None] * len(parts)
         return
-    there = [part for part in parts if part is not None]
-    assert len(there) == len(parts)
-    full = join_rows(there, right.shape, sharded=sharded)
-    scale = max(right.grad.abs().max(), largest / 100)  # a key's bias has none, in exact arithmetic
-    assert (full - right.grad).abs().max() <= 1e-5 * scale
+    present = [part for part in parts if part is not None]
+    assert len(present) == len(parts)
+    full = join_rows(present, expected.shape, sharded=sharded)
+    scale = max(expected.grad.abs().max(), largest / 100)  # a key's bias has none, in exact arithmetic
+    assert (full - expected.grad).abs().max() <= 1e-5 * scale
 
 
-def misuse(rank: int, world_size: int) -> None:
-    """A norm that is not finite is refused before anything changes, or clips to nothing."""
+def misuse_clipping(rank: int, world_size: int) -> None:
+    """Check that a wrong call changes nothing, and that an infinite norm clips gradients to zero."""
     model, x = sharded(fresh(Mlp), 2), torch.ones(3, 7)
     clip = partial(tz.clip_grad_norm_, model)
     fails(lambda: tz.clip_grad_norm_(Mlp(), 1.0), "TypeError", "got Mlp", "expected a sharded model")
@@ -106,27 +106,27 @@ def misuse(rank: int, world_size: int) -> None:
 
 
 def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, misuse)
+    ranks_pool.run(2, misuse_clipping)
 
 
-def clipped_by_torch(rank: int, world_size: int) -> None:
-    """Clip sharded and replicated parameters; the ignored parameter is clipped in a list of its own."""
+def clip_by_torch(rank: int, world_size: int) -> None:
+    """Clip sharded and replicated parameters together; the ignored parameter is left out."""
     policy = tz.Policy(stage=3, replicate_below_bytes=30, ignored=("layers.1.weight",))
     model, plain, x = sharded(fresh(Mlp), policy), fresh(Mlp), torch.ones(3, 7)
     ignored = "layers.1.weight"
-    for of in (model, plain):
-        of(x).sum().backward()
-    right = [param for name, param in plain.named_parameters() if name != ignored]
+    for module in (model, plain):
+        module(x).sum().backward()
+    params = [param for name, param in plain.named_parameters() if name != ignored]
     shards = [param for name, param in model.named_parameters() if name != ignored]
     for foreach in (None, False):
-        norm, one = (clip_grad_norm_(params, 0.5, foreach=foreach) for params in (shards, right))
-        assert relative_error(norm, one) < 1e-6, (foreach, norm, one)
-        for shard, param in zip(shards, right, strict=True):
-            assert shard.grad is not None
+        norm, expected_norm = (clip_grad_norm_(group, 0.5, foreach=foreach) for group in (shards, params))
+        assert relative_error(norm, expected_norm) < 1e-6, (foreach, norm, expected_norm)
+        for sharded_param, param in zip(shards, params, strict=True):
+            assert sharded_param.grad is not None
             assert param.grad is not None
-            assert relative_error(shard.grad, param.grad) < 1e-6, foreach
+            assert relative_error(sharded_param.grad, param.grad) < 1e-6, foreach
     assert relative_error(tz.clip_grad_norm_(model, 1.0), torch.tensor(0.5)) < 1e-5
 
 
 def test_torchs_own_clipping_is_that_of_one_process(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, clipped_by_torch)
+    ranks_pool.run(2, clip_by_torch)
