@@ -617,8 +617,8 @@ def test_backward_gathers_no_parameter_for_its_shape() -> None:
     plain = fresh(Convolves)
     model = tz.compile(deepcopy(plain), tz.Policy(stage=3, reshard_after_forward=True))
     x = X.view(1, 2, 4).repeat(2, 2, 1)
-    for each in (model, plain):
-        each(x).sin().sum().backward()
+    for network in (model, plain):
+        network(x).sin().sum().backward()
     for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(full(mine.grad), right.grad)
@@ -664,9 +664,9 @@ def test_numpy_draws_what_it_draws_in_eager_mode() -> None:
     module = fresh(Drawing)
     model = tz.compile(deepcopy(module), 3)
     outs = []
-    for each in (model, module):
+    for network in (model, module):
         np.random.seed(3)
-        outs.append(torch.stack([each(X), each(X)]))
+        outs.append(torch.stack([network(X), network(X)]))
     torch.testing.assert_close(*outs)
     assert not torch.equal(outs[0][0], outs[0][1])
 
@@ -690,6 +690,6 @@ def test_hooks_of_submodules_are_called_from_when_they_are_registered() -> None:
     model = tz.compile(deepcopy(module), 3)
     for _ in range(2):
         torch.testing.assert_close(model(X), module(X))
-    for each in (model.plain, module):
-        each.a.register_forward_hook(lambda module, args, out: out + 1)
+    for network in (model.plain, module):
+        network.a.register_forward_hook(lambda module, args, out: out + 1)
     torch.testing.assert_close(model(X), module(X))

@@ -118,15 +118,15 @@ FORMS: tuple[Any, ...] = (
 
 
 def every_pair(count: int) -> Iterator[int]:
-    """Numbers below ``count`` in an order in which each of them follows each other one."""
+    """Yield numbers below ``count`` in an order in which each number follows every other number."""
     for step in range(1, count):
         seen: set[int] = set()
         for start in range(count):
-            at = start
-            while at not in seen:
-                seen.add(at)
-                yield at
-                at = (at + step) % count
+            index = start
+            while index not in seen:
+                seen.add(index)
+                yield index
+                index = (index + step) % count
 
 
 def shard(module: nn.Module, stage: int = 3) -> ZeroModule:
@@ -191,14 +191,14 @@ def test_forms_are_equal_where_a_program_may_serve_again() -> None:
 
 
 def test_a_guard_keeps_no_argument_alive() -> None:
-    model, gone = shard(Net(lambda self, y, given: y)), []
+    model, refs = shard(Net(lambda self, y, given: y)), []
     for make in (nn.Identity, lambda: added(torch.ones(2)), lambda: Hashed(torch.ones(2)), type("Empty", (), {})):
-        given = make()
-        gone.append(ref(given))
-        model(X, given)
-    del given
+        argument = make()
+        refs.append(ref(argument))
+        model(X, argument)
+    del argument
     collect()
-    assert [each() for each in gone] == [None] * 4
+    assert [reference() for reference in refs] == [None] * 4
 
 
 NUMBERS: Sequence[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = (  # made of a number, and read

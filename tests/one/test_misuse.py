@@ -302,10 +302,10 @@ def test_a_backward_that_is_differentiated() -> None:
             with refused(RuntimeError, "cannot differentiate the backward of Returns", "create_graph=True"):
                 double(lambda x, take=take: take(model(x)), x, list(model.parameters()))  # type: ignore[misc]
         jacobians = []
-        for each in (model, right):
-            each.zero_grad()
-            take(each(x)).square().sum().backward()
-            jacobians.append(torch.autograd.functional.jacobian(lambda x, f=each, take=take: take(f(x)), x))
+        for network in (model, right):
+            network.zero_grad()
+            take(network(x)).square().sum().backward()
+            jacobians.append(torch.autograd.functional.jacobian(lambda x, f=network, take=take: take(f(x)), x))
         torch.testing.assert_close(*jacobians)
         for param, expected in zip(model.parameters(), right.parameters(), strict=True):
             torch.testing.assert_close(full(param.grad), expected.grad)

@@ -1,6 +1,6 @@
-"""Habits of torch, FSDP2 and Hugging Face on a sharded model: each works, or one sentence names the way here.
+"""Habits of torch, FSDP2 and Hugging Face on a sharded model work, or raise an error that says what to do instead.
 
-In both front ends; afterwards the model still trains.
+Both front ends are tested. Afterwards the model still trains.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ WAYS = [jitted, compiled]
 
 @pytest.fixture(params=WAYS)
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = request.param(fresh(Net))
-    assert trains(made, X)
-    yield made
-    assert trains(made, X), "it still trains"
+    sharded = request.param(fresh(Net))
+    assert trains(sharded, X)
+    yield sharded
+    assert trains(sharded, X), "the model still trains"
 
 
 def in_anomaly_mode(model: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_name_of_fsdp2_has_one_row() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Its block is checkpointed with these arguments."""
+    """A module with one block, which is checkpointed with these options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -185,11 +185,11 @@ def saves_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkp
 
 @pytest.mark.parametrize("policy", [[torch.ops.aten.tanh.default], saves_tanh], ids=["list", "function"])
 def test_selective_checkpoints(policy: Any) -> None:
-    """What the policy saves is not computed again; all else is."""
+    """Backward recomputes all but what the policy saves."""
     plain = fresh(lambda: Checkpointed(context_fn=partial(create_selective_checkpoint_contexts, policy)))
     model, x = compiled(deepcopy(plain)), torch.arange(12.0).reshape(3, 4)
-    for each in (model, plain):
-        each(x).sum().backward()
+    for network in (model, plain):
+        network(x).sum().backward()
     for param, same in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), same.grad)
     again = Counter(line.sym.name for line in tz.traces_of(model).backward.bound_symbols)

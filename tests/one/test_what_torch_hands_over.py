@@ -137,9 +137,9 @@ def pair() -> Tensor:
 def test_tensor_subclasses_pass_beside_parameters(used: tuple[int, ...]) -> None:
     plain = fresh(Beside)
     results = []
-    for each in (tz.compile(deepcopy(plain), 3), plain):
+    for network in (tz.compile(deepcopy(plain), 3), plain):
         other: Any = pair()
-        outputs = each(X, other)
+        outputs = network(X, other)
         for number in used:
             outputs[number].sum().backward(retain_graph=True)
         results.append((outputs, other.grad))
@@ -232,10 +232,10 @@ def test_views_of_inputs_say_without_gradients_what_torch_says() -> None:
 
     plain = fresh(partial(Does, views))
     outputs = []
-    for each in (tz.compile(deepcopy(plain), 3), plain):
+    for network in (tz.compile(deepcopy(plain), 3), plain):
         x = X.clone().requires_grad_()
         with torch.no_grad():
-            outputs.append(each(x))
+            outputs.append(network(x))
     for mine, right in zip(*outputs, strict=True):
         torch.testing.assert_close(mine, right)
         assert (mine.requires_grad, mine.grad_fn) == (right.requires_grad, right.grad_fn)

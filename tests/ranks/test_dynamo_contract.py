@@ -44,9 +44,9 @@ pytestmark = pytest.mark.slow
 
 
 def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments: Any) -> tuple[Any, Any]:
-    """A model that dynamo captures, and the same module in one process."""
-    one = fresh(make)
-    return tz.compile(deepcopy(one), policy, **arguments), one
+    """Return a model that dynamo captures, and an equal plain module."""
+    plain = fresh(make)
+    return tz.compile(deepcopy(plain), policy, **arguments), plain
 
 
 # Training
@@ -78,13 +78,13 @@ def defer_and_clip(side: Side) -> Steps:
 def accumulates_and_clips(rank: int, world_size: int) -> None:
     """Hooks run once, when a gradient is reduced; a backward of several graphs asks once what other ranks have
     deferred. Four ranks are two copies of two."""
-    model, one = pair(Branches, 2, mesh=init_device_mesh("cpu", (2, 2)) if world_size == 4 else None)
+    model, plain = pair(Branches, 2, mesh=init_device_mesh("cpu", (2, 2)) if world_size == 4 else None)
     ran = Counter[str]()
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: ran.update([f"before {name}"]))
         param.register_post_accumulate_grad_hook(lambda param, name=name: ran.update([f"after {name}"]))
     with mock.patch.object(model.state, "on_any_rank", wraps=model.state.on_any_rank) as asked:
-        trains_as_one_process([(model, one)], defer_and_clip)
+        trains_as_one_process([(model, plain)], defer_and_clip)
     assert asked.call_count == 1, asked.call_args_list
     assert set(ran.values()) == {1}, ran
     assert len(ran) == 2 * len(list(model.parameters())), ran
@@ -108,22 +108,22 @@ def mixes_precision(rank: int, world_size: int) -> None:
     """The numbers, dtypes and bytes of ``thunder.jit``."""
     half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"1": tz.MixedPrecision()})
     plain = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
-    found = []
+    results = []
     for front_end in (tz.compile, sharded):
         model: Any = front_end(deepcopy(plain), tz.Policy(mixed_precision=half))
         with count_sends() as sent:
             output = model(batch()[rank::world_size])
             output.square().mean().backward()
-        found.append((output.detach(), sum(sent), [param.grad for param in model.parameters()]))
+        results.append((output.detach(), sum(sent), [param.grad for param in model.parameters()]))
     assert output.dtype is torch.float64, output.dtype
-    assert_close(*found, rtol=0, atol=0)
+    assert_close(*results, rtol=0, atol=0)
 
 
 def leaves_parameters_out(rank: int, world_size: int) -> None:
     """A backward that does not reach an expert gives it no gradient; ranks have their own of an ignored router."""
-    model, one = pair(Lora, tz.Policy(3, ignored=("router",), replicate_below_bytes=SMALL))
+    model, plain = pair(Lora, tz.Policy(3, ignored=("router",), replicate_below_bytes=SMALL))
     assert len(model.get_parameter("up")) == len(model.get_parameter("router.bias")) == 7
-    trains_as_one_process([(model, one)], experts)
+    trains_as_one_process([(model, plain)], experts)
 
 
 def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
@@ -212,7 +212,7 @@ def computes_with_full_parameters(rank: int, world_size: int) -> None:
 
 
 def goes_on_after_failures(rank: int, world_size: int) -> None:
-    """The reduction of the second graph's gradients fails, which is the first one."""
+    """The reduction of the second graph's gradients fails, which comes first in backward."""
     trains_as_one_process([pair(Halves)], partial(after_failures, reduction=1))
 
 

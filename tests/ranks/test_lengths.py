@@ -52,10 +52,10 @@ def lengths(side: Side, steps: Sequence[Sequence[int]]) -> Steps:
 
 
 def launches(model: Any) -> list[list[tuple[str, ...]]]:
-    """The collectives of each program that was compiled, in order."""
-    programs = [next(iter(of.programs.values())) for of in model._graphs.captured.values()]
-    entries = [entry.traces() for of in programs for entry in of.entries.values()]
-    return [[op.params for op in traces.timeline.launches.values()] for traces in entries]
+    """Return the parameters of each collective of each compiled program, in order."""
+    programs = [next(iter(captured.programs.values())) for captured in model._graphs.captured.values()]
+    compiled = [entry.traces() for of_graph in programs for entry in of_graph.entries.values()]
+    return [[op.params for op in traces.timeline.launches.values()] for traces in compiled]
 
 
 def trains(rank: int, world_size: int, stage: int, steps: Sequence[Sequence[int]]) -> None:
@@ -63,10 +63,10 @@ def trains(rank: int, world_size: int, stage: int, steps: Sequence[Sequence[int]
     plain = fresh(Llama, SMALL)
     model: Any = tz.compile(deepcopy(plain), stage=stage)
     trains_as_one_process([(model, plain)], partial(lengths, steps=steps))
-    symbolic = len({each[rank] for each in steps}) > 1
+    symbolic = len({lengths_of_ranks[rank] for lengths_of_ranks in steps}) > 1
     assert len(model._graphs.captured) == 1 + symbolic
-    everywhere = [each for of in gather_objects(launches(model)) for each in of]
-    assert all(each == everywhere[0] for each in everywhere), "a rank may run one program, and its peer another"
+    everywhere = [program for programs in gather_objects(launches(model)) for program in programs]
+    assert all(program == everywhere[0] for program in everywhere), "a rank may run one program, and its peer another"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -93,14 +93,14 @@ def experts(rank: int, world_size: int) -> None:
     model: Any = tz.compile(deepcopy(plain), stage=3)
 
     def steps(side: Side) -> Steps:
-        (each,) = side.models
+        (network,) = side.models
         for step, of_ranks in enumerate(OWN_LENGTHS[:4]):
             tokens = rows_of(of_ranks, step)
-            own = [tokens[side.rank]] if side.is_sharded else tokens
-            loss = torch.stack([each(input_ids=rows, labels=rows).loss for rows in own]).mean()
+            batches = [tokens[side.rank]] if side.is_sharded else tokens
+            loss = torch.stack([network(input_ids=rows, labels=rows).loss for rows in batches]).mean()
             loss.backward()
             yield side.mean(loss)
-            each.zero_grad()
+            network.zero_grad()
 
     trains_as_one_process([(model, plain)], steps)
     assert len(model._graphs.captured) <= 4
@@ -205,15 +205,15 @@ def drops(rank: int, world_size: int) -> None:
         warnings.simplefilter("always")
         for name in ("a", "bb", "ccc", "a"):
             step(name)
-        kept = {len(of.programs): ref(next(iter(of.programs.values()))) for of in model._graphs.captured.values()}
+        graphs_kept = model._graphs.captured.values()
+        kept = {len(graph.programs): ref(next(iter(graph.programs.values()))) for graph in graphs_kept}
         oldest = ref(next(iter(model._graphs.captured.values())))  # of "bb"
-        assert not [each for each in seen if "dropped" in str(each.message)], kept
+        assert not [warning for warning in seen if "dropped" in str(warning.message)], kept
         for name in ("dddd", "eeeee", "a", "ccc", "bb"):
             step(name)
     gc.collect()
     assert oldest() is None, "its memory went with it"
-    said = [str(each.message) for each in seen if "dropped" in str(each.message)]
-    (sentence,) = said
+    (sentence,) = [str(warning.message) for warning in seen if "dropped" in str(warning.message)]
     for words in ("Named has 3 programs", "ran longest ago", "because", "name", "tools.programs(model)"):
         assert words in sentence, sentence
     assert len(model._graphs.captured) <= 4

@@ -746,10 +746,10 @@ def without_gradients(rank: int, world_size: int) -> None:
         model: Any = tz.compile(deepcopy(plain), stage=3)
         differentiate(model(*inputs_of(row.shapes, 0)), ())
         results = []
-        for each in (model, plain):
+        for network in (model, plain):
             torch.manual_seed(1)
             with torch.no_grad():
-                results.append(each(*inputs_of(row.shapes, 1 + rank)))
+                results.append(network(*inputs_of(row.shapes, 1 + rank)))
         computed = results[0][0] if isinstance(results[0], tuple) else results[0]
         assert (computed.requires_grad, computed.grad_fn) == (False, None), name
         mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
@@ -776,15 +776,15 @@ def have_other_lengths(rank: int, world_size: int) -> None:
         for more in range(3):
             shapes = [type(shape)((shape[0] + more, *shape[1:])) for shape in row.shapes]
             results = []
-            for each in (model, plain):
+            for network in (model, plain):
                 inputs = inputs_of(shapes, more)
                 torch.manual_seed(more)
-                outputs = row.forward(each, *inputs)
+                outputs = row.forward(network, *inputs)
                 row.backward(outputs, inputs)
                 grads = [value.grad for value in inputs if isinstance(value, Tensor) and value.is_leaf]
-                params = [None if param.grad is None else full(param.grad) for param in each.parameters()]
+                params = [None if param.grad is None else full(param.grad) for param in network.parameters()]
                 results.append((outputs, grads, params))
-                each.zero_grad()
+                network.zero_grad()
             mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
             assert_same_leaves(mine, right, f"{name}, {more}", TOLERANCE)
 
