@@ -132,7 +132,7 @@ def table(stages: list[list[dict[str, Any]]]) -> str:
     rows = ["| while | " + " | ".join(NAMES) + " |", "|---" * (len(NAMES) + 1) + "|"]
     for moments in zip(*stages, strict=True):
         first = moments[0]
-        name = "the optimizer steps" if first["block"] is None else f"{first['phase']} of block {first['block']}"
+        name = "the optimizer steps" if first["block"] is None else f"{first['phase']} {first['block']}"
         rows.append(" | ".join([f"| {name}", *map(_words, moments)]) + " |")
     sent = [f"{moments[-1]['sent']:g}" for moments in stages]
     return "\n".join([*rows, "| sent by a rank, in blocks | " + " | ".join(sent) + " |"]) + "\n"
@@ -149,7 +149,8 @@ def _words(moment: dict[str, Any]) -> str:
             ("reduces", "grads", "leaving"),
         )
     ]
-    return "; ".join(f"{word} {', '.join(blocks)}" for word, blocks in held if blocks) or "shards only"
+    said = {word: "all" if len(blocks) == BLOCKS else ", ".join(blocks) for word, blocks in held if blocks}
+    return "; ".join(f"{word} {blocks}" for word, blocks in said.items()) or "shards only"
 
 
 def data(stages: list[list[dict[str, Any]]]) -> str:
