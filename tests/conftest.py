@@ -44,7 +44,7 @@ def tier_of(config: pytest.Config) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("deep" if tier_of(config) == "deep" else "usual")
-    gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
+    gc.set_threshold(100_000, 20, 100)  # compiling allocates much and frees little
     config.pluginmanager.register(CpuSeconds(), "cpu-seconds")
 
 
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def shuffle(items: list[pytest.Item], dice: random.Random) -> None:
-    """Order files, and the tests within each, at random; the tests of a file stay together, as they share fixtures."""
+    """Shuffle files, and the tests of each file. A file's tests stay together, as they share fixtures."""
     files = {path: dice.random() for path in dict.fromkeys(item.path for item in items)}
     places = {item: dice.random() for item in items}
     items.sort(key=lambda item: (files[item.path], places[item]))
@@ -82,11 +82,11 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported modules stay, so collections need not visit them
 
 
 @pytest.fixture(scope="session")
 def ranks_pool() -> Iterator[RanksPool]:
-    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
+    """Yield processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
     with RanksPool() as pool:
         yield pool

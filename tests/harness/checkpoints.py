@@ -1,4 +1,4 @@
-"""Models and optimizers with state, ours and torch's, and their full contents; ranks that one process simulates."""
+"""Models and optimizers with state, ours and torch's, and their full contents; and simulated ranks."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def full_copy(value: Tensor) -> Tensor:
-    """Return a copy of all of a tensor, on each rank."""
+    """Return a copy of the full tensor, on each rank."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def differing(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """Return the names of the entries that differ."""
-    return [name for name in found.keys() | right.keys() if name not in found or not found[name].equal(right[name])]
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Return the names of the entries that differ, or that only one has."""
+    return [name for name in a.keys() | b.keys() if not (name in a and name in b and a[name].equal(b[name]))]
 
 
 def torch_model(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
-    """Return torch's own model of a kind, with other values."""
+    """Return an MLP under FSDP2 or DDP, and its optimizer. Its values differ from those of other tests' models."""
     torch.manual_seed(5)
     module: Any = Mlp()
     if kind == "fsdp2":
@@ -70,27 +70,26 @@ def torch_model(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]
 
 def torch_state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Return all parameters and optimizer states of torch's own model in full, named as by :func:`state_of`."""
-
-    found = {name.removeprefix("module."): full_copy(param.detach()) for name, param in model.named_parameters()}
+    full = {name.removeprefix("module."): full_copy(param.detach()) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
-            found[f"{name.removeprefix('module.')} {key}"] = full_copy(value)
-    return found
+            full[f"{name.removeprefix('module.')} {key}"] = full_copy(value)
+    return full
 
 
-# What a rank saves and loads follows from its DTensors and its optimizer, so one process can be all ranks.
+# A rank saves and loads only its DTensors and its optimizer, so one process can simulate all ranks.
 
 
 @dataclass
 class Simulated:
-    """One rank of several in this process."""
+    """One of several ranks that this process simulates."""
 
-    held: Contents
+    contents: Contents
     optimizer: torch.optim.Optimizer
 
 
 def part_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a DTensor with this rank's rows of a tensor; it is replicated, if it has no rows."""
+    """Return a DTensor with this rank's rows of a tensor. It is replicated if the tensor is not sharded."""
     shape, stride = full.shape, torch.empty(full.shape, device="meta").stride()
     placement = Shard(0) if is_sharded(tuple(shape)) else Replicate()
     local = full
@@ -102,7 +101,7 @@ def part_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def mesh_of(rank: int, world_size: int) -> DeviceMesh:
-    """Return the mesh of a simulated rank. Meshes differ, since torch caches by mesh what it infers of DTensors."""
+    """Return the mesh of a simulated rank. Meshes differ by rank, because torch caches DTensors' layouts by mesh."""
     ranks = torch.arange(world_size)
     return DeviceMesh("cpu", ranks, mesh_dim_names=(f"rank{rank}",), _init_backend=False, _rank=rank)
 
@@ -118,19 +117,19 @@ def simulated_ranks(
             params[name] = nn.Parameter(part_of(value, mesh) if stage else value, param.requires_grad)
         first = {id(param): name for name, param in module.named_parameters()}
         names = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
-        aliases = {name: of for name, of in names.items() if name != of}
-        held = Contents(
+        aliases = {name: target for name, target in names.items() if name != target}
+        contents = Contents(
             params, aliases, {}, {name: name for name in params}, {}, {}, rank, world_size, (rank, world_size)
         )
-        ranks.append(Simulated(held, make(params.values())))
+        ranks.append(Simulated(contents, make(params.values())))
     return ranks
 
 
 def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
-    """Do for all ranks what ``write_checkpoint`` of checkpoint/save.py does; each rank has an extra."""
+    """Save for all ranks as ``write_checkpoint`` of checkpoint/save.py does; each rank has an extra."""
     folder.prepare(path)
     parts = []
     for number, rank in enumerate(ranks):
-        entries, _ = entries_of(rank.held, [rank.optimizer], {"position": 100 + number})
+        entries, _ = entries_of(rank.contents, [rank.optimizer], {"position": 100 + number})
         parts.append(write_planned(folder.staging_of(path), number, WritePlanner(entries)))
     finish_checkpoint(path, parts, None)

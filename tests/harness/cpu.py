@@ -1,7 +1,7 @@
-"""Reports CPU-seconds by test file at the end of a run: of the process that tests, and of all that it started.
+"""Reports CPU-seconds by test file at the end of a run: of the testing process and its descendants.
 
-Seconds of CPUs and not of clocks, so that a busy machine changes little; they are reported, no test fails on them.
-Elsewhere than on Linux a process does not see what its children take before they end; their seconds are then missing.
+A busy machine changes CPU-seconds less than wall-clock time. No test fails on them. On systems other than Linux the
+seconds of children count only after the children have ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WORKER_KEY = "cpu_seconds"
 
 
 def tree_seconds(root: int) -> float:
-    """User and system seconds of a process and its descendants; of ended ones, if their parents waited for them."""
+    """Return user and system seconds of a process and its descendants, including ended ones that were waited for."""
     if not (PROC / "self/stat").exists():
         return sum(os.times()[:4])
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for stat in PROC.glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # behind the name, which may have spaces
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may have spaces
         except OSError:  # it has ended meanwhile
             continue
         pid = int(stat.parent.name)
@@ -42,14 +42,14 @@ def tree_seconds(root: int) -> float:
 
 
 class CpuSeconds:
-    """A plugin of pytest. With xdist each worker counts its own tree, and the controller adds the workers up."""
+    """A pytest plugin. Under xdist each worker counts its process tree, and the controller adds up the workers."""
 
     def __init__(self) -> None:
         self.by_file: defaultdict[str, float] = defaultdict(float)
         self._seen = 0.0
 
     def note(self, name: str) -> None:
-        """What was taken since the last note belongs to ``name``."""
+        """Add the seconds since the last call to ``name``."""
         now = tree_seconds(os.getpid())
         self.by_file[name] += max(now - self._seen, 0.0)
         self._seen = now
@@ -84,6 +84,6 @@ class CpuSeconds:
         for name, seconds in self.by_file.items():
             by_room[name.rpartition("/")[0] or name] += seconds
         files = {name: seconds for name, seconds in self.by_file.items() if seconds >= total / 100}
-        for found in (by_room, files):
-            for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]):
+        for table in (by_room, files):
+            for name, seconds in sorted(table.items(), key=lambda pair: -pair[1]):
                 terminalreporter.write_line(f"{seconds:8.1f}  {name}")

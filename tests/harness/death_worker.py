@@ -1,8 +1,8 @@
-"""Lets ranks die or hang in the middle of a collective or a save, and collects the errors of the others.
+"""Lets a rank die or hang in the middle of a collective or a save, and collects the errors of its peers.
 
 ``python -m tests.harness.death_worker FOLDER NAME...`` writes the errors of ranks 0 and 2 into ``FOLDER/NAME``.
-A case starts when the ranks of the one before have compiled; from then on all wait at once. It runs in its own process
-because it forks, which starts ranks in milliseconds, and pytest has threads.
+A case starts when all ranks of the case before have compiled; then the cases wait at once. It is a program, because it
+forks ranks, which takes milliseconds, and pytest has threads.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import PairwiseGloo
 
 WORLD, VICTIM = 3, 1
-TIMEOUT_SECONDS = 10.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
+TIMEOUT_SECONDS = 10.0  # of the process group; on a busy machine ranks do not finish compiling at the same time
 START_SECONDS = 100.0  # until all ranks of a case have taken a complete step
-HANG_SECONDS = 60.0  # a process that still runs then hangs; two time-outs, one after the other, are usual
+HANG_SECONDS = 60.0  # a process that still runs then is said to hang; two time-outs in a row are usual
 Die = Callable[[], None]
 Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
 
 
 def in_transport(method: str) -> Callable[[Die], None]:
-    """Dies in this collective of the model, right after its first message was sent."""
+    """Let a rank die in a collective of the model, right after it has sent its first message."""
 
     def arm(die: Die) -> None:
         launch, send = getattr(PairwiseGloo, method), pairwise.send
@@ -54,7 +54,7 @@ def in_transport(method: str) -> Callable[[Die], None]:
 
 
 def in_write(die: Die) -> None:
-    """Dies while it writes a checkpoint."""
+    """Let a rank die while it writes a checkpoint."""
     dcp_write.write_planned = lambda *args: die()  # type: ignore[assignment]
 
 
@@ -71,7 +71,7 @@ def save_later(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> No
     tz.save(folder / "one", model, optimizer, wait=False).result()
 
 
-# name -> signal, moment at which the victim gets it, step of all ranks
+# name -> signal that the victim gets, moment, step of all ranks
 CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
     "killed in a gather": (signal.SIGKILL, in_transport("all_gather"), train),
     "killed in a reduction": (signal.SIGKILL, in_transport("reduce_scatter"), train),
@@ -81,8 +81,8 @@ CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
 }
 
 
-def rank_of(rank: int, name: str, folder: Path) -> int:
-    """One rank: a complete step, then steps until the victim dies in one."""
+def run_rank(rank: int, name: str, folder: Path) -> int:
+    """Take a complete step, then steps until the victim dies in one. Return the exit code."""
     deadly, arm, step = CASES[name]
     store, timeout = f"file://{folder}/store", timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
@@ -93,7 +93,7 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
     if rank == VICTIM:
         arm(lambda: os.kill(os.getpid(), deadly))
     try:
-        while True:  # a rank that needs nothing more from the victim ends the step, and notices in the next
+        while True:  # a rank that has all messages of the victim notices its death only in the next step
             step(model, optimizer, folder)
     except RuntimeError as error:
         (folder / f"said{rank}").write_text(str(error))
@@ -101,8 +101,9 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
 
 
 def start(name: str, folder: Path) -> dict[int, int]:
-    """Fork the ranks of a case, which end as any program does: exit handlers run, threads are joined; wait until each
-    has taken a step.
+    """Fork the ranks of a case, and wait until each has taken a step.
+
+    A rank ends as any program does: exit handlers run, and threads are joined.
 
     Raises:
         SystemExit: in each rank's process, at its end.
@@ -112,7 +113,7 @@ def start(name: str, folder: Path) -> dict[int, int]:
     for rank in range(WORLD):
         children[rank] = os.fork()
         if children[rank] == 0:
-            sys.exit(rank_of(rank, name, folder))
+            sys.exit(run_rank(rank, name, folder))
     until = time.monotonic() + START_SECONDS
     while not all((folder / f"stepped{rank}").exists() for rank in range(WORLD)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -120,16 +121,16 @@ def start(name: str, folder: Path) -> dict[int, int]:
 
 
 def collect(cases: dict[str, dict[int, int]]) -> None:
-    """Wait until all others of each case have ended.
+    """Wait until the victim and its peers have ended or were stopped, in each case.
 
     Raises:
         TimeoutError: a rank hangs.
     """
     try:
         for name, children in cases.items():
-            others = [child for rank, child in children.items() if rank != VICTIM]
+            peers = [child for rank, child in children.items() if rank != VICTIM]
             await_end(name, [children[VICTIM]], HANG_SECONDS)
-            await_end(name, others, HANG_SECONDS)
+            await_end(name, peers, HANG_SECONDS)
     finally:
         for child in (child for children in cases.values() for child in children.values()):
             with suppress(ProcessLookupError):
@@ -137,10 +138,10 @@ def collect(cases: dict[str, dict[int, int]]) -> None:
 
 
 def await_end(name: str, children: Sequence[int], seconds: float) -> None:
-    """Wait until all have ended or were stopped.
+    """Wait until all child processes have ended or were stopped.
 
     Raises:
-        TimeoutError: some have not after ``seconds``.
+        TimeoutError: a child still runs after ``seconds``.
     """
     until = time.monotonic() + seconds
     living = set(children)

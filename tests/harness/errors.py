@@ -9,7 +9,7 @@ from typing import Any
 
 
 def kind_and_text(call: Callable[[], Any]) -> tuple[str, str]:
-    """The name of the error's type, and its text; ``("", "nothing")`` if the call raises none."""
+    """Return the name of the error's type and its text, or ``("", "nothing")`` if the call raises none."""
     try:
         call()
     except Exception as error:
@@ -18,20 +18,20 @@ def kind_and_text(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """``"ValueError: its sentence"``, or ``"nothing"``."""
+    """Return the error of a call as ``"ValueError: its sentence"``, or ``"nothing"``."""
     kind, text = kind_and_text(call)
     return f"{kind}: {text}" if kind else text
 
 
 def fails(call: Callable[[], Any], *words: str) -> None:
-    """The call raises an error; the name of its type and its text have these words."""
+    """Check that the call raises an error with these words in its text or in the name of its type."""
     text = error_of(call)
     assert [word for word in words if word not in text] == [], f"{words} are not all in: {text}"
 
 
 @contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    """The block raises one sentence with these words, which names the action after a semicolon."""
+    """Check that the block raises one sentence with these words, which names an action after a semicolon."""
     text = ""
     try:
         yield

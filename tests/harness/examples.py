@@ -1,4 +1,4 @@
-"""Runs examples: their ``main`` on the pool's ranks, which have imported Thunder, or as a user does, with torchrun."""
+"""Runs examples: their ``main`` on the ranks of the pool, or the whole program under torchrun, as a user does."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ SECONDS = 240
 
 
 def run_main(pool: RanksPool, name: str, *options: object, ranks: int = 2) -> str:
-    """What rank 0 prints when each rank calls ``main(options)`` of ``examples/{name}.py``, as under torchrun."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun's agent has it
+    """Call ``main(options)`` of ``examples/{name}.py`` on each rank, as torchrun does. Return what rank 0 prints."""
+    store = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # under torchrun its agent serves the store
     return pool.run(ranks, _call_main, store.port, name, list(map(str, options)), timeout=SECONDS)[0]
 
 
 def _call_main(rank: int, world_size: int, port: int, name: str, options: list[str]) -> str:
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     attempt = {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
-    variables = {name: str(value) for name, value in (found | store | attempt).items()}
+    variables = {name: str(value) for name, value in (sizes | store | attempt).items()}
     leave_group()
     with mock.patch.dict(os.environ, variables, CUDA_VISIBLE_DEVICES=""):
         return printed_by(example_module(name).main, options)
 
 
 def leave_group() -> None:
-    """A rank of the pool leaves its group, as the example makes its own."""
+    """Destroy the group of the pool, so that the example can make another one."""
     dist.barrier()  # other ranks may still be connecting
     dist.destroy_process_group()
 
 
 def example_module(name: str) -> Any:
-    """An example's module; the examples import each other by their bare names."""
+    """Import an example. The examples import each other by their bare names."""
     with _examples_on_path():
         return importlib.import_module(name)
 
 
 def printed_by(main: Callable[..., object], *args: object) -> str:
-    """What a call of an example's function prints in this process."""
+    """Call an example's function in this process. Return what it prints."""
     printed = io.StringIO()
     with _examples_on_path(), redirect_stdout(printed):
         main(*args)
@@ -67,13 +69,13 @@ def _examples_on_path() -> Iterator[None]:
 
 
 def torchrun(*options: object) -> tuple[str, ...]:
-    """The command that starts ranks; by default two on this machine alone."""
+    """Return the torchrun command that starts ranks; by default two ranks on this machine."""
     options = options or ("--standalone", "--nproc-per-node", 2)
     return (sys.executable, "-m", "torch.distributed.run", *map(str, options))
 
 
 def start(*command: object) -> subprocess.Popen[str]:
-    """Start a command in the repository; its errors are among its output."""
+    """Start a command in the repository. Its stderr goes to its stdout."""
     return subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -81,12 +83,12 @@ def start(*command: object) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that it can be ended with the processes that it has started
+        start_new_session=True,  # so that its whole process group can be ended
     )
 
 
 def kill_a_rank(run: subprocess.Popen[str], reached: Callable[[], object]) -> None:
-    """Kill the last rank that a torchrun started, once ``reached()`` is true; needs ``/proc``."""
+    """Kill the last rank that a torchrun started, once ``reached()`` is true. Needs ``/proc``."""
     until = time.monotonic() + SECONDS / 2
     while not reached() and run.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -95,10 +97,10 @@ def kill_a_rank(run: subprocess.Popen[str], reached: Callable[[], object]) -> No
 
 
 def output_of(run: subprocess.Popen[str]) -> str:
-    """Wait for a command and return its output; end it if it takes too long.
+    """Wait for a command and return its output. End it if it takes too long.
 
     Raises:
-        AssertionError: it failed or was ended; the message is its output.
+        AssertionError: the command failed or was ended; the message is its output.
     """
     try:
         output, _ = run.communicate(timeout=SECONDS)
@@ -112,7 +114,7 @@ def output_of(run: subprocess.Popen[str]) -> str:
 
 
 def table_of(printed: str) -> dict[str, tuple[str, ...]]:
-    """The rows of all tables: name -> the other cells."""
+    """Return the rows of all printed tables: first cell -> other cells."""
     rows = re.findall(r"^│ (.+?) │$", printed, re.MULTILINE)
     return {name.strip(): tuple(cell.strip() for cell in cells) for name, *cells in (row.split("│") for row in rows)}
 

@@ -1,7 +1,7 @@
-"""``./dev faults [NAME ...]``: plants the faults of ``tests/faults.toml``, each alone, and says which no test catches.
+"""``./dev faults [NAME ...]``: plants each fault of ``tests/faults.toml``, and prints which faults no test catches.
 
-Each is planted in a copy of the checkout, where the tests named for it run. A row is an error if its text is not in its
-file exactly once, as after a change of the code, or if its tests fail without it.
+It plants a fault in a copy of the checkout and runs the fault's tests there. A row is wrong if its text does not occur
+exactly once in its file, or if its tests fail without the fault.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/faults.toml"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs")
 AT_ONCE = 2
-SECONDS = 900  # that the tests of a fault may take
-PASSED, FAILED = 0, 1  # exit codes of pytest; all others mean that it could not run the tests
+SECONDS = 900  # limit for the tests of a fault
+PASSED, FAILED = 0, 1  # exit codes of pytest; with any other it could not run the tests
 TIMED_OUT = -1
 LINES_SHOWN = 20
 
@@ -33,11 +33,11 @@ class Fault:
     """A row of the table.
 
     Attributes:
-        name: of the fault, as in the command.
-        promise: what it breaks.
-        file: that has the fault, relative to the checkout.
-        text: of the file, which occurs in it once.
-        faulty: what replaces it.
+        name: name of the fault, as in the command.
+        promise: the promise that the fault breaks.
+        file: the file to change, relative to the checkout.
+        text: the text to replace, which occurs once in the file.
+        faulty: the replacement.
         tests: ids of tests, at least one of which must fail.
     """
 
@@ -55,10 +55,10 @@ class Fault:
 
 
 def read_faults(table: Path = TABLE) -> list[Fault]:
-    """The rows of the table.
+    """Read the rows of the table.
 
     Raises:
-        ValueError: rows lack a field, have another, or share a name.
+        ValueError: a row lacks a field or has an unknown one, or two rows share a name.
     """
     rows: list[dict[str, Any]] = tomllib.loads(table.read_text())["fault"]
     names = [field.name for field in fields(Fault)]
@@ -72,17 +72,17 @@ def read_faults(table: Path = TABLE) -> list[Fault]:
 
 
 def outdated(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
-    """A sentence for each row that does not fit the files of a checkout."""
-    found = []
+    """Return a sentence for each row that does not fit the files of a checkout."""
+    sentences = []
     for fault in faults:
         path = root / fault.file
-        times = path.read_text().count(fault.text) if path.is_file() else 0
-        if times != 1:
-            found.append(f"{fault.name}: its text occurs {times} times in {fault.file}; write the row anew")
+        count = path.read_text().count(fault.text) if path.is_file() else 0
+        if count != 1:
+            sentences.append(f"{fault.name}: its text occurs {count} times in {fault.file}; write the row anew")
         if fault.text == fault.faulty or not fault.tests:
-            found.append(f"{fault.name}: it changes nothing, or names no test")
-        found += [f"{fault.name}: there is no {test}" for test in fault.tests if not _has_test(root, test)]
-    return found
+            sentences.append(f"{fault.name}: it changes nothing, or names no test")
+        sentences += [f"{fault.name}: there is no {test}" for test in fault.tests if not _has_test(root, test)]
+    return sentences
 
 
 def _has_test(root: Path, test: str) -> bool:
@@ -92,7 +92,7 @@ def _has_test(root: Path, test: str) -> bool:
 
 
 def run_tests(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, str]:
-    """Run tests in a copy of the checkout that has a fault; pytest's exit code, and the end of what it wrote."""
+    """Run tests in a faulty copy of the checkout. Return pytest's exit code and its last lines."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
@@ -101,17 +101,17 @@ def run_tests(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, st
         command = [sys.executable, "-m", "pytest", "--slow", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         try:
-            done = subprocess.run(command, cwd=copy, env=env, text=True, capture_output=True, timeout=SECONDS)
+            run = subprocess.run(command, cwd=copy, env=env, text=True, capture_output=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return TIMED_OUT, f"the tests still run after {SECONDS} seconds"
-    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-LINES_SHOWN:])
+    return run.returncode, "\n".join((run.stdout + run.stderr).splitlines()[-LINES_SHOWN:])
 
 
-def chosen(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
-    """The faults of these names, or all.
+def select(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
+    """Return the faults with these names, or all faults if there are no names.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: no fault has one of the names.
     """
     if unknown := sorted({*names} - {fault.name for fault in faults}):
         raise ValueError(f"there is no fault {unknown[0]!r}; there are {', '.join(fault.name for fault in faults)}")
@@ -119,9 +119,9 @@ def chosen(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
 
 
 def main(*names: str) -> int:
-    """Plant the faults; returns 0 if the tests catch all of them, 1 if not, 2 if a row is wrong."""
+    """Plant the faults. Return 0 if tests catch all of them, 1 if not, 2 if a row is wrong."""
     try:
-        faults = chosen(read_faults(), names)
+        faults = select(read_faults(), names)
     except ValueError as error:
         sys.exit(f"tests/faults.toml: {error}")
     if wrong := outdated(faults):
@@ -134,7 +134,9 @@ def main(*names: str) -> int:
     verdicts = {PASSED: "NOT CAUGHT", FAILED: "caught"}
     codes = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for fault, (code, text) in zip(faults, pool.map(lambda one: run_tests(one.tests, one), faults), strict=True):
+        for fault, (code, text) in zip(
+            faults, pool.map(lambda fault: run_tests(fault.tests, fault), faults), strict=True
+        ):
             codes.append(code)
             print(f"{verdicts.get(code, 'ERROR'):10}  {fault.name}: {fault.promise}", flush=True)
             if code not in verdicts:

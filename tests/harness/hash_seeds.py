@@ -1,6 +1,6 @@
-"""Prints the timelines of several programs; run as a program, under a hash seed of its own.
+"""Prints the timelines of several models. Tests run it under different hash seeds.
 
-``python -m tests.harness.hash_seeds`` prints one line for each operation of each program.
+``python -m tests.harness.hash_seeds`` prints a line for each operation with parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from thunder.extend import add_default_executor
 
 
 class Loop(nn.Module):
-    """Reads its parameters and buffers by the methods that list them; and a product of several parameters."""
+    """Iterates over its parameters and buffers, and reads a product of several parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Loop(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes values in place that have views."""
+    """Updates values in place that have views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class InPlace(nn.Module):
 
 
 def main() -> None:
-    """What backward computes again of GptShape, a fuser decides."""
+    """Print three timelines. In the last one a fuser decides what backward recomputes."""
     for module in (Loop(), InPlace()):
         show(module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1, reshard_after_forward=True))
     add_default_executor(torch_compile_ex)

@@ -1,7 +1,7 @@
-"""Counts the places where the host reads a tensor's value; on a GPU it waits there for all work before.
+"""Counts the places where the host reads a tensor's value. On a GPU the host waits there for all earlier work.
 
-Two modes, since neither sees everything: Python's ``tolist`` reaches no operator, and operators read values that no
-Python function asks for (``nonzero``, a mask as an index).
+It needs two modes. ``tolist`` reads a value but calls no operator. Some operators read a value although no Python
+function asks for it (``nonzero``, a mask as an index).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Operators(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Records each read of a value inside the block, by the name of the operator or method; also in ``backward``.
+    """A mode that records each read of a value inside the block, also in ``backward``.
 
     Attributes:
-        seen: the reads, in order.
+        seen: names of the operators or methods that read, in order.
     """
 
     def __init__(self) -> None:

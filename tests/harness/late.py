@@ -1,12 +1,12 @@
-"""A wire that carries messages only when they are waited for: the worst that NCCL may do, on gloo.
+"""A wire that carries messages only when a rank waits for them: NCCL's worst case, on gloo.
 
-It takes the place of torch's calls in ``comm/native.py``, below the NCCL transport itself. From launch to wait:
+It replaces torch's calls in ``comm/native.py``, below the NCCL transport. From launch to wait:
 
-- outputs are NaN, so whoever reads one before its wait reads NaN;
-- the wire has weak references only, so a buffer that nobody keeps alive for it is an error;
-- an input that was written to is an error.
+- outputs are NaN, so a read before the wait gets NaN;
+- the wire has only weak references, so it is an error if a buffer is freed;
+- it is an error if an input is written to.
 
-What it has written becomes NaN again once it is freed: when nobody but the wire has its memory.
+An output becomes NaN again once it is freed: when only the wire has its memory.
 
 Tensors on a GPU travel through host memory, so that gloo carries them between processes on one GPU.
 """
@@ -31,39 +31,39 @@ PLACES = (("cpu", "gloo"), ("cuda", "gloo"))
 
 
 class CoalescedSums(CoalescedNccl):
-    """NCCL's transport for gloo, which has no mean: all dtypes are divided and added up."""
+    """NCCL's transport for gloo, which has no mean: divides tensors of all dtypes, then sums."""
 
     means: frozenset[torch.dtype] = frozenset()
 
 
 class Message:
-    """One collective, not yet run."""
+    """A collective that has not run yet."""
 
     def __init__(self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        output, given = tensors[0], tensors[-1]
+        output, source = tensors[0], tensors[-1]
         self.name = collective.__name__
         self._collective, self._options = collective, options
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._given = given.clone()
+        self._source = source.clone()
         self._in_place = len(tensors) == 1
-        inside = not self._in_place and _address(output) == _address(given)  # a gather into a buffer at rest
+        inside = not self._in_place and _address(output) == _address(source)  # a gather into a buffer at rest
         _fill_with_nan(output)
         if inside:
-            given.copy_(self._given)
+            source.copy_(self._source)
 
     def run(self) -> Tensor:
-        """Run it, a collective; returns an alias of its output."""
+        """Run the collective. Return an alias of its output."""
         tensors = [ref() for ref in self._tensors]
         if any(tensor is None for tensor in tensors):
             raise AssertionError(f"{self.name}: a buffer was freed before its wait")
-        output, given = tensors[0], tensors[-1]
+        output, source = tensors[0], tensors[-1]
         assert output is not None
-        assert given is not None
+        assert source is not None
         if self._in_place:
-            given.copy_(self._given)
-        elif not torch.equal(_bytes(given), _bytes(self._given)):
+            source.copy_(self._source)
+        elif not torch.equal(_bytes(source), _bytes(self._source)):
             raise AssertionError(f"{self.name}: its input was written to before its wait")
-        on_host = [tensor.cpu() for tensor in tensors if tensor is not None]  # on the CPU the tensors themselves
+        on_host = [tensor.cpu() for tensor in tensors if tensor is not None]  # for a CPU tensor this is no copy
         self._collective(*on_host, **self._options)
         if output.device.type != "cpu":
             output.copy_(on_host[0])
@@ -75,9 +75,9 @@ class Wire:
     """The wire of one process.
 
     Attributes:
-        waiting: messages that were launched and not waited for.
-        most: the largest number of them so far.
-        poisoned: outputs that were freed and are NaN.
+        waiting: number of messages that were launched and not waited for.
+        most: the largest ``waiting`` so far.
+        poisoned: number of outputs that were freed and are NaN.
     """
 
     waiting: int = 0
@@ -88,7 +88,7 @@ class Wire:
 
     @contextmanager
     def launch(self, group: object) -> Iterator[Launched]:
-        """Instead of ``one_launch``."""
+        """Replace ``one_launch``."""
         launched: list[Message] = []
         self._open = launched
         yield Launched(self, launched)
@@ -97,7 +97,7 @@ class Wire:
         self.most = max(self.most, self.waiting)
 
     def late(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        """Queues a collective of a launch; others run at once."""
+        """Queue a collective if it is part of a launch; otherwise run it at once."""
 
         def call(*tensors: Any, **options: Any) -> Any:
             if self._open is None:
@@ -108,7 +108,7 @@ class Wire:
         return call
 
     def end(self, message: Message) -> None:
-        """Run a message; what was freed since the last one becomes NaN."""
+        """Run a message. Fill the outputs that were freed since the last message with NaN."""
         freed = [tensor for tensor in self._written if _owners(tensor) == ALONE]
         for tensor in freed:
             _fill_with_nan(tensor)
@@ -120,7 +120,7 @@ class Wire:
 
 @dataclass
 class Launched:
-    """What ``one_launch`` gives."""
+    """The result of ``one_launch``."""
 
     wire: Wire
     messages: list[Message]
@@ -132,20 +132,20 @@ class Launched:
 
 @contextmanager
 def replace_collectives(
-    launch: Callable[..., Any], queued: Callable[[Callable[..., Any]], Callable[..., Any]]
+    launch: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """The calls in ``comm/native.py``: ``launch`` is its ``one_launch``, ``queued`` wraps collectives."""
+    """Replace ``one_launch`` in ``comm/native.py`` by ``launch``, and wrap its collectives with ``wrap``."""
     collectives = ((native, "all_gather_single"), (native, "reduce_scatter_single"), (dist, "all_reduce"))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(native, "one_launch", launch))
         for owner, name in collectives:
-            stack.enter_context(mock.patch.object(owner, name, queued(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         yield
 
 
 @contextmanager
 def late_wire() -> Iterator[Wire]:
-    """Models that are sharded inside of the block train through the NCCL transport, on gloo and late."""
+    """Let models sharded inside the block train through the NCCL transport over a late gloo wire."""
     wire = Wire()
     gloo = mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, CoalescedSums))
     with gloo, replace_collectives(wire.launch, wire.late):
@@ -170,6 +170,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _fill_with_nan(tensor: Tensor) -> None:
-    """NaN, or for integers the byte 0x7f. Not a write that autograd counts: memory is what changes."""
+    """Fill memory with NaN, or with the byte 0x7f for integers. Autograd does not count it as a write."""
     data = tensor.detach()
     _bytes(data).fill_(0x7F) if not data.is_floating_point() else data.data.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Loops, for ``as_one_process``, that train whatever a front end has made: short ones, and some with failures."""
+"""Training loops for ``as_one_process``, for models of any front end: short loops, inference, failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 16  # bytes: some scalars
 
 
 def batch(number: int = 0, rows: int = ROWS, width: int = WIDTH) -> Tensor:
-    """The rows of all ranks, the same in every process: (rows, width)."""
+    """Return the rows of all ranks, equal in every process: (rows, width)."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
 
 
@@ -48,7 +48,7 @@ def two_steps(side: Side) -> Steps:
 
 
 def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int = 2) -> Steps:
-    """Three micro-batches a step, of which the first two are deferred; the second step begins with zeros, not None."""
+    """Train on three micro-batches a step, and defer the first two; the second step begins with zeros, not None."""
     (model,) = side.models
     optimizer = sgd(model, lr)
     for step in range(steps):
@@ -61,13 +61,13 @@ def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int =
         optimizer.zero_grad(set_to_none=False)
 
 
-# Parameters that are left out
+# Ignored parameters
 
-SMALL = 4 * 7 * 3  # bytes: the experts' weights are not smaller, their biases and the adapters are
+SMALL = 4 * 7 * 3  # bytes: the experts' biases and the adapters are smaller, the experts' weights are not
 
 
 class Lora(nn.Module):
-    """A frozen base, trained adapters of rank 2, a router of each rank's own, and two experts."""
+    """A frozen base, trained adapters of rank 2, two experts, and a router that differs by rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Lora(nn.Module):
 
 
 def experts(side: Side) -> Steps:
-    """The router stays as it is: each rank has a gradient of its own for it."""
+    """Train all but the base and the router, whose gradient differs by rank."""
     (model,) = side.models
     trained = [param for name, param in model.named_parameters() if name != "base.weight" and "router" not in name]
     optimizer = torch.optim.SGD(trained, 0.1, momentum=0.9)
@@ -101,7 +101,7 @@ def experts(side: Side) -> Steps:
 
 
 class Statistics(nn.Module):
-    """Dropout and BatchNorm: eval() is another program. (Dropout of probability 0 keeps the numbers.)"""
+    """Dropout and BatchNorm, so that ``eval()`` changes the program. Dropout of probability 0 keeps the numbers."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Statistics(nn.Module):
 
 
 def interrupted(side: Side) -> Steps:
-    """Inference before each step. All ranks have all rows, for the sake of the statistics."""
+    """Run inference before each step. All ranks have all rows, so that statistics are equal."""
     (model,) = side.models
     optimizer = sgd(model)
     for step in range(3):
@@ -131,7 +131,7 @@ def interrupted(side: Side) -> Steps:
 
 
 class Failure(Exception):
-    """Raised by the tests in the middle of a step, on every rank."""
+    """An error that tests raise in the middle of a step, on every rank."""
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def failing(name: str, count: int) -> Any:
-    """Inside of the block the transport's method fails the ``count``-th time that it is called."""
+    """Let call number ``count`` of a transport's method raise inside the block."""
     method, calls = getattr(PairwiseGloo, name), itertools.count(1)
     return mock.patch.object(
         PairwiseGloo, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
@@ -152,7 +152,7 @@ def in_loss(model: Any, x: Tensor) -> None:
 
 
 def in_hook(model: Any, x: Tensor) -> None:
-    """The second call's backward has run, the first one's has not."""
+    """Fail between the backward of the second call and the backward of the first call."""
     y = model(x)
     y.register_hook(fail)
     model(torch.tanh(y)).square().mean().backward()
@@ -165,13 +165,15 @@ def in_transport(model: Any, x: Tensor, gather: int, reduction: int) -> None:
 
 
 def after_failures(side: Side, reduction: int = 3) -> Steps:
-    """A clean step after each failure, and no memory that stays behind.
+    """Train a step after each failure, and check that no memory stays behind.
 
-    The second gather fails, and the reduction of this number: at the third one, two buckets are under way.
+    The second gather fails, and then reduction number ``reduction``. Two buckets are in flight at the third reduction.
     """
     model, held = side.models[0], []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    in_gather, in_reduction = (partial(in_transport, gather=2 * (not at), reduction=at) for at in (0, reduction))
+    in_gather, in_reduction = (
+        partial(in_transport, gather=2 * (not count), reduction=count) for count in (0, reduction)
+    )
     for step, failure in enumerate((in_loss, in_hook, in_gather, in_reduction)):
         if side.is_sharded:
             with pytest.raises(Failure):
@@ -179,13 +181,12 @@ def after_failures(side: Side, reduction: int = 3) -> Steps:
         loss = step_on(optimizer, model(side.rows(batch(step))).square().mean())
         held.append(sum(storages().values()))
         yield side.mean(loss)
-    later = held[1:]  # the first step makes gradients
+    later = held[1:]  # the first step allocates gradients
     assert not side.is_sharded or max(later) - min(later) <= FEW, held
 
 
 def skips_what_overflows(model: Any, loss_of: Callable[[bool], Tensor]) -> None:
-    """Of three steps under torch's own gradient scaler the second overflows somewhere: no rank steps, all halve the
-    scale, and training goes on."""
+    """Check that all ranks skip the second of three steps, which overflows, halve torch's scale, and train on."""
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
     scales, weights = [], []
     for step in range(3):
@@ -196,7 +197,7 @@ def skips_what_overflows(model: Any, loss_of: Callable[[bool], Tensor]) -> None:
         scales.append(scaler.get_scale())
         weights.append(tz.full_state_dict(model))
     assert scales == [16.0, 8.0, 8.0], scales
-    for name, first in weights[0].items():
-        assert torch.equal(first, weights[1][name]), (name, "skipped")
-        assert not torch.equal(first, weights[2][name]), (name, "goes on")
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), (name, "skipped")
+        assert not torch.equal(value, weights[2][name]), (name, "goes on")
         assert weights[2][name].isfinite().all()

@@ -1,6 +1,6 @@
-"""Runs models and watches which gathered parameters have memory at which moment.
+"""Runs models and records when the gathered parameters have memory.
 
-A weak reference to its storage watches each gathered parameter's memory; any view keeps the storage alive.
+A weak reference watches the storage of each gathered parameter. Any view keeps the storage alive.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.runtime import ModelRuntime
 
 TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
-ROWS = 2  # of each rank's batch
+ROWS = 2  # rows of each rank's batch
 STEPS = 2
 
 
 @dataclass
 class Watch:
-    """The gathered parameters of one rank: those whose gather is under way, and those whose memory is alive.
+    """The gathered parameters of one rank.
 
     Attributes:
-        peak: most bytes of both at one time.
-        at_reductions: for each reduction, the parameters it reduces, and those alive when it started.
+        under_way: parameters whose gather is in flight.
+        memory: gathered parameters with their storages.
+        peak: largest number of bytes in flight and alive at one time.
+        at_reductions: for each reduction, its parameters, and the parameters alive when it started.
     """
 
     plan: tz.schedule.Plan
@@ -58,12 +60,12 @@ class Watch:
     at_reductions: list[tuple[tuple[str, ...], set[str]]] = field(default_factory=list)
 
     def alive(self) -> set[str]:
-        """The parameters whose gathered memory is still alive."""
+        """Return the parameters whose gathered memory is still alive."""
         self.memory = [(path, memory) for path, memory in self.memory if not memory.expired()]
         return {path for path, _ in self.memory}
 
     def note_peak(self) -> None:
-        """Two copies of a parameter, one for each phase, count twice."""
+        """Update the peak. Two copies of a parameter, one for each phase, count twice."""
         self.alive()
         held = [*self.under_way, *(path for path, _ in self.memory)]
         self.peak = max(self.peak, sum(self.plan.by_name[path].full_bytes for path in held))
@@ -88,7 +90,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(plan: tz.schedule.Plan) -> Iterator[Watch]:
-    """Watch the models that are transformed inside this block."""
+    """Watch the models that are transformed inside the block."""
     watch = Watch(plan)
     gather, reduce = ModelRuntime.all_gather, ModelRuntime.reduce
 
@@ -128,7 +130,7 @@ class Case:
 
 
 def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
-    """Take some training steps; return what is alive in the last one, and after an inference."""
+    """Take some training steps. Return what is alive in the last step, and after inference."""
     plain = fresh(case.kind)
     options = fuser("thunder") if case.fused else {}
     with watched(make_plan(plain, case.policy, Mesh.of(world_size, rank))) as watch:
@@ -168,7 +170,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def spread(timeline: tz.schedule.Timeline) -> str:
-    """The order of a phase in letters: g(ather), w(ait), c(ompute); consecutive computations are one letter."""
+    """Spell the order of a phase in letters: g(ather), w(ait), c(ompute). Consecutive computations are one letter."""
     letters = {Kind.GATHER: "g", Kind.WAIT: "w", Kind.COMPUTE: "c", Kind.FREE: ""}
     text = "".join(letters[op.kind] for op in timeline.ops)
     while "cc" in text:
@@ -177,7 +179,7 @@ def spread(timeline: tz.schedule.Timeline) -> str:
 
 
 def eager(case: Case, world_size: int) -> tuple[list[Tensor], nn.Module]:
-    """Each rank's last output, and the model with the mean gradients of the last step."""
+    """Return each rank's last output, and the model with the mean gradients of the last step."""
     model = fresh(case.kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(STEPS):
@@ -198,7 +200,7 @@ def check_numbers(ranks: list[dict[str, Any]], case: Case) -> None:
     for result, y in zip(ranks, outputs, strict=True):
         assert relative_error(result["y"], y) < tolerance
     for param in plan.params:
-        found = join_rows([result["grads"][param.path] for result in ranks], param.shape, sharded=param.sharded)
+        mean = join_rows([rank["grads"][param.path] for rank in ranks], param.shape, sharded=param.sharded)
         grad = model.get_parameter(param.path).grad
         assert grad is not None
-        assert relative_error(found, grad) < tolerance, param.path
+        assert relative_error(mean, grad) < tolerance, param.path

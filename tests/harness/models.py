@@ -1,4 +1,4 @@
-"""Small models, and helpers that compare tensors, count bytes and read traces."""
+"""Small models, and functions that compare tensors, count bytes and read traces."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LENGTH = 5
 Tensors = dict[str, Tensor]
 
 
-# Most of these models call their modules' ``forward``: Thunder interprets the hook handling of ``nn.Module.__call__``,
-# which takes half of the compile time. Zoo and the examples call modules as usual.
+# Most models here call ``forward`` of their modules. Otherwise Thunder interprets the hook handling of
+# ``nn.Module.__call__``, which takes half of the compile time. Zoo calls its modules as usual.
 
 
 class Block(nn.Module):
-    """A transformer block. In exact arithmetic its key bias has a gradient of zero: softmax ignores a shift."""
+    """A transformer block. In exact arithmetic the gradient of its key bias is zero, as softmax ignores a shift."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GptShape(nn.Module):
-    """Two blocks and a tied embedding, with parameters of all awkward shapes."""
+    """Two transformer blocks, a tied embedding, and parameters of all awkward shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class GptShape(nn.Module):
 
 
 class Patterns(nn.Module):
-    """Typical values that are computed from parameters alone and saved for backward."""
+    """Computes typical values from parameters alone, which are saved for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class Patterns(nn.Module):
         return x @ self.embed.weight.t() + self.bias
 
 
-# The parameters that backward of Patterns reads: every factor of a product; no bias, and only the tied embedding.
+# The parameters that backward of Patterns reads: the factors of products, but no bias and no untied embedding.
 PATTERNS_AGAIN = {"embed.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "w", "v", "g"}
 
 
 class Zoo(nn.Module):
-    """Parameters of every kind: 9, 2, 1, 0 rows and 0-dim, which few worlds divide; dtypes, strides, ties, buffers."""
+    """Parameters of every kind: 0-dim, or 9, 2, 1 or 0 rows, which few worlds divide; dtypes, strides, ties."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ ZOO_WITHOUT_GRAD = {"frozen", "unused"}
 
 
 class Mlp(nn.Module):
-    """A chain of layers, each a unit; 2, 3 and 4 do not divide their rows."""
+    """A chain of layers. Each is a unit with 7 rows, which 2, 3 and 4 ranks do not divide."""
 
     def __init__(self, width: int = 7, layers: int = 3) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Mlp(nn.Module):
 
 
 class Small(nn.Module):
-    """Compiles quickly: a tied embedding, rows that few worlds divide, a scalar, one row, one frozen, one unused."""
+    """Compiles quickly. Has a tied embedding and scalar, one-row, frozen and unused parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Small(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two graphs: dynamo ends one in the middle."""
+    """Two linear layers with a graph break between them."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -178,28 +178,28 @@ class Halves(nn.Module):
 
 
 def fresh(factory: Any, *args: Any) -> Any:
-    """Make the same module on every rank and in every call."""
+    """Build a module with equal values on every rank and in every call."""
     torch.manual_seed(0)
     return factory(*args)
 
 
 def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
-    """A jitted copy of the module, with a policy or a stage."""
+    """Return a jitted and sharded copy of the module, with a policy or a stage."""
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module still has its own weights."""
+    """Return whether no parameter of the module is sharded."""
     return not any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor; a collective, if it is a DTensor."""
+    """Return the full tensor. A collective if it is a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trains(model: Any, *inputs: Any) -> bool:
-    """Whether a step changes every parameter."""
+    """Take a training step and return whether it changed every parameter."""
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(*inputs).sum().backward()
@@ -211,10 +211,10 @@ def trains(model: Any, *inputs: Any) -> bool:
 
 
 def join_rows(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
-    """The full tensor, from all ranks' rows or copies of it.
+    """Return the full tensor, from all ranks' rows or replicas.
 
     Raises:
-        AssertionError: copies differ in some bit; rows are missing.
+        AssertionError: replicas differ in some bit, or rows are missing.
     """
     if not sharded:
         assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
@@ -224,32 +224,36 @@ def join_rows(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -
     return rows
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
-    """Norm of the difference, divided by the norm of ``right``; shapes and dtypes must agree. A collective, if one of
-    them is a DTensor."""
-    found, right = full(found), full(right)
-    assert found.shape == right.shape, (found.shape, right.shape)
-    assert found.dtype == right.dtype, (found.dtype, right.dtype)
-    return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, divided by the norm of ``expected``. A collective if either is a DTensor.
+
+    Raises:
+        AssertionError: shapes or dtypes differ.
+    """
+    result, expected = full(result), full(expected)
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype), (result.shape, result.dtype)
+    return float((result.double() - expected.double()).norm() / max(float(expected.double().norm()), 1e-30))
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every tensor's storage in this process, by address (except for compilers' fake tensors). Of storages in
-    the memory of another one, that one."""
+    """Return the bytes of every tensor's storage in this process, by address, except for compilers' fake tensors.
+
+    A storage inside the memory of another one does not count.
+    """
     gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        is_real = type(thing) in (Tensor, nn.Parameter)  # a placeholder has no memory
-        if is_real and thing.device.type == "cpu" and thing.layout is torch.strided:
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        is_real = type(item) in (Tensor, nn.Parameter)  # a placeholder has no memory
+        if is_real and item.device.type == "cpu" and item.layout is torch.strided:
             with torch._C.DisableTorchFunctionSubclass():
-                storage = thing.untyped_storage()
+                storage = item.untyped_storage()
             address = storage.data_ptr()
-            found[address] = max(storage.nbytes(), found.get(address, 0))
+            sizes[address] = max(storage.nbytes(), sizes.get(address, 0))
     outer, end = {}, 0
-    for address in sorted(filter(None, found)):
-        if address + found[address] > end:
-            outer[address] = found[address]
-            end = address + found[address]
+    for address in sorted(filter(None, sizes)):
+        if address + sizes[address] > end:
+            outer[address] = sizes[address]
+            end = address + sizes[address]
     return outer
 
 
@@ -257,7 +261,7 @@ def storages() -> dict[int, int]:
 def count_sends() -> Iterator[list[int]]:
     """Collect the bytes of each message that this rank sends inside the block.
 
-    A background thread sends them, but always before the wait that ends their bucket.
+    A background thread sends the messages of a bucket before the bucket's wait ends.
     """
     sent: list[int] = []
     send = pairwise.send
@@ -270,7 +274,7 @@ def count_sends() -> Iterator[list[int]]:
         yield sent
 
 
-# Helpers that read Thunder's own traces
+# Functions that read Thunder's own traces
 
 
 def names(proxies: Iterable[Any]) -> set[str]:
@@ -278,7 +282,7 @@ def names(proxies: Iterable[Any]) -> set[str]:
 
 
 def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """The lines of a trace, including those inside fused regions."""
+    """Yield the lines of a trace, including lines inside fused regions."""
     for bsym in bsyms:
         if bsym.sym.is_fusion:
             yield from lines(bsym.subsymbols)
@@ -288,22 +292,22 @@ def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
 
 def parameter_inputs(result: tz.tools.Traces) -> set[str]:
     paths = [path.replace(".", "_") for param in result.plan.params for path in param.names]
-    spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # by front end
+    spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # front ends spell them differently
     return names(result.forward.args) & spelled
 
 
 def saved(forward: TraceCtx) -> set[str]:
-    """The tensors that forward's return passes to backward."""
+    """Return the names of the tensors that forward saves for backward."""
     return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
 
 
 def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
-    """Values computed from parameters alone, without data; except for the parameters' shards themselves."""
-    depends: dict[str, frozenset[str]] = {
+    """Return the values computed from parameters alone, except for the parameters' shards."""
+    sources: dict[str, frozenset[str]] = {
         name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
     }
     for bsym in lines(forward.bound_symbols):
-        read = frozenset[str]().union(*(depends[name] for name in names(bsym.flat_proxy_args)))
+        read = frozenset[str]().union(*(sources[name] for name in names(bsym.flat_proxy_args)))
         for name in names(bsym.flat_proxy_outs):
-            depends.setdefault(name, read)
-    return {name for name, on in depends.items() if on == {"parameter"}} - parameters
+            sources.setdefault(name, read)
+    return {name for name, kinds in sources.items() if kinds == {"parameter"}} - parameters

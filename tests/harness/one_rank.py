@@ -1,7 +1,7 @@
-"""One rank that communicates all the same: its transport is the NCCL one, over a real group of one rank.
+"""One rank that communicates although it has no peers: it uses the NCCL transport over a group of one rank.
 
-A rank alone sends nothing, so on one GPU nothing of the NCCL path would run. Here it does: gathers, reductions,
-streams, launches; only the peers are missing, so the numbers are those of one process.
+A single rank normally sends nothing, so one GPU would run no line of the NCCL path. Here it runs gathers, reductions,
+streams and launches. Without peers the numbers are those of one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunder_zero.comm.transport import Transport
 
 @contextmanager
 def group_of_one(device: str) -> Iterator[dist.ProcessGroup]:
-    """A group of one rank: NCCL for a GPU's tensors, gloo for those in host memory."""
+    """Yield a group of one rank: NCCL for tensors on a GPU, gloo for tensors in host memory."""
     if device == "cuda":
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -34,9 +34,9 @@ def group_of_one(device: str) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def communicating(make: Callable[[], Transport] | None = None) -> Iterator[None]:
-    """Models that are sharded inside of the block use this transport instead of the one that sends nothing.
+    """Let models sharded inside the block use the transport that ``make`` returns, instead of one that sends nothing.
 
-    Sums by default: with one rank they are the means, and NCCL's own mean may be wrong there, as FSDP2's code says.
+    The default transport sums: with one rank the sum is the mean, and FSDP2's code says that NCCL's mean may be wrong.
     """
     with mock.patch.object(backends, "SingleRank", make or (lambda: CoalescedSums(everyone()))):
         yield

@@ -1,4 +1,4 @@
-"""Lines of traces that run torch's own operators: attention, convolutions, activations and norms."""
+"""A model with attention, convolutions, activations and norms, and the lines of traces that run torch's operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES = 8
 
 
 class Attends(nn.Module):
-    """Convolutions around attention with two heads and an MLP."""
+    """A convolution, attention with two heads, an MLP, and a transposed convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Imports of the server that forks the ranks: all that take seconds, and none that starts a thread.
 
-A process with threads must not fork: only the forking thread continues in the child, and locks that others held stay
-locked. So this module counts the threads, and every rank checks the count.
+A process with threads must not fork. Only the forking thread continues in the child, so a lock of another thread stays
+locked for ever. This module therefore counts the threads, and every rank checks the count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import thunder.transforms.autodiff  # noqa: F401
 
 for package in (thunder_zero, thunder_zero.tools):
     for name in package.__all__:
-        getattr(package, name)  # imported when it is asked for
+        getattr(package, name)  # the package imports it lazily
 
 gc.collect()
 gc.freeze()  # so that no collection in a rank writes to the shared pages, which copies them

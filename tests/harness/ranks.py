@@ -1,23 +1,23 @@
 """Runs a function on several ranks: real processes, a real process group, a hard time-out.
 
-A test calls one of these; both return the results of ``fn(rank, world_size, *args)`` by rank::
+Both calls return the results of ``fn(rank, world_size, *args)`` by rank::
 
     run_ranks(2, fn, *args)             fresh interpreters for this call only (takes seconds)
     ranks_pool.run(2, fn, *args)        the fixture: processes that live on, a fresh group for each call (about 10 ms)
 
-A server that has imported Thunder (``tests/harness/preloaded.py``) forks the pool's processes, so all of them hash
-strings alike. Fresh interpreters each hash them differently, as the ranks of a user's job do.
+A server that has imported Thunder (``tests/harness/preloaded.py``) forks the pool's processes, so they share a hash
+seed. Each fresh interpreter has another hash seed, like the ranks of a user's job.
 
 ``fn`` must be at the top level of a module, because ranks import it by name. Arguments and results are pickled (tensors
-too). Assert in ``fn``: the pool brings its traceback and rank home. As pytest does not rewrite asserts on ranks, write
-the message yourself, or use ``torch.testing.assert_close``. Each call starts with ``torch.manual_seed(0)``, one thread
+too). Assert in ``fn``: the pool returns its traceback and rank. Pytest does not rewrite asserts on ranks, so write the
+message yourself, or use ``torch.testing.assert_close``. Each call starts with ``torch.manual_seed(0)``, one thread
 per rank, and ``thunder_zero`` imported. Gloo uses the loopback interface.
 
-When a call fails, the pool kills its processes by their ids and makes new ones for the next call, so that no test gets
-a broken group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
+When a call fails, the pool kills its processes by their ids, so that the next call starts new ones with an intact
+group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
 
-A rank writes stderr to a file. After each call the parent prints it, so that pytest shows it with the test that failed,
-and a rank that died leaves its last words: what it printed, and the stacks of C++ and of Python at a fatal signal.
+A rank writes stderr to a file. After each call the parent prints it, so that pytest shows it with the test that failed.
+If a rank died, its file has what it printed, and the stacks of C++ and of Python at a fatal signal.
 
 The messages on a rank's pipe::
 
@@ -59,8 +59,10 @@ START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy
 STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
-LAST_LINES = 40  # of a rank that died, and of each of its stacks
-STACKS = re.compile(r"^(?=SIG\w+\(\d+\), PID|Fatal Python error)", re.MULTILINE)  # by torch, of each thread; by Python
+LAST_LINES = 40  # shown of stderr, and of each stack, of a rank that died
+STACKS = re.compile(
+    r"^(?=SIG\w+\(\d+\), PID|Fatal Python error)", re.MULTILINE
+)  # written by torch for each thread; by Python
 
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -71,12 +73,12 @@ CAN_FORK = Path("/proc/self/task").exists()  # only here can the server count it
 
 
 def example_environment() -> dict[str, str]:
-    """The environment of an example: as that of a rank here, without a GPU, with this checkout of the package."""
+    """Return environment variables for an example: those of a rank, no GPU, and this checkout on the path."""
     return {**os.environ, **ONE_RANK, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
 
 
 class RanksTimeout(TimeoutError):
-    """Some ranks did not finish in time; their processes are gone."""
+    """Some ranks did not finish in time. Their processes have been killed."""
 
 
 class RankDied(RuntimeError):
@@ -84,7 +86,7 @@ class RankDied(RuntimeError):
 
 
 class RanksPool:
-    """Worker processes that live on from call to call; a call starts those that it needs and that do not exist yet.
+    """Worker processes that serve many calls. A call starts the missing ones.
 
     Args:
         imports: modules that a worker imports when it starts.
@@ -117,15 +119,15 @@ class RanksPool:
         """Call ``fn(rank, world_size, *args)`` on each rank; return the results by rank.
 
         Args:
-            timeout: seconds that the call may take, without the start of new workers.
-            backend: of the process group, as for ``init_process_group``.
+            timeout: seconds that the call may take; the start of new workers does not count.
+            backend: the process group's, as for ``init_process_group``.
 
         Raises:
             TypeError: ``fn`` is not a module's top-level function.
-            RanksTimeout: ranks did not finish in time; the message names them, notes have their stacks.
-            RankDied: a process ended by itself; the message has its rank, and its exit code or signal; notes have its
-                last words.
-            Exception: a rank's error, of its own type; notes have rank and traceback of all that failed.
+            RanksTimeout: ranks did not finish in time. The message names them; notes have their stacks.
+            RankDied: a process ended by itself. The message has its rank and exit code or signal; notes have the end of
+                its stderr.
+            Exception: a rank's error, with its type. Notes have the rank and traceback of each error.
         """
         if "<" in fn.__qualname__ or "." in fn.__qualname__:
             raise TypeError(f"fn is {fn.__qualname__}; ranks import it by name, so define it at a module's top level")
@@ -182,8 +184,7 @@ class RanksPool:
         self._gather(set(fresh), START_SECONDS, "started")
 
     def _gather(self, waiting: set[int], seconds: float, what: str) -> dict[int, Any]:
-        """Receive one reply from each rank in ``waiting``, and empty it; raise the first rank's error. The death of a
-        rank goes first, as it breaks the connections of the others, whose errors may arrive before."""
+        """Receive one reply from each rank in ``waiting``, and remove the rank from it; raise the first error."""
         end = time.monotonic() + seconds
         results: dict[int, Any] = {}
         failures: list[BaseException] = []
@@ -198,6 +199,7 @@ class RanksPool:
                 except BaseException as error:
                     failures.append(error)
                     end = min(end, time.monotonic() + GRACE_SECONDS)
+        # A death comes first: it breaks the connections of other ranks, whose errors may arrive earlier.
         failures.sort(key=lambda failure: not isinstance(failure, RankDied))
         if failures:
             for other in failures[1:]:
@@ -218,7 +220,7 @@ class RanksPool:
         return error
 
     def _stderr_file(self, rank: int) -> Path:
-        """Return where a rank writes stderr; the file has what was not printed yet."""
+        """Return the file to which a rank writes stderr. It has only what the parent has not printed yet."""
         return Path(self._folder.name) / f"stderr{rank}"
 
     def _print_stderr(self) -> None:
@@ -227,17 +229,21 @@ class RanksPool:
             os.truncate(self._stderr_file(rank), 0)
 
     def _last_words(self, rank: int) -> str:
-        """Return the last lines that a rank wrote to stderr. After a fatal signal these include the C++ stack of the
-        thread that got it, without the stacks of the others, and the Python stacks."""
-        said, *stacks = STACKS.split(self._stderr_file(rank).read_text(errors="replace"))
-        told = [stack for stack in stacks if not stack.startswith("SIG") or "fatalSignalHandler" in stack]
-        lines = [said.splitlines()[-LAST_LINES:], *(stack.splitlines()[:LAST_LINES] for stack in told)]
+        """Return the last lines that a rank wrote to stderr.
+
+        After a fatal signal they include the Python stacks, and the C++ stack of the thread that got the signal.
+        """
+        printed, *stacks = STACKS.split(self._stderr_file(rank).read_text(errors="replace"))
+        shown = [stack for stack in stacks if not stack.startswith("SIG") or "fatalSignalHandler" in stack]
+        lines = [printed.splitlines()[-LAST_LINES:], *(stack.splitlines()[:LAST_LINES] for stack in shown)]
         return "\n".join(chain.from_iterable(lines))
 
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
-        """The ranks that have replied or died; none if nothing happens for ``seconds``."""
-        of = {thing: rank for rank in ranks for thing in (self._workers[rank][1], self._workers[rank][0].sentinel)}
-        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})
+        """Return the ranks that have replied or died; none if nothing happens for ``seconds``."""
+        by_source = {
+            source: rank for rank in ranks for source in (self._workers[rank][1], self._workers[rank][0].sentinel)
+        }
+        return sorted({by_source[source] for source in connection.wait(by_source, max(seconds, 0.0))})
 
     def _reply(self, rank: int) -> Any:
         process, conn = self._workers[rank]
@@ -252,12 +258,12 @@ class RanksPool:
 
 
 def ended(code: int | None) -> str:
-    """Return how a process ended, in words."""
+    """Describe how a process ended."""
     return f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
 def everyone() -> ProcessGroup:
-    """The process group of a call, on a rank."""
+    """Return the default process group of this rank."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -272,7 +278,7 @@ def run_ranks(
     timeout: float = 60.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """As :meth:`RanksPool.run`, in fresh interpreters that live for this call only."""
+    """Call :meth:`RanksPool.run` of a pool of fresh interpreters, which end with this call."""
     with RanksPool(fresh=True) as pool:
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
 
@@ -281,7 +287,7 @@ def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any
     """Call ``fn(*args)`` in its own process, without threads or a group, so that it may fork; return the result.
 
     Raises:
-        RanksTimeout: it did not finish in time.
+        RanksTimeout: ``fn`` did not finish in time.
         RankDied: the process ended without a reply.
         Exception: the error of ``fn``, with its traceback as a note.
     """
@@ -303,7 +309,7 @@ def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any
 
 
 def start_server() -> None:
-    """Start the server that forks workers, if it is not running; it ends with this process."""
+    """Start the server that forks workers, unless it is running. It ends with this process."""
     multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, ONE_RANK, PYTHONPATH=path):
@@ -311,7 +317,7 @@ def start_server() -> None:
 
 
 def check_server() -> None:
-    """Check the server, in a process that it forked.
+    """Check the server, from a process that it forked.
 
     Raises:
         RuntimeError: the server failed to import its modules, or has threads.
@@ -326,7 +332,7 @@ def check_server() -> None:
 
 
 def _worker(conn: Connection, stderr: Path, imports: Sequence[str], is_forked: bool) -> None:
-    """Body of a worker process: serves calls until its parent ends."""
+    """Serve calls in a worker process until its parent ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 2)
     faulthandler.enable()
@@ -356,7 +362,7 @@ def _warm_up(imports: Sequence[str], is_forked: bool) -> None:
 
     if is_forked:
         check_server()
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # those of C++, too
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # C++ stacks, too
     torch.set_num_threads(1)
     for name in imports:
         importlib.import_module(name)
@@ -380,14 +386,14 @@ def _leave_group() -> None:
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # What DTensor keeps has meshes of these groups; a group that stays has three threads, which wake up all the time.
+    # DTensor's caches hold meshes of the groups. A group that stays has three threads, which wake up all the time.
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.freeze()  # what a call leaves, caches mostly, would make each later collection longer
+    gc.freeze()  # so that what a call leaves, mostly caches, makes no later collection longer
 
 
 def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -397,7 +403,7 @@ def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 def _value_of(reply: bytes, where: str) -> Any:
-    """The value of a reply; raises if it is an error."""
+    """Return the value of a reply, or raise its error."""
     kind, value, *text = pickle.loads(reply)
     if kind == "error":
         value.add_note(f"{where}:\n{text[0]}")
@@ -406,7 +412,7 @@ def _value_of(reply: bytes, where: str) -> Any:
 
 
 def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:
-    """The pickled reply; any error on the way, also in pickling, becomes an error reply."""
+    """Call ``fn`` and return the pickled reply. An error in ``fn`` or in pickling becomes an error reply."""
     try:
         return pickle.dumps(("result", fn(*args)))
     except BaseException as error:
@@ -414,7 +420,7 @@ def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself if it can be pickled, else a RuntimeError that names its type."""
+    """Return the error if it can be pickled, else a RuntimeError that names its type."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,9 +1,9 @@
-"""A process that trains models of ours, and prints what that changed for everybody else.
+"""Trains models of thunder_zero in a process, and prints what that changed for other users of the process.
 
 python -m tests.harness.side_effects
 
-Two records are compared: the tables, settings and functions of torch and Thunder, and the bits of other people's models
-after two steps. The result is a JSON object: what changed, by name.
+It compares two records: the tables, settings and functions of torch and Thunder, and the bits of other models after two
+steps. It prints a JSON object: the names of what changed, by kind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "thunder")
 
 
 class Tiled(torch.autograd.Function):
-    """A linear layer into a part of a buffer, which dynamo does not trace."""
+    """A linear layer that writes into a part of a buffer, which dynamo cannot trace."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Tiled(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Calls what is replaced while a model of ours compiles."""
+    """Calls the functions that thunder_zero replaces while it compiles a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 
 class WithFunction(Net):
-    """Has an autograd function that dynamo cannot trace as well."""
+    """Also calls an autograd function that dynamo cannot trace."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.layers[0].weight
@@ -83,7 +83,7 @@ class WithFunction(Net):
 
 
 def bits(compiled: Callable[[nn.Module], Any], kind: type[Net] = Net) -> str:
-    """Train a model for two steps; return a digest of its parameters."""
+    """Train a model for two steps. Return a digest of its parameters."""
     torch.manual_seed(0)
     plain = kind()
     model = compiled(plain)
@@ -97,7 +97,7 @@ def bits(compiled: Callable[[nn.Module], Any], kind: type[Net] = Net) -> str:
 
 
 def other_models() -> Record:
-    """Train models of other people; return their bits, which depend on nothing but torch and Thunder."""
+    """Train models without thunder_zero. Return digests of their parameters."""
     torch._dynamo.reset()
     trained = {
         "plain": bits(lambda plain: plain),
@@ -108,8 +108,8 @@ def other_models() -> Record:
     return trained
 
 
-def ours() -> None:
-    """Train a model of each entry."""
+def train_ours() -> None:
+    """Train a model through each front end of thunder_zero."""
     import torch.distributed as dist
 
     import thunder_zero as tz
@@ -125,7 +125,7 @@ def ours() -> None:
 
 
 def settings() -> Record:
-    """Return the settings and tables that torch has for the whole process."""
+    """Return the process-wide settings and tables of torch and Python."""
     record: Record = {
         f"{config.__name__}.{name}": value for config in CONFIGS for name, value in config.shallow_copy_dict().items()
     }
@@ -153,12 +153,12 @@ def settings() -> Record:
 
 
 def _called(key: Any, value: Any) -> str:
-    """Return a name for an entry of a table: that of the function, where keys are numbers."""
+    """Name an entry of a table: by its key, or by its function if the key is a number."""
     return f"{value.__module__}.{value.__qualname__}" if isinstance(key, int) else str(key)
 
 
 def functions() -> Record:
-    """Return the functions and classes of all loaded modules of torch and Thunder, and the methods of these classes."""
+    """Return the functions, classes and methods of all loaded modules of torch and Thunder."""
     record: Record = {}
     for path, module in [*sys.modules.items()]:
         if not isinstance(module, ModuleType) or path.partition(".")[0] not in LIBRARIES:
@@ -167,13 +167,13 @@ def functions() -> Record:
             if isinstance(value, FunctionType | type):
                 record[f"{path}.{name}"] = id(value)
             if isinstance(value, type) and value.__module__ == path:
-                record |= {f"{path}.{name}.{method}": id(found) for method, found in _methods(value)}
+                record |= {f"{path}.{name}.{method}": id(function) for method, function in _methods(value)}
     return record
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
     kinds = FunctionType, classmethod, staticmethod, property
-    return ((name, found) for name, found in [*vars(kind).items()] if isinstance(found, kinds))
+    return ((name, function) for name, function in [*vars(kind).items()] if isinstance(function, kinds))
 
 
 def tables_of_thunder() -> Record:
@@ -192,7 +192,7 @@ def tables_of_thunder() -> Record:
 
 
 def changed(before: Record, after: Record, *, new: bool = True) -> list[str]:
-    """Return the names whose values differ; names that came count if they are ``new``."""
+    """Return the names whose values differ. Added names count if ``new``."""
     names = {*before, *after} if new else {*before}
     missing = object()
     return sorted(name for name in names if not _is_same(before.get(name, missing), after.get(name, missing)))
@@ -203,7 +203,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def main() -> None:
-    """Compare before and after the import, then before and after models of ours trained."""
+    """Compare before and after the import, then before and after our models' training."""
     fresh_settings, fresh_bits = settings(), other_models()
     trained = settings()
     import thunder_zero  # noqa: F401
@@ -213,7 +213,7 @@ def main() -> None:
     imported = settings()
     between = other_models()
     tables, functions_before = tables_of_thunder(), functions()
-    ours()
+    train_ours()
     result = {
         "torch by itself": changed(fresh_settings, trained),
         "import": changed(trained, imported),
@@ -226,6 +226,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with redirect_stdout(StringIO()) as said:
+    with redirect_stdout(StringIO()) as printed:
         main()
-    print(said.getvalue()[said.getvalue().index("{") :])
+    print(printed.getvalue()[printed.getvalue().index("{") :])

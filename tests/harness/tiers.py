@@ -1,14 +1,14 @@
-"""Three tiers of tests, told apart by marks alone, so that each is a part of the next by construction.
+"""Three tiers of tests, told apart by marks alone. Each tier includes the one before it.
 
 ======================  =====================================  ==============================================
 command                 runs                                   for
 ======================  =====================================  ==============================================
 ``./dev test``          tests without a mark                   each change: what matters most, once
-``./dev test --slow``   those, and tests marked ``slow``       CI: the same in more stages, worlds and models
-``./dev test --deep``   those, and tests marked ``deep``       by hand: all worlds, all moments, 1,000 examples
+``./dev test --slow``   also tests marked ``slow``             CI: more stages, worlds and models
+``./dev test --deep``   also tests marked ``deep``             by hand: all worlds, all moments, 1,000 examples
 ======================  =====================================  ==============================================
 
-A whole test carries ``@pytest.mark.slow``; of several cases, ``slow`` and ``deep`` mark some::
+Mark a whole test with ``@pytest.mark.slow``; mark some of its cases with ``slow`` and ``deep``::
 
     @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
     @pytest.mark.parametrize(("world_size", "source"), [(3, 2), *slow((1, 0), (2, 0)), *deep((4, 1))])
@@ -21,16 +21,16 @@ from typing import Any
 
 import pytest
 
-TIERS = ("slow", "deep")  # what a tier's option adds; the fast tier has no mark
+TIERS = ("slow", "deep")  # the marks that an option adds; tests of the fast tier have no mark
 
 
 def slow(*cases: Any) -> list[Any]:
-    """Cases of ``pytest.mark.parametrize`` that run with ``--slow``; a tuple has a value for each argument."""
+    """Mark cases of ``pytest.mark.parametrize`` that run with ``--slow``; a tuple has a value for each argument."""
     return [_marked(case, pytest.mark.slow) for case in cases]
 
 
 def deep(*cases: Any) -> list[Any]:
-    """Cases that run with ``--deep`` only."""
+    """Mark cases of ``pytest.mark.parametrize`` that run only with ``--deep``."""
     return [_marked(case, pytest.mark.deep) for case in cases]
 
 
@@ -39,6 +39,6 @@ def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
 
 
 def is_left_out(marks: Iterable[str], option: str) -> bool:
-    """Whether a test with these marks does not run under ``option``: "" (fast), "slow" or "deep"."""
+    """Return whether ``option`` ("" for the fast tier, "slow" or "deep") leaves out a test with these marks."""
     runs = TIERS[: TIERS.index(option) + 1] if option else ()
     return not set(TIERS).intersection(marks) <= set(runs)

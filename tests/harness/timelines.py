@@ -1,4 +1,4 @@
-"""Timelines for tests: made by hand, by Hypothesis, shown as lines of text; and an interpreter of them."""
+"""Timelines written by hand or drawn by Hypothesis, shown as lines of text; and an interpreter of timelines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 
 CHEAP_BITS = 12
 WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``
-ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, reshard_after_forward=True)  # nothing merges or is ahead
+ALONE = Policy(
+    stage=3, bucket_bytes=0, in_flight_bytes=0, reshard_after_forward=True
+)  # no bucket merges, and no gather runs ahead
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
-    """Return a parameter as ``make_plan`` plans it, with other values for ``fields``."""
+    """Return a parameter as ``make_plan`` plans it, with ``fields`` replaced."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
     once = not sharded or stage.kept_unsharded
@@ -39,11 +41,11 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
 
 
 def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """Return one line for each operation: its kind and parameters, or the values that it writes and reads."""
+    """Describe each operation in a line: its kind and parameters, or the values that it writes and reads."""
 
     def line(op: Op) -> str:
-        computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
-        return f"{op.kind} {' '.join(op.params)}" if op.params else computed
+        assignment = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
+        return f"{op.kind} {' '.join(op.params)}" if op.params else assignment
 
     wanted = kinds or tuple(Kind)
     return [line(op) for op in timeline.ops if op.kind in wanted and backward in (None, op.backward)]
@@ -55,27 +57,29 @@ def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
 
 
 def split(text: str) -> list[str]:
-    """Return the lines of a text, without comments; ";" separates lines, too."""
+    """Return the lines of a text without comments. A ";" separates lines as well."""
     pieces = (piece for line in text.splitlines() for piece in line.partition("#")[0].split(";"))
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
 def in_flight_bytes(timeline: Timeline, kind: Kind) -> tuple[int, ...]:
-    """Return the full bytes in flight after each operation, of launches of this kind."""
+    """Return the full bytes that launches of a kind have in flight after each operation."""
     changes = (timeline.full_bytes(op) * ((op.kind is kind) - timeline.ends(op, kind)) for op in timeline.ops)
     return tuple(accumulate(changes))
 
 
 @dataclass(frozen=True)
 class Use:
-    """A computation of forward, ``y <- x, w``, and its two computations in backward, ``gx <- gy, w`` and ``gw <- gy,
-    x``.
+    """A use of a parameter: ``y <- x, w`` in forward, and ``gx <- gy, w`` and ``gw <- gy, x`` in backward.
 
-    ``steps`` lie between the parameter and the computation. "view" views the last value, "pair" makes two values at
-    once, "constant" also reads a constant, a path also reads that parameter, and "random" depends on more than
-    parameters. ``needed``: backward reads the last value, through a view made in backward if ``view_in_backward``.
-    ``random`` puts a random operation after the computation; ``returned`` makes the last value of the steps an output
-    of forward.
+    Attributes:
+        path: the parameter.
+        steps: computations between the parameter and its use. "view" views the last value, "pair" writes two values,
+            "constant" also reads a constant, "random" is not repeatable, and a path also reads another parameter.
+        needed: backward reads the value of the last step.
+        view_in_backward: it reads a view of the value.
+        random: a random operation follows the use.
+        returned: forward returns the value of the last step.
     """
 
     path: str
@@ -88,7 +92,7 @@ class Use:
 
 @dataclass
 class Builder:
-    """Appends operations in the order of ``lift``: gathers at first use, reductions right after the gradients."""
+    """A timeline under construction: gathers at first use, reductions right after their gradients."""
 
     plan: Plan
     ops: list[Op] = field(default_factory=list)
@@ -160,7 +164,7 @@ class Builder:
 
 
 def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timeline:
-    """Return the timeline of a model that uses its parameters in this order."""
+    """Return the timeline of a model that uses its parameters in the order of ``uses``."""
     builder = Builder(plan)
     x, last = "x", []
     outputs: dict[str, None] = {}
@@ -214,7 +218,7 @@ def _backward(
 def model(
     policy: Policy, *uses: Use | str, training: bool = True, replicas: int = 1, **fields: dict[str, object]
 ) -> Timeline:
-    """Return a timeline of 4-byte parameters named ``unit.name``; ``fields`` are special ones, by ``unit_name``."""
+    """Return a timeline of 4-byte parameters named ``unit.name``; ``fields`` has changed fields by ``unit_name``."""
     all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
     paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
     params = []
@@ -225,11 +229,11 @@ def model(
 
 
 def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
-    """Return a timeline from lines such as ``y <-* x w`` (forward, then after ``--`` backward).
+    """Return a timeline from lines such as ``y <-* x w``. Lines after ``--`` are backward.
 
-    The mark names the work: none for cheap pointwise work, ``*`` a matmul, ``?`` unknown, ``~`` random, ``/`` a view,
-    ``|`` a view or a copy, ``!`` overwrites the second value that it reads. ``gather w`` gathers a parameter ``unit.w``
-    (and waits). Values have 8 bytes unless ``nbytes`` says otherwise.
+    The mark names the work: none is cheap pointwise work, ``*`` a matmul, ``?`` unknown, ``~`` random, ``/`` a view,
+    ``|`` a view or a copy; ``!`` overwrites the second value that it reads. ``gather unit.w`` gathers a parameter and
+    waits. A value has 8 bytes by default; ``nbytes`` has other sizes.
     """
     paths = dict.fromkeys(re.findall(r"gather ([\w.]+)", text))
     params = tuple(
@@ -251,21 +255,21 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
             values |= dict.fromkeys((f"fut_{path}", path), Value(36, "float32"))
         else:
             writes, mark, reads = re.fullmatch(r"(.*) <-(\S*)(.*)", line).groups()
-            work, read, wrote = WORK.get(mark, Work.POINTWISE), tuple(reads.split()), tuple(writes.split())
-            can = mark not in ("~", "!")
-            updates = (read[1],) if mark == "!" else ()
-            ops.append(Op(Kind.COMPUTE, read, wrote, (), backward, can, False, index, work, mark in ("", "/"), updates))
-            base = values[read[0]].base or read[0] if mark == "/" else ""
-            values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in wrote}
-    inputs = {"x": None, **{f"t_{path}": path for path in paths}}
-    outputs = tuple(name for name in values if name.startswith("out"))
-    ops.append(Op(Kind.COMPUTE, (*outputs, ops[-1].writes[0]), (), backward=backward, source=(len(ops),)))
-    return Timeline(tuple(ops), values, Plan(policy, Mesh.of(2), params), inputs)
+            work, inputs, outputs = WORK.get(mark, Work.POINTWISE), tuple(reads.split()), tuple(writes.split())
+            repeatable, cheap = mark not in ("~", "!"), mark in ("", "/")
+            updates = (inputs[1],) if mark == "!" else ()
+            ops.append(Op(Kind.COMPUTE, inputs, outputs, (), backward, repeatable, False, index, work, cheap, updates))
+            base = values[inputs[0]].base or inputs[0] if mark == "/" else ""
+            values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in outputs}
+    returned = (*(name for name in values if name.startswith("out")), ops[-1].writes[0])
+    ops.append(Op(Kind.COMPUTE, returned, (), backward=backward, source=(len(ops),)))
+    arguments = {"x": None, **{f"t_{path}": path for path in paths}}
+    return Timeline(tuple(ops), values, Plan(policy, Mesh.of(2), params), arguments)
 
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Draw lifted timelines of random models: several units, ties, cones, frozen and unused parameters, all stages."""
+    """Draw a lifted timeline of a random model: units, ties, cones, frozen and unused parameters, all stages."""
     policy = Policy(
         stage=draw(st.integers(0, 3)),
         bucket_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
@@ -290,7 +294,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     mesh = Mesh.of(draw(st.integers(1, 8)), replicas=draw(st.sampled_from((1, 1, 3))))
     plan = Plan(policy, mesh, tuple(params))
     paths = [param.path for param in params]
-    order = [path for path in paths if draw(st.integers(0, 5)) > 0]  # the others are not used
+    order = [path for path in paths if draw(st.integers(0, 5)) > 0]  # so that some are unused
     for _ in range(draw(st.integers(0, 3))):  # ties
         order.insert(draw(st.integers(0, len(order))), draw(st.sampled_from(paths)))
     steps = st.lists(st.sampled_from(("view", "pair", "constant", "random", *paths)), max_size=3).map(tuple)
@@ -302,9 +306,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 @st.composite
 def timed(draw: st.DrawFn) -> Timeline:
-    """Draw a lifted timeline whose policy has times of most buckets; small integers, so that sums are exact.
+    """Draw a lifted timeline whose policy has times of most buckets: small integers, so that sums are exact.
 
-    Units with parameters that are kept unsharded have no time in forward. Prefetch would use it for their first read in
+    Units with parameters that are kept unsharded have no time in forward: prefetch would use it for their first read in
     backward, where a test's clock counts no time.
     """
     timeline = draw(timelines())
@@ -318,10 +322,7 @@ def timed(draw: st.DrawFn) -> Timeline:
 
 
 def with_cheap(timeline: Timeline, which: int) -> Timeline:
-    """Return the timeline in which some repeatable computations are cheap, by the bits of a number.
-
-    Values that depend on data have various sizes.
-    """
+    """Make some repeatable computations cheap, by the bits of ``which``, and give values various sizes."""
     values = dict(timeline.values)
     ops = []
     for index, op in enumerate(timeline.ops):
@@ -333,7 +334,7 @@ def with_cheap(timeline: Timeline, which: int) -> Timeline:
 
 
 def with_rank(timeline: Timeline, rank: int) -> Timeline:
-    """Return the timeline as another rank sees it; ranks are counted around."""
+    """Return the timeline of another rank, modulo the number of ranks."""
     ranks, copies = timeline.plan.mesh.shard.size, timeline.plan.mesh.replicate.size
     return replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(ranks, rank % ranks, copies)))
 
@@ -345,14 +346,13 @@ def with_policy(timeline: Timeline, **fields: object) -> Timeline:
 
 
 def same_results(after: Timeline, before: Timeline) -> bool:
-    """Return whether both returns read equal expressions; each read must find its value (:func:`interpret`)."""
+    """Return whether two timelines return equal expressions. Raises what :func:`interpret` raises."""
     terms: dict[object, int] = {}
     return interpret(after, terms) == interpret(before, terms)
 
 
 def interpret(timeline: Timeline, terms: dict[object, int]) -> tuple[int, ...]:
-    """Return the values that the return reads, each as the number of its expression in ``terms``; equal ones have equal
-    numbers.
+    """Return the expressions that a timeline returns, each as its number in ``terms``. Equal ones have equal numbers.
 
     Raises:
         AssertionError: a value is read before it is written, or after its memory was freed.

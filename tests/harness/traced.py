@@ -1,4 +1,4 @@
-"""Traces that several tests read. They are frozen data, so a process makes each of them once."""
+"""Traces that several tests read. Traces are frozen, so a process makes each at most once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 
 
 def fuser(frontend: str = "dynamo") -> dict[str, Any]:
-    """The argument by which inductor compiles regions of a front end's traces."""
+    """Return the argument that lets inductor compile regions of a front end's traces."""
     return {"fuse": "inductor"} if frontend == "dynamo" else {"executors": [torch_compile_ex]}
 
 
@@ -32,7 +32,7 @@ def traced(
     dtype: torch.dtype = torch.float32,
     frontend: str = "dynamo",
 ) -> tz.tools.Traces:
-    """Of a model on the meta device, for one input."""
+    """Trace a model on the meta device for an input of this shape."""
     with torch.device("meta"):
         module, x = make(), torch.empty(shape, dtype=dtype)
     return tz.trace(
@@ -47,12 +47,11 @@ def traced(
     )
 
 
-# Models call ``forward`` of their modules: Thunder interprets the hook handling of ``nn.Module.__call__`` as well.
+# Models call ``forward`` of their modules, so that Thunder need not interpret the hooks of ``nn.Module.__call__``.
 
 
 class ResidualBlock(nn.Module):
-    """Adds to its input what two linear layers, four times as wide between them, make of it. Its parameters and
-    activations weigh about the same."""
+    """A residual MLP, four times as wide inside. Its parameters and activations have about as many bytes."""
 
     def __init__(self, width: int, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class ResidualBlock(nn.Module):
 
 
 class Chain(nn.ModuleList):
-    """Modules one after the other; each is a unit if they are alike."""
+    """A sequence of modules. Each is a unit if all are of one kind."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__(modules)

@@ -1,4 +1,4 @@
-"""Gradients that are set by hand, for steps of ``tz.whole``, and odd optimizers."""
+"""Gradients set by hand for steps of ``tz.whole``, and odd optimizers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from thunder_zero.sharded.sharded_model import sharded_model
 def make_gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
     """Return full gradients of many scales.
 
-    In step 1 one parameter in three has none. An empty parameter never has one: torch's Adafactor divides by its size.
+    In step 1 every third parameter has no gradient. An empty parameter never has a gradient, because torch's Adafactor
+    divides by its size.
     """
     generator = torch.Generator().manual_seed(step)
-    drawn = {
-        name: (torch.randn(param.shape, generator=generator) * 10.0 ** (at % 5 - 2)).to(param.dtype)
-        for at, (name, param) in enumerate(module.named_parameters())
+    grads = {
+        name: (torch.randn(param.shape, generator=generator) * 10.0 ** (index % 5 - 2)).to(param.dtype)
+        for index, (name, param) in enumerate(module.named_parameters())
     }
-    return {name: grad for at, (name, grad) in enumerate(drawn.items()) if grad.numel() and (step != 1 or at % 3)}
+    return {name: grad for index, (name, grad) in enumerate(grads.items()) if grad.numel() and (step != 1 or index % 3)}
 
 
 def set_gradients(model: Any, grads: Mapping[str, Tensor]) -> None:
@@ -36,7 +37,7 @@ def set_gradients(model: Any, grads: Mapping[str, Tensor]) -> None:
 
 
 class CustomOptimizer(optim.Optimizer):
-    """Gives each group, and its parameters that have gradients, to ``change``."""
+    """An optimizer that passes each group, and its parameters with gradients, to ``change``."""
 
     def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -52,7 +53,7 @@ class CustomOptimizer(optim.Optimizer):
 
 
 class CoupledIfAsked(CustomOptimizer):
-    """Divides by a norm of all gradients if an option says so; counts steps in a tensor, in place."""
+    """Divides by the norm of all gradients if the option ``norm`` is true. Counts steps in a tensor in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr, norm=0.0, count=torch.zeros(()))

@@ -38,7 +38,7 @@ Change = Callable[[Metadata], object]
 def two_ranks() -> list[Simulated]:
     ranks = simulated_ranks(nn.Linear(3, 4), 2, 3, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
     for rank in ranks:
-        for param in rank.held.params.values():
+        for param in rank.contents.params.values():
             param.grad = torch.ones_like(param).detach()
         rank.optimizer.step()
     return ranks
@@ -143,7 +143,7 @@ def load(path: Path) -> str:
 
     def verified() -> None:
         manifest.require_no_faults(path, manifest.read(path).files)
-        read_checkpoint(path, read_metadata(path), [rank.held], [rank.optimizer])
+        read_checkpoint(path, read_metadata(path), [rank.contents], [rank.optimizer])
 
     return error_of(verified)
 

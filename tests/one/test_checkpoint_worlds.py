@@ -53,7 +53,7 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
         put_together(ranks, module)
         backward(module, step)
         for rank in ranks:
-            for name, param in rank.held.params.items():
+            for name, param in rank.contents.params.items():
                 grad = module.get_parameter(name).grad
                 if grad is not None and isinstance(param, DTensor):
                     grad = part_of(grad, param.device_mesh)
@@ -65,16 +65,16 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
 
 @torch.no_grad()
 def put_together(ranks: Sequence[Simulated], module: nn.Module) -> None:
-    for name in ranks[0].held.params:
-        parts = [local(rank.held.params[name].detach()) for rank in ranks]
-        module.get_parameter(name).copy_(torch.cat(parts) if is_cut(ranks[0].held.params[name]) else parts[0])
+    for name in ranks[0].contents.params:
+        parts = [local(rank.contents.params[name].detach()) for rank in ranks]
+        module.get_parameter(name).copy_(torch.cat(parts) if is_cut(ranks[0].contents.params[name]) else parts[0])
 
 
 @torch.no_grad()
 def load(path: Path, ranks: Sequence[Simulated]) -> None:
     for number, rank in enumerate(ranks):
         manifest.require_no_faults(path, manifest.read(path).files[number :: len(ranks)])
-        read = read_checkpoint(path, read_metadata(path), [rank.held], [rank.optimizer])
+        read = read_checkpoint(path, read_metadata(path), [rank.contents], [rank.optimizer])
         for _, give in read.states:
             give()
         for target, value in read.tensors:
@@ -152,7 +152,7 @@ def test_no_padding_and_no_copy_is_written(saved: Saved, right: dict[str, Tensor
 
 def test_the_extras_of_each_rank(saved: Saved) -> None:
     (rank, *_) = simulated_ranks(fresh(Small), 3, 3, adamw)
-    extras = read_checkpoint(saved(3, 3), read_metadata(saved(3, 3)), [rank.held], []).of_rank
+    extras = read_checkpoint(saved(3, 3), read_metadata(saved(3, 3)), [rank.contents], []).of_rank
     assert extras == ({"position": 100}, {"position": 101}, {"position": 102})
     assert split_rank_prefix("rank12.extra.any\nname") == (12, "extra.any\nname")
     assert own_extras(extras, 1, 3) == {"position": 101}

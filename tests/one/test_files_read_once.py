@@ -90,7 +90,7 @@ def two_steps(params: Any) -> torch.optim.Optimizer:
 def simulated(world: int) -> list[Simulated]:
     ranks = simulated_ranks(fresh(Wide), world, 3, two_steps)
     for rank in ranks:
-        for param in rank.held.params.values():
+        for param in rank.contents.params.values():
             param.grad = torch.ones_like(param).detach()
         rank.optimizer.step()
     return ranks
@@ -98,9 +98,9 @@ def simulated(world: int) -> list[Simulated]:
 
 def load(path: Path, rank: Simulated) -> None:
     written = manifest.read(path)
-    files = files_to_verify(written, rank.held.rank, rank.held.ranks)
+    files = files_to_verify(written, rank.contents.rank, rank.contents.ranks)
     described = next(file for file in written.files if file.name == METADATA)
-    read_checkpoint(path, read_metadata(path, described), [rank.held], [rank.optimizer], files)
+    read_checkpoint(path, read_metadata(path, described), [rank.contents], [rank.optimizer], files)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -126,5 +126,5 @@ def test_a_changed_byte_is_told_by_its_hash_wherever_it_is(tmp_path: Path) -> No
         path.write_bytes(right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :])
         assert "__0_0.distcp was changed: its SHA-256 differs; use another" in error_of(lambda: load(path.parent, rank))
         metadata = read_metadata(path.parent)
-        undecodable += error_of(lambda: read_checkpoint(path.parent, metadata, [rank.held], [])) != "nothing"  # noqa: B023
+        undecodable += error_of(lambda: read_checkpoint(path.parent, metadata, [rank.contents], [])) != "nothing"  # noqa: B023
     assert undecodable, "otherwise this shows nothing"

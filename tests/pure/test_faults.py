@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.faults import Fault, chosen, outdated, read_faults
+from tests.harness.faults import Fault, outdated, read_faults, select
 
 ROW = Fault("doubled", "one is one", "code.py", "ONE = 1", "ONE = 2", ("test_code.py::test_one",))
 
@@ -40,4 +40,4 @@ def test_a_wrong_table_or_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'a' has name; give name, promise"):
         read_faults(table)
     with pytest.raises(ValueError, match=r"no fault 'tripled'; there are doubled"):
-        chosen([ROW], ["tripled"])
+        select([ROW], ["tripled"])
