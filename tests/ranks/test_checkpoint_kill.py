@@ -1,8 +1,7 @@
-"""SIGKILL of a rank in the middle of a save: what was there stays, and nothing false is said.
+"""SIGKILL of a rank in the middle of a save leaves whole checkpoints, and no rank claims a save that failed.
 
-A moment is one file operation: right before the rank makes a folder, opens a file, flushes, renames, links or deletes,
-and in the middle of a write; and right before it makes the group of an asynchronous save. Ranks are forked, which takes
-milliseconds, so a save runs in a process of its own, as pytest has threads.
+A rank is killed right before a file operation, in the middle of a write, or before it makes the group of an
+asynchronous save. Ranks are forked from a process of their own, because pytest has threads.
 """
 
 from __future__ import annotations
@@ -46,47 +45,47 @@ pytestmark = pytest.mark.skipif(not CAN_FORK, reason="forks")
 
 @dataclass(frozen=True)
 class Save:
-    """The second save; the first is "step-1"."""
+    """The second save of a folder, whose first save is "step-1"; ``victim`` is the rank that dies."""
 
     victim: int
     name: str
-    wait: bool = True  # False: it is asynchronous
+    wait: bool = True  # False: asynchronous
 
 
 class Moments:
-    """The names of a rank's file operations. The rank dies at the first operation of a name, or at a number."""
+    """The names of a rank's file operations; ``deadly`` is the name or the number of the one that kills the rank."""
 
     def __init__(self, root: Path, deadly: str | int | None) -> None:
         self.root, self.deadly, self.names, self.armed = str(root), deadly, list[str](), False
 
-    def one(self, name: str) -> None:
+    def note(self, name: str) -> None:
         if self.armed:
             if self.deadly in (name, len(self.names)):
                 os.kill(os.getpid(), signal.SIGKILL)
             self.names.append(name)
 
-    def heard(self, event: str, args: tuple[Any, ...]) -> None:
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wxa+")
         if (event in EVENTS or writes) and str(args[0]).startswith(self.root):
-            self.one(f"{event} {Path(args[0]).name}")
+            self.note(f"{event} {Path(args[0]).name}")
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         write, flush, make_group = HashedFile.write, os.fsync, group.group_like
 
-        def half(file: Any, data: Any) -> int:
+        def write_in_halves(file: Any, data: Any) -> int:
             whole = bytes(data)
             write(file, whole[: len(whole) // 2])
             file.flush()
-            self.one(WRITE)
+            self.note(WRITE)
             write(file, whole[len(whole) // 2 :])
             return len(whole)
 
-        sys.addaudithook(self.heard)
+        sys.addaudithook(self.audit)
         with (
-            mock.patch.object(HashedFile, "write", half),
-            mock.patch.object(os, "fsync", lambda handle: (self.one(FLUSH), flush(handle))),
-            mock.patch.object(background, "group_like", lambda *args: (self.one(GROUP), make_group(*args))[1]),
+            mock.patch.object(HashedFile, "write", write_in_halves),
+            mock.patch.object(os, "fsync", lambda handle: (self.note(FLUSH), flush(handle))),
+            mock.patch.object(background, "group_like", lambda *args: (self.note(GROUP), make_group(*args))[1]),
             mock.patch.object(group, "LONGEST_WAIT_FOR_ADDRESS", timedelta(seconds=5)),
         ):
             self.armed = True
@@ -94,8 +93,8 @@ class Moments:
             self.armed = False
 
 
-def rank_of(rank: int, root: Path, value: float, save: Save, deadly: str | int | None) -> None:
-    """Run a rank: save a model whose parameters are all ``value``; record the outcome of ``save``, and the moments."""
+def run_rank(rank: int, root: Path, value: float, save: Save, deadly: str | int | None) -> None:
+    """Run a rank that saves a model of parameters ``value``; record the outcome and the moments in a file."""
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD)
     module = fresh(Mlp, 3, 2)
     with torch.no_grad():
@@ -106,18 +105,18 @@ def rank_of(rank: int, root: Path, value: float, save: Save, deadly: str | int |
     for param in model.parameters():
         param.grad = param.detach().clone()  # so that the momentum is ``value``, too
     optimizer.step()
-    moments, said = Moments(root, deadly if rank == save.victim else None), "saved"
-    with moments.noted():
+    moments, outcome = Moments(root, deadly if rank == save.victim else None), "saved"
+    with moments.noting():
         try:
             options: Any = {"max_to_keep": 1, "wait": save.wait, "extra": {"value": value}}
             tz.save(root / save.name, model, optimizer, **options).result()
         except (OSError, RuntimeError) as error:
-            said = str(error)
-    Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.names]))
+            outcome = str(error)
+    Path(f"{root}.said{rank}").write_text(json.dumps([outcome, moments.names]))
 
 
 def save_on_ranks(root: Path, value: float, save: Save, deadly: str | int | None = None) -> dict[int, list[Any]]:
-    """What the surviving ranks recorded.
+    """Return what the surviving ranks recorded, by rank.
 
     Raises:
         TimeoutError: a rank hangs.
@@ -127,7 +126,7 @@ def save_on_ranks(root: Path, value: float, save: Save, deadly: str | int | None
         child = os.fork()
         if child == 0:
             try:
-                rank_of(rank, root, value, save, deadly)
+                run_rank(rank, root, value, save, deadly)
             finally:
                 os._exit(0)
         children[child] = rank
@@ -140,48 +139,43 @@ def save_on_ranks(root: Path, value: float, save: Save, deadly: str | int | None
                 os.kill(child, signal.SIGKILL)
             raise TimeoutError(f"ranks {[children[child] for child in living]} hang: {save}, {deadly}")
         time.sleep(0.005)
-    said = {rank: Path(f"{root}.said{rank}") for rank in range(WORLD)}
-    return {rank: json.loads(path.read_text()) for rank, path in said.items() if path.exists()}
+    paths = {rank: Path(f"{root}.said{rank}") for rank in range(WORLD)}
+    return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
 
-def value_of(at: Path) -> float:
-    """Return the one value that everything in a whole checkpoint has."""
-    manifest.require_no_faults(at, manifest.read(at).files)
-    metadata = read_metadata(at)
+def value_of(path: Path) -> float:
+    """Return the value that all numbers of a whole checkpoint have."""
+    manifest.require_no_faults(path, manifest.read(path).files)
+    metadata = read_metadata(path)
     stored = metadata.state_dict_metadata.items()
-    tensors = [key for key, of in stored if isinstance(of, TensorStorageMetadata)]
-    read = read_entries(at, metadata, [*tensors, "rank0.extra", "rank1.extra"])
+    tensors = [key for key, kind in stored if isinstance(kind, TensorStorageMetadata)]
+    read = read_entries(path, metadata, [*tensors, "rank0.extra", "rank1.extra"])
     values = [value["value"] if isinstance(value, dict) else value for value in read.values()]
-    found = {float(number) for value in values for number in torch.as_tensor(value).flatten()}
-    assert len(found) == 1, f"{at} mixes several saves: {found}"
-    return found.pop()
+    numbers = {float(number) for value in values for number in torch.as_tensor(value).flatten()}
+    assert len(numbers) == 1, f"{path} mixes several saves: {numbers}"
+    return numbers.pop()
 
 
-def look(root: Path, save: Save, said: str) -> tuple[float, dict[str, float]]:
-    """The value that ``latest`` leads to, and those of the visible checkpoints.
-
-    Raises:
-        AssertionError: a part of a checkpoint is visible; a rank says saved, and it is not; leftovers stay after the
-            next saves.
-    """
+def check_folder(root: Path, save: Save, outcome: str) -> tuple[float, dict[str, float]]:
+    """Return the value of ``latest``, and the values of visible checkpoints by name; check that each is whole."""
     latest = value_of(folder.locate(root / "latest"))
-    visible = {at.name: value_of(at) for at in root.iterdir() if not at.name.startswith(".") and not at.is_symlink()}
-    assert said != "saved" or visible.get(save.name) == AFTER, (said, visible)
+    visible = {path.name: value_of(path) for path in root.iterdir() if path.name[0] != "." and not path.is_symlink()}
+    assert outcome != "saved" or visible.get(save.name) == AFTER, (outcome, visible)
     if save.name == "step-1":
         assert value_of(folder.locate(root / "step-1")) in (BEFORE, AFTER)  # also between two renames
     else:
         assert latest in visible.values(), (latest, visible)
-    folder.prepare(root / "other")  # a save under another name: what is surely dead goes
+    folder.prepare(root / "other")  # a save under another name deletes what dead ranks left
     folder.abandon(root / "other")
-    folders = [at for at in root.glob(".*") if at.is_dir() and not at.is_symlink()]
-    kept = {at.name for at in folders if {file.name for file in at.iterdir()} - {"owner.json"}}
-    assert kept <= {f".{save.name}.replaced"} - {f".{name}.replaced" for name in visible}, kept
+    folders = [path for path in root.glob(".*") if path.is_dir() and not path.is_symlink()]
+    leftovers = {path.name for path in folders if {file.name for file in path.iterdir()} - {"owner.json"}}
+    assert leftovers <= {f".{save.name}.replaced"} - {f".{name}.replaced" for name in visible}, leftovers
     path = root / save.name
-    folder.prepare(path)  # the save again, as after a restart
+    folder.prepare(path)  # save again, as after a restart
     (folder.staging_of(path) / "a").touch()
     folder.publish(path, 1, ())
     folder.prune(path, 1)
-    assert sorted(at.name for at in root.iterdir()) == sorted([save.name, "latest"])
+    assert sorted(path.name for path in root.iterdir()) == sorted([save.name, "latest"])
     return latest, visible
 
 
@@ -189,8 +183,10 @@ Moment = tuple[Save, str | int]
 
 
 def kill(root: Path, moments: list[Moment] | Save) -> list[Any]:
-    """After each kill: what ``latest`` is, what is visible, and what the other rank said. Of a save: kills at all
-    moments but most writes."""
+    """Return after each kill: the value of ``latest``, the visible values, and the other rank's outcome.
+
+    A ``Save`` in place of moments means kills at all its moments, except most writes.
+    """
     torch.set_num_threads(1)
     save_on_ranks(root / "first", BEFORE, Save(0, "step-1"))
     if isinstance(moments, Save):
@@ -198,19 +194,19 @@ def kill(root: Path, moments: list[Moment] | Save) -> list[Any]:
         names = save_on_ranks(root / "count", AFTER, moments)[moments.victim][1]
         numbers = [number for number, name in enumerate(names) if name != WRITE or number % 100 == 50]
         moments = [(moments, number) for number in numbers]
-    found = []
+    results = []
     for number, (save, moment) in enumerate(moments):
-        at = root / f"{number}"
-        shutil.copytree(root / "first", at, symlinks=True)
-        said = save_on_ranks(at, AFTER, save, moment)
-        assert said.keys() == {1 - save.victim}, (save, moment, said)
-        words = said[1 - save.victim][0]
-        found.append((*look(at, save, words), words))
-    return found
+        folder_of_kill = root / f"{number}"
+        shutil.copytree(root / "first", folder_of_kill, symlinks=True)
+        outcomes = save_on_ranks(folder_of_kill, AFTER, save, moment)
+        assert outcomes.keys() == {1 - save.victim}, (save, moment, outcomes)
+        outcome = outcomes[1 - save.victim][0]
+        results.append((*check_folder(folder_of_kill, save, outcome), outcome))
+    return results
 
 
 OLD, NEW, BOTH = {"step-1": BEFORE}, {"step-1": AFTER}, {"step-1": BEFORE, "step-2": AFTER}
-Row = tuple[Save, str, float, dict[str, float]]  # what dies when; what ``latest`` is then, and what is visible
+Row = tuple[Save, str, float, dict[str, float]]  # save, deadly moment, expected value of ``latest``, visible values
 FIRST: list[Row] = [(Save(0, "step-1"), "os.rename .step-1.saving", BEFORE, {})]  # between two renames
 OTHERS: list[Row] = [
     (Save(0, "step-1"), "os.rename step-1", BEFORE, OLD),
@@ -227,12 +223,11 @@ OTHERS: list[Row] = [
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("rows", [FIRST, *slow(OTHERS)], ids=["between two renames", "at other moments"])
 def test_a_kill_leaves_a_whole_checkpoint(tmp_path: Path, rows: list[Row]) -> None:
-    """What is visible is whole, ``latest`` leads to some of it, who says saved is right, and the next save works."""
     results = call_alone(kill, tmp_path, [(save, moment) for save, moment, _, _ in rows], timeout=110)
-    for (save, moment, *right), (*found, said) in zip(rows, results, strict=True):
-        assert found == right, (save, moment)
+    for (save, moment, *expected), (*actual, outcome) in zip(rows, results, strict=True):
+        assert actual == expected, (save, moment)
         if moment == GROUP:  # and not after half an hour, the group's time-out
-            assert "rank 0 got no answer from rank 1" in said
+            assert "rank 0 got no answer from rank 1" in outcome
 
 
 @pytest.mark.deep

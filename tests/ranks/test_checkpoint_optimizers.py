@@ -1,4 +1,4 @@
-"""Models and optimizers of every kind in a checkpoint: what comes back exactly, and what is refused as a whole."""
+"""Models and optimizers of every kind come back from a checkpoint exactly, or are refused as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunder_zero.checkpoint.save import finish_checkpoint
 
 
 class Momentum(torch.optim.Optimizer):
-    """Keeps a float32 sum of gradients, whatever the parameter's dtype, and a count that is no tensor."""
+    """An optimizer that keeps a float32 sum of gradients for any dtype, and a count that is no tensor."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"scale": 0.1})
@@ -39,7 +39,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Picky(nn.Module):
-    """Has an extra state, a tensor; rank 1 refuses some of its values."""
+    """A module whose extra state is a tensor, which it refuses if its first value is ``refused``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Picky(nn.Module):
         self.scale = state
 
 
-def add_version(module: nn.Module, found: dict[str, Any], prefix: str, local: object) -> None:
-    found["version"] = 3
+def add_version(module: nn.Module, state_dict: dict[str, Any], prefix: str, local: object) -> None:
+    state_dict["version"] = 3
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """Return every tensor in full. A hook adds an entry to the state dict, and another one that is None."""
+    """Return every tensor in full; check and drop the entry that a hook adds."""
     full = tz.full_state_dict(model)
     assert full.pop("version") == 3
     return full
@@ -74,8 +74,8 @@ class Tied(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def float32_states(rank: int, world_size: int, root: Path) -> None:
-    """States of bfloat16 parameters stay float32 after a load, and after a load that was refused."""
+def load_float32(rank: int, world_size: int, root: Path) -> None:
+    """Check that states of bfloat16 parameters stay float32 after a load, and after a refused load."""
     model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3))
     optimizer = Momentum(model.parameters())
     take_step(model, optimizer)
@@ -93,7 +93,7 @@ def float32_states(rank: int, world_size: int, root: Path) -> None:
     assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
-def several_optimizers(rank: int, world_size: int, root: Path) -> None:
+def load_several(rank: int, world_size: int, root: Path) -> None:
     def build(lr: float) -> tuple[Any, list[torch.optim.Optimizer]]:
         model = sharded(fresh(Mlp), 2)
         weights, biases = ([p for name, p in model.named_parameters() if kind in name] for kind in ("weight", "bias"))
@@ -103,21 +103,21 @@ def several_optimizers(rank: int, world_size: int, root: Path) -> None:
     take_step(model, first)
     take_step(model, second)
     tz.save(root / "several", model, (first, second))
-    other, (its_first, its_second) = build(0.7)
-    its_first.param_groups[0]["name"] = "weights"
-    torch.optim.lr_scheduler.ExponentialLR(its_second, 0.9)  # keeps initial_lr in the groups
-    tz.load(root / "several", other, [its_first, its_second])
-    assert differing(state_of(other, its_first), state_of(model, first)) == []
-    assert differing(state_of(other, its_second), state_of(model, second)) == []
-    of_first, of_second = its_first.param_groups[0], its_second.param_groups[0]
-    assert (of_first["lr"], of_second["lr"]) == (0.1, 0.1)
-    assert (of_first["name"], of_second["initial_lr"]) == ("weights", 0.7)  # which were not saved
-    in_another_order = partial(tz.load, root / "several", other, [its_second, its_first])
+    loaded, (loaded_first, loaded_second) = build(0.7)
+    loaded_first.param_groups[0]["name"] = "weights"
+    torch.optim.lr_scheduler.ExponentialLR(loaded_second, 0.9)  # keeps initial_lr in the groups
+    tz.load(root / "several", loaded, [loaded_first, loaded_second])
+    assert differing(state_of(loaded, loaded_first), state_of(model, first)) == []
+    assert differing(state_of(loaded, loaded_second), state_of(model, second)) == []
+    group, second_group = loaded_first.param_groups[0], loaded_second.param_groups[0]
+    assert (group["lr"], second_group["lr"]) == (0.1, 0.1)
+    assert (group["name"], second_group["initial_lr"]) == ("weights", 0.7)  # neither was saved
+    in_another_order = partial(tz.load, root / "several", loaded, [loaded_second, loaded_first])
     fails(in_another_order, "parameter group 0 of the checkpoint's")
 
 
-def own_state(rank: int, world_size: int, root: Path) -> None:
-    """A module's extra state is a tensor, and rank 1 refuses it once."""
+def load_extra(rank: int, world_size: int, root: Path) -> None:
+    """Load an extra state that rank 1 refuses, and then accepts."""
     model = sharded(fresh(Picky), 3)
     model._model.scale = torch.tensor([4.0, 5.0])
     tz.save(root / "state", model)
@@ -134,21 +134,21 @@ def own_state(rank: int, world_size: int, root: Path) -> None:
     assert differing(weights(model), full) == []
 
 
-def ties(rank: int, world_size: int, root: Path) -> None:
-    apart, tied = sharded(fresh(Tied, False), 3), sharded(fresh(Tied, True), 3)
-    tz.save(root / "apart", apart)
+def load_tied(rank: int, world_size: int, root: Path) -> None:
+    untied, tied = sharded(fresh(Tied, False), 3), sharded(fresh(Tied, True), 3)
+    tz.save(root / "apart", untied)
     unlike = "'model.embed.weight' and 'model.head.weight' are tied here, and differ in it; build the model"
     fails(lambda: tz.load(root / "apart", tied), unlike)
     with torch.no_grad():
-        apart.get_parameter("head.weight").copy_(apart.get_parameter("embed.weight"))
-    tz.save(root / "equal", apart)
+        untied.get_parameter("head.weight").copy_(untied.get_parameter("embed.weight"))
+    tz.save(root / "equal", untied)
     tz.load(root / "equal", tied)
 
 
-def factored(rank: int, world_size: int, root: Path) -> None:
-    """Adafactor keeps one value for each row and each column, in full where parameters are in full."""
+def load_factored(rank: int, world_size: int, root: Path) -> None:
+    """Save Adafactor's states, which have a value for each row and column: whole parameters load, rows do not."""
     model, again, rows = (sharded(fresh(Mlp), stage) for stage in (0, 0, 3))
-    optimizer, its, of_rows = (torch.optim.Adafactor(of.parameters()) for of in (model, again, rows))
+    optimizer, its, of_rows = (torch.optim.Adafactor(module.parameters()) for module in (model, again, rows))
     take_step(model, optimizer)
     tz.save(root / "factored", model, optimizer)
     tz.load(root / "factored", again, its)
@@ -156,8 +156,8 @@ def factored(rank: int, world_size: int, root: Path) -> None:
     fails(lambda: tz.load(root / "factored", rows, of_rows), "cannot be cut into rows: its shape is")
 
 
-def wrapped(rank: int, world_size: int, root: Path) -> None:
-    """torch's wrapper for activation checkpointing leaves its own name out of state dicts."""
+def load_wrapped(rank: int, world_size: int, root: Path) -> None:
+    """Check that names in a checkpoint leave out torch's wrapper for activation checkpointing."""
     module = fresh(Mlp)
     module.layers[1] = checkpoint_wrapper(module.layers[1])
     model, plain = sharded(module, 3), sharded(fresh(Mlp), 2)
@@ -172,19 +172,19 @@ def wrapped(rank: int, world_size: int, root: Path) -> None:
     tz.load(root / "wrapped", model, optimizer)
 
 
-def unsharded(rank: int, world_size: int, root: Path) -> None:
-    """Inside full_parameters the shards are saved, as outside."""
-    model, other = sharded(fresh(Mlp), 3), sharded(Mlp(), 1)
-    optimizer, its_optimizer = adamw(model), adamw(other)
+def save_unsharded(rank: int, world_size: int, root: Path) -> None:
+    """Save inside of full_parameters, where shards are saved, too."""
+    model, loaded = sharded(fresh(Mlp), 3), sharded(Mlp(), 1)
+    optimizer, its_optimizer = adamw(model), adamw(loaded)
     take_step(model, optimizer)
     with tz.full_parameters(model):
         tz.save(root / "unsharded", model, optimizer)
-    tz.load(root / "unsharded", other, its_optimizer)
-    assert differing(state_of(other, its_optimizer), state_of(model, optimizer)) == []
+    tz.load(root / "unsharded", loaded, its_optimizer)
+    assert differing(state_of(loaded, its_optimizer), state_of(model, optimizer)) == []
 
 
-def moving(rank: int, world_size: int, root: Path) -> None:
-    """Another job saves while this one loads, so that ranks could find different checkpoints, or a part of one."""
+def load_replaced(rank: int, world_size: int, root: Path) -> None:
+    """Load while another job saves, so that ranks could find different checkpoints, or a part of one."""
     model = sharded(fresh(Mlp), 3)
     ones = {name: torch.ones_like(value) for name, value in fresh(Mlp).state_dict().items()}
     for step in (1, 2):
@@ -197,25 +197,23 @@ def moving(rank: int, world_size: int, root: Path) -> None:
     assert differing(tz.full_state_dict(model), ones) == []
     read_checkpoint = load.read_checkpoint  # type: ignore[attr-defined]
 
-    def slow(where: Path, *args: Any) -> Any:
+    def read_slowly(path: Path, *args: Any) -> Any:
         dist.barrier()
         if rank == 0:  # as another job would, under the same name
-            folder.prepare(where)
-            part = write_planned(
-                folder.staging_of(where), 0, WritePlanner({("rank0", "extra"): pickle_value("it", {})})
-            )
-            finish_checkpoint(where, [part], None)
+            folder.prepare(path)
+            part = write_planned(folder.staging_of(path), 0, WritePlanner({("rank0", "extra"): pickle_value("it", {})}))
+            finish_checkpoint(path, [part], None)
         dist.barrier()
-        return read_checkpoint(where, *args)
+        return read_checkpoint(path, *args)
 
-    with mock.patch.object(load, "read_checkpoint", slow):
+    with mock.patch.object(load, "read_checkpoint", read_slowly):
         fails(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
     assert differing(tz.full_state_dict(model), ones) == []
 
 
 @pytest.mark.parametrize(
     "work",
-    [float32_states, several_optimizers, own_state, ties, factored, wrapped, unsharded, moving],
+    [load_float32, load_several, load_extra, load_tied, load_factored, load_wrapped, save_unsharded, load_replaced],
     ids=lambda work: work.__name__,
 )
 def test_it_comes_back_exactly_or_is_refused(ranks_pool: RanksPool, tmp_path: Path, work: Callable[..., None]) -> None:

@@ -1,6 +1,6 @@
 """``tz.save`` and ``tz.load`` on real ranks: resumed training, FSDP2 and DDP, damage, and asynchronous saves.
 
-All pairs of worlds and stages are in ``tests/one/test_checkpoint_worlds.py``, with simulated ranks.
+``tests/one/test_checkpoint_worlds.py`` simulates all pairs of worlds and stages.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def train(model: Any, optimizer: Any, scheduler: Any, rank: int, world_size: int
         scheduler.step()
 
 
-def interrupted(rank: int, world_size: int, path: Path, stage: int) -> dict[str, Tensor]:
-    """Save in the middle, go on, load into the same model, and repeat the steps: the bits are equal."""
+def save_and_repeat(rank: int, world_size: int, path: Path, stage: int) -> dict[str, Tensor]:
+    """Save, train, load, and repeat the steps; check that the repeated steps give equal bits."""
     model = sharded(fresh(Small), stage)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -79,18 +79,18 @@ def interrupted(rank: int, world_size: int, path: Path, stage: int) -> dict[str,
     return uninterrupted
 
 
-def resumed(rank: int, world_size: int, path: Path, stage: int, right: dict[str, Tensor]) -> None:
+def resume(rank: int, world_size: int, path: Path, stage: int, expected: dict[str, Tensor]) -> None:
     torch.manual_seed(9)
     model = sharded(Small(), stage)
     optimizer = adamw(model, lr=3.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     loaded = tz.load(path, model, optimizer, extra={"scheduler": scheduler})
-    assert loaded.own.keys() == {"scheduler", "run"}, loaded  # which all ranks saved alike, unlike their positions
+    assert loaded.own.keys() == {"scheduler", "run"}, loaded  # all ranks saved equal values of these two
     train(model, optimizer, scheduler, rank, world_size, AFTER)
-    found = state_of(model, optimizer)
-    assert found.keys() == right.keys()
-    for name, value in right.items():
-        assert relative_error(found[name], value) < 1e-4, (name, relative_error(found[name], value))
+    actual = state_of(model, optimizer)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(actual[name], value) < 1e-4, (name, relative_error(actual[name], value))
 
 
 @pytest.mark.parametrize(
@@ -99,51 +99,51 @@ def resumed(rank: int, world_size: int, path: Path, stage: int, right: dict[str,
 def test_training_goes_on_in_another_world_and_stage(
     ranks_pool: RanksPool, tmp_path: Path, stage: int, world_size: int, to_stage: int
 ) -> None:
-    right, *_ = ranks_pool.run(3, interrupted, tmp_path / "run", stage)
-    ranks_pool.run(world_size, resumed, tmp_path / "run", to_stage, right)
+    expected, *_ = ranks_pool.run(3, save_and_repeat, tmp_path / "run", stage)
+    ranks_pool.run(world_size, resume, tmp_path / "run", to_stage, expected)
 
 
 # FSDP2 and DDP
 
 
-def exchange(rank: int, world_size: int, root: Path, kind: str, stage: int) -> None:
-    """Load our checkpoint with torch's DCP, and torch's with ours."""
+def exchange_with_torch(rank: int, world_size: int, root: Path, kind: str, stage: int) -> None:
+    """Load our checkpoint with torch's DCP, and load torch's checkpoint with ``tz.load``."""
     model = sharded(fresh(Mlp), stage)
     optimizer = adamw(model, lr=0.05)
     take_step(model, optimizer)
     tz.save(root / "ours", model, optimizer)
-    theirs, their_optimizer = torch_model(world_size, kind)
-    in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
+    wrapped, wrapped_optimizer = torch_model(world_size, kind)
+    in_model, in_optimizer = get_state_dict(wrapped, wrapped_optimizer)
     nested: Any = {"model": in_model, "optim": in_optimizer}
     torch_dcp.load(nested, checkpoint_id=root / "ours")
-    set_state_dict(theirs, their_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
-    assert differing(torch_state_of(theirs, their_optimizer), state_of(model, optimizer)) == []
-    assert their_optimizer.param_groups[0]["lr"] == 0.05
+    set_state_dict(wrapped, wrapped_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
+    assert differing(torch_state_of(wrapped, wrapped_optimizer), state_of(model, optimizer)) == []
+    assert wrapped_optimizer.param_groups[0]["lr"] == 0.05
 
-    theirs, their_optimizer = torch_model(world_size, kind)
-    take_step(theirs, their_optimizer)
-    in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
+    wrapped, wrapped_optimizer = torch_model(world_size, kind)
+    take_step(wrapped, wrapped_optimizer)
+    in_model, in_optimizer = get_state_dict(wrapped, wrapped_optimizer)
     torch_dcp.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=root / "theirs")
     tz.load(root / "theirs", model, optimizer, verify_files=False)
-    assert differing(state_of(model, optimizer), torch_state_of(theirs, their_optimizer)) == []
+    assert differing(state_of(model, optimizer), torch_state_of(wrapped, wrapped_optimizer)) == []
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("world_size", "kind", "stage"), [(3, "fsdp2", 3), (2, "ddp", 1), *slow((3, "ddp", 0), (1, "fsdp2", 1))]
 )
-def test_fsdp2_and_ddp_read_ours_and_we_theirs(
+def test_checkpoints_are_exchanged_with_fsdp2_and_ddp(
     ranks_pool: RanksPool, tmp_path: Path, world_size: int, kind: str, stage: int
 ) -> None:
-    ranks_pool.run(world_size, exchange, tmp_path, kind, stage)
+    ranks_pool.run(world_size, exchange_with_torch, tmp_path, kind, stage)
 
 
-def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor]:
+def write_with_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor]:
     """Save one model under the names that several tools use."""
-    theirs, its_optimizer = torch_model(world_size, "fsdp2")
-    take_step(theirs, its_optimizer)
-    model, optim = get_state_dict(theirs, its_optimizer)
-    flat = get_optimizer_state_dict(theirs, its_optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    fsdp2, fsdp2_optimizer = torch_model(world_size, "fsdp2")
+    take_step(fsdp2, fsdp2_optimizer)
+    model, optim = get_state_dict(fsdp2, fsdp2_optimizer)
+    flat = get_optimizer_state_dict(fsdp2, fsdp2_optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     layouts: dict[str, Any] = {
         "plain": {"model": model, "optim": optim},
         "torchtune": {"model": model, "optimizer": optim, "epoch": 3},
@@ -156,58 +156,58 @@ def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor
     }
     for name, state in layouts.items():
         torch_dcp.save(state, checkpoint_id=root / name)
-    return torch_state_of(theirs, its_optimizer)
+    return torch_state_of(fsdp2, fsdp2_optimizer)
 
 
-def read_by_us(rank: int, world_size: int, root: Path, stage: int, right: dict[str, Tensor]) -> None:
+def load_and_save(rank: int, world_size: int, root: Path, stage: int, expected: dict[str, Tensor]) -> None:
     for name in ("plain", "torchtune", "tutorial", "trainer", "torchtitan"):
         model = sharded(fresh(Mlp), stage)
         optimizer = adamw(model, lr=0.05)
         tz.load(root / name, model, optimizer, verify_files=False)
-        assert differing(state_of(model, optimizer), right) == [], name
+        assert differing(state_of(model, optimizer), expected) == [], name
         assert optimizer.param_groups[0]["lr"] == 1.0, name
     tz.save(root / "back", model, optimizer)
     load = partial(tz.load, verify_files=False)
-    told = "no model under 'model', 'app.model'", "has 'args.epochs', 'net.layers.0.bias'; save it as {'model'"
-    fails(lambda: load(root / "none", model), *told)
-    told = "another model (missing: 'model.layers.0.bias'", "unexpected: 'model.module.layers.0.bias'"
-    fails(lambda: load(root / "wrapped", model), *told)
+    words = "no model under 'model', 'app.model'", "has 'args.epochs', 'net.layers.0.bias'; save it as {'model'"
+    fails(lambda: load(root / "none", model), *words)
+    words = "another model (missing: 'model.layers.0.bias'", "unexpected: 'model.module.layers.0.bias'"
+    fails(lambda: load(root / "wrapped", model), *words)
     words = "no optimizer under 'optim', 'optimizer'", "it has 'epoch', 'model.layers.0.bias'; load without one"
     fails(lambda: load(root / "no optimizer", model, optimizer), *words)
 
 
-def read_back(rank: int, world_size: int, root: Path, right: dict[str, Tensor]) -> None:
-    theirs, its_optimizer = torch_model(world_size, "fsdp2")
-    model, optim = get_state_dict(theirs, its_optimizer)
+def read_with_fsdp2(rank: int, world_size: int, root: Path, expected: dict[str, Tensor]) -> None:
+    fsdp2, fsdp2_optimizer = torch_model(world_size, "fsdp2")
+    model, optim = get_state_dict(fsdp2, fsdp2_optimizer)
     state: Any = {"model": model, "optim": optim}
     torch_dcp.load(state, checkpoint_id=root / "back")
-    set_state_dict(theirs, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert differing(torch_state_of(theirs, its_optimizer), right) == []
+    set_state_dict(fsdp2, fsdp2_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert differing(torch_state_of(fsdp2, fsdp2_optimizer), expected) == []
 
 
 @pytest.mark.parametrize(("world_size", "stage", "last"), [(3, 1, 1), *slow((1, 3, 3), (4, 2, 2), (2, 0, 3))])
-def test_names_of_other_tools_worlds_and_stages(
+def test_layouts_of_other_tools_load(
     ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, last: int
 ) -> None:
-    right, *_ = ranks_pool.run(2, written_by_fsdp2, tmp_path)
-    ranks_pool.run(world_size, read_by_us, tmp_path, stage, right)
-    ranks_pool.run(last, read_back, tmp_path, right)
+    expected, *_ = ranks_pool.run(2, write_with_fsdp2, tmp_path)
+    ranks_pool.run(world_size, load_and_save, tmp_path, stage, expected)
+    ranks_pool.run(last, read_with_fsdp2, tmp_path, expected)
 
 
 # All or nothing
 
 
-def flip(path: Path, at: float = 0.5) -> None:
+def flip(path: Path, fraction: float = 0.5) -> None:
     """Change one bit of a file."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * at)] ^= 0x10
+    content[int(len(content) * fraction)] ^= 0x10
     path.write_bytes(content)
 
 
-DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # of files: tests/one/test_checkpoint_folder.py
-    ("a flipped bit", lambda at: flip(at / "__1_0.distcp"), "__1_0.distcp was changed"),
-    ("a flipped manifest", lambda at: flip(at / "manifest.json", 0.01), "manifest.json is damaged"),
-    ("no manifest", lambda at: (at / "manifest.json").unlink(), "has no manifest.json"),
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # more damaged files: tests/one/test_checkpoint_folder.py
+    ("a flipped bit", lambda path: flip(path / "__1_0.distcp"), "__1_0.distcp was changed"),
+    ("a flipped manifest", lambda path: flip(path / "manifest.json", 0.01), "manifest.json is damaged"),
+    ("no manifest", lambda path: (path / "manifest.json").unlink(), "has no manifest.json"),
     ("nothing", shutil.rmtree, "there is no checkpoint at"),
 ]
 
@@ -229,7 +229,7 @@ class Stubborn:
 
 @dataclass
 class Loads:
-    """Loads that are refused and change nothing."""
+    """A model and an optimizer that refused loads must not change."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -244,7 +244,7 @@ class Loads:
         assert differing(state_of(self.model, self.optimizer), self.before) == [], words
 
 
-def damaged(rank: int, world_size: int, root: Path) -> None:
+def refuse_loads(rank: int, world_size: int, root: Path) -> None:
     model = sharded(fresh(Mlp), 3)
     loads = Loads(model, adamw(model))
     loads.step()
@@ -258,14 +258,14 @@ def damaged(rank: int, world_size: int, root: Path) -> None:
             damage(root / name)
         dist.barrier()
         loads.refused(words, root / name)
-    refused_models(loads, root)
-    refused_optimizers(loads, root)
-    refused_calls(loads, root / "good", rank, stubborn)
+    refuse_models(loads, root)
+    refuse_optimizers(loads, root)
+    refuse_calls(loads, root / "good", rank, stubborn)
     tz.load(root / "good", model, loads.optimizer)
     assert differing(state_of(model, loads.optimizer), loads.before)
 
 
-def refused_models(loads: Loads, root: Path) -> None:
+def refuse_models(loads: Loads, root: Path) -> None:
     wide, unlike = sharded(fresh(Mlp, 8), 3), "another model (missing: none; unexpected: 'model.empty', 'model.frozen'"
     tz.save(root / "wide", wide)
     tz.save(root / "zoo", sharded(fresh(Zoo), 2))
@@ -276,7 +276,7 @@ def refused_models(loads: Loads, root: Path) -> None:
     loads.refused("the checkpoint has no optimizer", root / "wide", wide, adamw(wide))
 
 
-def refused_optimizers(loads: Loads, root: Path) -> None:
+def refuse_optimizers(loads: Loads, root: Path) -> None:
     model, params = loads.model, list(loads.model.parameters())
     for words, optimizer in (
         ("has 1 parameter groups, this one has 2", torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])),
@@ -287,7 +287,7 @@ def refused_optimizers(loads: Loads, root: Path) -> None:
         loads.refused(words, root / "good", model, optimizer)
 
 
-def refused_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> None:
+def refuse_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> None:
     model, optimizer = loads.model, loads.optimizer
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
@@ -305,7 +305,7 @@ def refused_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> No
 
 
 def test_damage_and_misuse_are_told_on_every_rank_and_change_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, damaged, tmp_path)
+    ranks_pool.run(2, refuse_loads, tmp_path)
 
 
 # Saves that fail
@@ -313,7 +313,7 @@ def test_damage_and_misuse_are_told_on_every_rank_and_change_nothing(ranks_pool:
 
 @contextmanager
 def full_disk(after: int) -> Iterator[None]:
-    """Inside the block, fail as a full disk does, after some bytes of a file."""
+    """Fail inside the block as a full disk does, after ``after`` bytes of a file."""
 
     def write(file: Any, data: Any) -> int:
         if file.tell() + len(data) > after:
@@ -326,14 +326,14 @@ def full_disk(after: int) -> Iterator[None]:
 
 
 class Strange(torch.optim.SGD):
-    """Has a state that has neither the parameter's shape nor one number."""
+    """An optimizer whose state has neither the parameter's shape nor a single number."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             self.state[param]["factor"] = torch.ones(3)
 
 
-def refused_disks(root: Path, rank: int, model: Any, optimizer: Any) -> None:
+def refuse_disks(root: Path, rank: int, model: Any, optimizer: Any) -> None:
     full = "the disk is full; no part of this checkpoint is visible"
     for after in (3000, 0):
         with full_disk(after if rank == 1 else 10**9):
@@ -350,7 +350,7 @@ def refused_disks(root: Path, rank: int, model: Any, optimizer: Any) -> None:
         fails(lambda: tz.save(root / name, model, optimizer), words)  # noqa: B023
 
 
-def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
+def refuse_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
     part, strange = adamw(model), Strange(model.parameters(), 0.1)
     if rank == 0:
         take_step(model, part)
@@ -367,25 +367,25 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
         (strange, {}, "'factor' of parameter 'layers.0.weight': it has shape (3,)"),
     ):
         fails(partial(tz.save, path, model, optimizers, **options), words)
-    own = {"side_effect": ValueError("no state here")} if rank else {"return_value": 3}
+    on_state = {"side_effect": ValueError("no state here")} if rank else {"return_value": 3}
     of_first = optimizer.state[next(model.parameters())]
     for change, words in (
         (mock.patch.dict(optimizer.state, total=torch.ones(3)), "AdamW has a state for 'total', which is not one of"),
         (mock.patch.dict(optimizer.param_groups[0], rule=object()), "cannot save hyper-parameter 'rule' of param"),
         (mock.patch.dict(of_first, {"ema.fast": 1.0}), "the optimizer's state 'ema.fast' of parameter 'lay"),
-        (mock.patch.object(type(model._model), "get_extra_state", **own), "no state here"),
+        (mock.patch.object(type(model._model), "get_extra_state", **on_state), "no state here"),
     ):
         with change:
             fails(lambda: tz.save(path, model, optimizer), words)
 
 
-def refused_saves(rank: int, world_size: int, root: Path) -> None:
+def refuse_saves(rank: int, world_size: int, root: Path) -> None:
     model = sharded(fresh(Mlp), tz.Policy(stage=2))
     optimizer = adamw(model)
     take_step(model, optimizer)
     tz.save(root / "good", model, optimizer)
-    refused_disks(root, rank, model, optimizer)
-    refused_values(root / "next", rank, model, optimizer)
+    refuse_disks(root, rank, model, optimizer)
+    refuse_values(root / "next", rank, model, optimizer)
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
     fails(lambda: tz.save(root / "next", model, optimizer), "cannot save: no_sync still holds unreduced gradients")
@@ -393,20 +393,18 @@ def refused_saves(rank: int, world_size: int, root: Path) -> None:
     tz.load(root / "latest", model, optimizer)
 
 
-def test_a_save_that_fails_says_why_on_every_rank_and_leaves_what_was_there(
-    ranks_pool: RanksPool, tmp_path: Path
-) -> None:
-    ranks_pool.run(2, refused_saves, tmp_path)
+def test_a_failed_save_gives_every_rank_the_reason_and_changes_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, refuse_saves, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "good", "latest"]
     manifest.require_no_faults(tmp_path / "good", manifest.read(tmp_path / "good").files)
 
 
-def rates_drift(rank: int, world_size: int, root: Path) -> None:
-    """Each rank gives a scheduler its own loss; then a rate is a tensor."""
+def let_rates_differ(rank: int, world_size: int, root: Path) -> None:
+    """Give each rank's scheduler its own loss; then let rates be tensors that differ."""
     for stage in (0, 3):
         model = sharded(fresh(Mlp), stage)
-        first, *others = model.parameters()
-        optimizers = [torch.optim.SGD([first], 0.5), torch.optim.AdamW([{"params": [param]} for param in others], 0.5)]
+        first, *rest = model.parameters()
+        optimizers = [torch.optim.SGD([first], 0.5), torch.optim.AdamW([{"params": [param]} for param in rest], 0.5)]
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, factor=0.5)
         save = partial(tz.save, root / f"{stage}", model, optimizers)
         save(extra={"schedule": scheduler})
@@ -421,36 +419,36 @@ def rates_drift(rank: int, world_size: int, root: Path) -> None:
 
 
 def test_options_that_differ_between_ranks_are_not_saved(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, rates_drift, tmp_path)
+    ranks_pool.run(2, let_rates_differ, tmp_path)
 
 
 # Asynchronous saves
 
 
-def asynchronous(rank: int, world_size: int, root: Path) -> None:
+def save_in_background(rank: int, world_size: int, root: Path) -> None:
     model = sharded(fresh(Mlp), 3)
     optimizer = adamw(model)
     take_step(model, optimizer)
-    training_goes_on(root, model, optimizer)
-    errors_are_told(root, rank, model, optimizer)
-    next_ones_wait(root, model, optimizer)
+    train_during_save(root, model, optimizer)
+    tell_errors(root, rank, model, optimizer)
+    wait_for_saves(root, model, optimizer)
 
 
-def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
-    """Train with collectives while the writer is held up. The checkpoint has the values from before."""
+def train_during_save(root: Path, model: Any, optimizer: Any) -> None:
+    """Train while the writer is held up; check that the checkpoint has the values from before."""
     before = state_of(model, optimizer)
-    go_on, whole = threading.Event(), HashedFile.write
-    made, make_group = list[tuple[Any, Any]](), dist.new_group  # time-outs that groups are made with, and groups
+    go_on, write = threading.Event(), HashedFile.write
+    groups, make_group = list[tuple[Any, Any]](), dist.new_group  # time-outs that groups are made with, and groups
 
     def new_group(*args: Any, **options: Any) -> Any:
-        made.append((args[1], make_group(*args, **options)))
-        return made[-1][1]
+        groups.append((args[1], make_group(*args, **options)))
+        return groups[-1][1]
 
-    def held_up(file: Any, data: Any) -> int:
+    def write_later(file: Any, data: Any) -> int:
         assert go_on.wait(30)
-        return whole(file, data)
+        return write(file, data)
 
-    with mock.patch.object(HashedFile, "write", held_up), mock.patch.object(dist, "new_group", new_group):
+    with mock.patch.object(HashedFile, "write", write_later), mock.patch.object(dist, "new_group", new_group):
         saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
             take_step(model, optimizer)
@@ -459,52 +457,52 @@ def training_goes_on(root: Path, model: Any, optimizer: Any) -> None:
         assert not (root / "a").exists()
         go_on.set()
         assert saved.result(30) == root / "a"
-    ((while_made, group),) = made
-    assert timeout_of(group, CPU) >= 5 * while_made  # gloo waits for a connection five times as long
+    ((timeout, group),) = groups
+    assert timeout_of(group, CPU) >= 5 * timeout  # gloo waits for a connection five times as long
     assert timeout_of(group, CPU) == timeout_of(model.state.group, CPU)
     tz.load(root / "latest", model, optimizer)
     assert differing(state_of(model, optimizer), before) == []
     assert differing(trained, before) != []
 
 
-def errors_are_told(root: Path, rank: int, model: Any, optimizer: Any) -> None:
-    """The result, a warning, and the next save give the error."""
+def tell_errors(root: Path, rank: int, model: Any, optimizer: Any) -> None:
+    """Check that the result, a warning and the next save give the error."""
     full = "cannot write __1_0.distcp: the disk is full"
-    with warnings.catch_warnings(record=True) as heard, full_disk(0 if rank == 1 else 10**9):
+    with warnings.catch_warnings(record=True) as caught, full_disk(0 if rank == 1 else 10**9):
         warnings.simplefilter("always")
         fails(tz.save(root / "b", model, optimizer, wait=False).result, full)
         dist.barrier()
-    warned = [str(warning.message) for warning in heard if "asynchronous" in str(warning.message)]
+    warned = [str(warning.message) for warning in caught if "asynchronous" in str(warning.message)]
     assert [full in warning for warning in warned] == [True], warned
-    told = error_of(lambda: tz.save(root / "c", model, optimizer, wait=False))
-    assert told.startswith("RuntimeError: the previous asynchronous save failed: "), told
-    assert told.endswith("; call save again"), told
+    error = error_of(lambda: tz.save(root / "c", model, optimizer, wait=False))
+    assert error.startswith("RuntimeError: the previous asynchronous save failed: "), error
+    assert error.endswith("; call save again"), error
 
 
-def next_ones_wait(root: Path, model: Any, optimizer: Any) -> None:
+def wait_for_saves(root: Path, model: Any, optimizer: Any) -> None:
     tz.save(root / "c1", model, optimizer, wait=False)
     tz.save(root / "c2", model, optimizer, wait=False, max_to_keep=2).result()
     with torch.no_grad():
         model.get_parameter("layers.0.weight").add_(1)
     before = state_of(model, optimizer)
-    whole, delays = HashedFile.write, iter([0.5])  # before the first write
-    with mock.patch.object(HashedFile, "write", lambda *args: time.sleep(next(delays, 0.0)) or whole(*args)):
+    write, delays = HashedFile.write, iter([0.5])  # before the first write
+    with mock.patch.object(HashedFile, "write", lambda *args: time.sleep(next(delays, 0.0)) or write(*args)):
         tz.save(root / "c3", model, optimizer, wait=False, max_to_keep=2)
         take_step(model, optimizer)
-        tz.load(root / "latest", model, optimizer)  # of all ranks the one that is being saved
+        tz.load(root / "latest", model, optimizer)  # waits for the save on every rank
     assert differing(state_of(model, optimizer), before) == []
 
 
 def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, asynchronous, tmp_path)
+    ranks_pool.run(2, save_in_background, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c2", "c3", "latest"]
 
 
-# Parameters apart, and several copies of a model
+# Ignored parameters, and several copies of a model
 
 
-class Apart(nn.Module):
-    """Each rank has its own expert, and modules have extra state."""
+class SharedAndExpert(nn.Module):
+    """A model with an expert that ranks do not share, and with an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,30 +516,30 @@ class Apart(nn.Module):
         self.note = state["note"]
 
 
-def built(rank: int, value: int) -> tuple[Any, Any]:
-    module = fresh(Apart)
+def build(rank: int, value: int) -> tuple[Any, Any]:
+    module = fresh(SharedAndExpert)
     with torch.no_grad():
         module.expert.weight.fill_(value + rank)
     model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("expert",))])
     return model, adamw(model)
 
 
-def apart(rank: int, world_size: int, root: Path) -> None:
-    model, optimizer = built(rank, 10)
+def save_ignored(rank: int, world_size: int, root: Path) -> None:
+    model, optimizer = build(rank, 10)
     take_step(model, optimizer)
     model._model.note = "saved"
     tz.save(root / "apart", model, optimizer)
-    other, other_optimizer = built(rank, 50)
+    other, other_optimizer = build(rank, 50)
     tz.load(root / "apart", other, other_optimizer)
     assert differing(state_of(other, other_optimizer), state_of(model, optimizer)) == []
-    experts = [of.get_parameter("expert.weight") for of in (model, other)]
+    experts = [trained.get_parameter("expert.weight") for trained in (model, other)]
     assert torch.equal(*experts), experts
     assert torch.equal(optimizer.state[experts[0]]["exp_avg"], other_optimizer.state[experts[1]]["exp_avg"])
     assert other._model.note == "saved"
 
 
-def apart_in_another_tools(rank: int, world_size: int, root: Path) -> None:
-    """Another tool's checkpoint has one value for all ranks."""
+def load_ignored_from_torch(rank: int, world_size: int, root: Path) -> None:
+    """Load another tool's checkpoint, which has one value for all ranks."""
     models = []
     for value in (1.0 + rank, 50.0):
         module = fresh(Mlp)
@@ -550,24 +548,24 @@ def apart_in_another_tools(rank: int, world_size: int, root: Path) -> None:
         models.append(thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("layers.1",))]))
     torch_dcp.save({"model": models[0].state_dict()}, checkpoint_id=root / "torchs")
     tz.load(root / "torchs", models[1], verify_files=False)
-    found = models[1].get_parameter("layers.1.bias")
-    assert found.eq(found[0]).all(), found
-    assert found[0] in range(1, 1 + world_size), found
+    bias = models[1].get_parameter("layers.1.bias")
+    assert bias.eq(bias[0]).all(), bias
+    assert bias[0] in range(1, 1 + world_size), bias
 
 
-def apart_elsewhere(rank: int, world_size: int, root: Path) -> None:
+def load_ignored_elsewhere(rank: int, world_size: int, root: Path) -> None:
     words = f"cannot load on {world_size} ranks: the checkpoint has values of ignored parameters from each of 2"
-    fails(lambda: tz.load(root / "apart", *built(rank, 10)), words)
+    fails(lambda: tz.load(root / "apart", *build(rank, 10)), words)
 
 
-def test_what_is_each_ranks_own(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, apart, tmp_path)
-    ranks_pool.run(2, apart_in_another_tools, tmp_path)
+def test_each_rank_gets_its_ignored_parameters_back(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, save_ignored, tmp_path)
+    ranks_pool.run(2, load_ignored_from_torch, tmp_path)
     for world_size in (1, 3):
-        ranks_pool.run(world_size, apart_elsewhere, tmp_path)
+        ranks_pool.run(world_size, load_ignored_elsewhere, tmp_path)
 
 
-def copies(rank: int, world_size: int, root: Path) -> None:
+def save_copies(rank: int, world_size: int, root: Path) -> None:
     """Save two copies of a model, on two ranks each; load into four shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(fresh(Zoo), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
@@ -581,8 +579,8 @@ def copies(rank: int, world_size: int, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_several_copies_one_is_written(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(4, copies, tmp_path)
+def test_several_copies_are_written_once(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(4, save_copies, tmp_path)
     for stored in read_metadata(tmp_path / "copies").state_dict_metadata.values():
         if not isinstance(stored, torch_dcp.BytesStorageMetadata):
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel()

@@ -1,4 +1,4 @@
-"""Ranks that do different things: an error on both at once, which names both tags, and nothing is taken for another.
+"""Ranks that do different things raise at once, with both tags in the error, and mix up no messages.
 
 Rank 0 is the rank that does something else.
 """
@@ -34,26 +34,26 @@ import thunder
 WIDTH = 4
 
 
-def assert_differ(said: str, text: str, other: str) -> None:
-    """Check the sentence on both ranks; a tag may be given by its start."""
+def assert_differ(error: str, text: str, other: str) -> None:
+    """Check the error's sentence; ``text`` and ``other`` are the starts of the tags of rank 0 and rank 1."""
     sentence = f"the ranks do different things: rank 0 is in {text}"
     if text == other:
         sentence = f"the ranks do different things: rank 0 and rank 1 are both in {text}"
-    assert sentence in said, (said, sentence)
-    assert f"rank 1 is in {other}" in said if text != other else "would send different messages there" in said, said
-    assert "so that all ranks call every model and every function" in said, said
+    assert sentence in error, (error, sentence)
+    assert f"rank 1 is in {other}" in error if text != other else "would send different messages there" in error, error
+    assert "so that all ranks call every model and every function" in error, error
 
 
 # Without a model
 
 
 def gather(transport: TaggedTransport, rows: int) -> Waitable:
-    """Gather a tensor whose elements are the rank that has them."""
+    """Gather a tensor whose rows hold the number of the rank that sent them."""
     return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], [(rows, 2)])
 
 
 @contextmanager
-def another_try() -> Iterator[None]:
+def forgetting_tags() -> Iterator[None]:
     """Forget all tags, as if the ranks had restarted."""
     yield
     collective_tags._differences.clear()
@@ -61,48 +61,48 @@ def another_try() -> Iterator[None]:
     dist.barrier()
 
 
-def said_in(what: str, step: Callable[[], object]) -> str:
-    with doing(what):
+def error_in(name: str, step: Callable[[], object]) -> str:
+    with doing(name):
         return error_of(step)
 
 
-def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
-    """Meet every kind of difference, and some cases that are none."""
+def differ_in_all_ways(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
+    """Let the ranks differ in every way, and check that equal ranks are not refused."""
     group = everyone()
     steps = (lambda: barrier(group), lambda: all_gather_object(rank, group))
-    with another_try():
-        said = said_in(("tz.save", "tz.load")[rank], steps[rank])
-        assert_differ(said, "tz.save", "tz.load")
-        assert said_in("tz.save", steps[0]) == said, "no rank can go on"
-    with another_try():
-        assert_differ(said_in("tz.save", steps[rank]), "tz.save", "tz.save")
-    with another_try():
+    with forgetting_tags():
+        error = error_in(("tz.save", "tz.load")[rank], steps[rank])
+        assert_differ(error, "tz.save", "tz.load")
+        assert error_in("tz.save", steps[0]) == error, "no rank can go on"
+    with forgetting_tags():
+        assert_differ(error_in("tz.save", steps[rank]), "tz.save", "tz.save")
+    with forgetting_tags():
         models = [
             TaggedTransport({SHARD: make(group)}, f"model {number} (Net)", group, announces=True) for number in range(2)
         ]
         for model in models:
             model.enter_phase("forward", "schedule", 5)
-        alike(rank, *models)
+        check_equal_ranks(rank, *models)
         # Another model on each rank, whose messages differ in size, which would abort a process if they met.
         models[rank].enter_phase("forward", "schedule", 5)
-        said = error_of(lambda: gather(models[rank], 2 + 200 * rank).wait())
-        assert_differ(said, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
-        assert error_of(models[rank].drain) == said
-    with another_try():
+        error = error_of(lambda: gather(models[rank], 2 + 200 * rank).wait())
+        assert_differ(error, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
+        assert error_of(models[rank].drain) == error
+    with forgetting_tags():
         third = TaggedTransport({SHARD: make(group)}, "model 2 (Net)", group, announces=True)
         third.enter_phase("backward", f"schedule {rank}", 5)
-        said = error_of(lambda: gather(third, 2).wait())
-        assert_differ(said, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
+        error = error_of(lambda: gather(third, 2).wait())
+        assert_differ(error, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
     assert broadcast_object_from_rank_0(7, group) == 7, "the group is sound"
 
 
-def alike(rank: int, one: TaggedTransport, other: TaggedTransport) -> None:
-    """Wait for two models in another order than launched, with the user's own messages in between."""
-    (full,) = gather(one, 2).wait()
+def check_equal_ranks(rank: int, first: TaggedTransport, second: TaggedTransport) -> None:
+    """Wait for two models in reverse order of launch, with the user's own messages in between."""
+    (full,) = gather(first, 2).wait()
     assert full.tolist() == [[0.0] * 2, [1.0] * 2], full
-    theirs, sent = torch.empty(3), torch.full((3,), float(rank))
-    works = [dist.irecv(theirs, 1 - rank), dist.isend(sent, 1 - rank)]
-    launched = [(rows, gather(other, rows)) for rows in (4, 6)]
+    received, sent = torch.empty(3), torch.full((3,), float(rank))
+    works = [dist.irecv(received, 1 - rank), dist.isend(sent, 1 - rank)]
+    launched = [(rows, gather(second, rows)) for rows in (4, 6)]
     total = torch.ones(5)
     dist.all_reduce(total)
     for work in works:
@@ -111,35 +111,35 @@ def alike(rank: int, one: TaggedTransport, other: TaggedTransport) -> None:
     for rows, handle in reversed(launched):
         (full,) = handle.wait()
         assert full.tolist() == [[0.0] * 2] * (rows // 2) + [[1.0] * 2] * (rows // 2), full
-    assert theirs.tolist() == [1.0 - rank] * 3, theirs
+    assert received.tolist() == [1.0 - rank] * 3, received
     assert total.tolist() == [2.0] * 5, total
 
 
-def meet_under_the_debug_switch(rank: int, world_size: int) -> None:
-    """Meet by the collective that stands in for gloo's messages, for which the host waits."""
+def differ_under_the_debug_switch(rank: int, world_size: int) -> None:
+    """Let the ranks differ where a collective, for which the host waits, replaces gloo's messages."""
     with (
         mock.patch.object(collective_tags, "channel_of", return_value=None),
         mock.patch.object(collective_tags, "is_debugging", return_value=True),
     ):
-        meet(rank, world_size, PerTensor)
+        differ_in_all_ways(rank, world_size, PerTensor)
 
 
 def test_every_difference_is_an_error_on_both_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, meet, PairwiseGloo)
-    ranks_pool.run(2, meet_under_the_debug_switch)
+    ranks_pool.run(2, differ_in_all_ways, PairwiseGloo)
+    ranks_pool.run(2, differ_under_the_debug_switch)
 
 
-def numbers(rank: int, world_size: int) -> None:
-    """Return the numbers of models that some ranks make alone, and of one that all ranks make."""
+def take_numbers(rank: int, world_size: int) -> None:
+    """Check the numbers of models that some ranks make alone, and of a model that all ranks make."""
     alone = [dist.new_group([0, 1]), dist.new_group([2])][rank == 2]
     assert isinstance(alone, dist.ProcessGroup)
-    made = [next_number(alone) for _ in range(1 + 2 * (rank == 2))] + [next_number(everyone())]
-    assert made == sorted(set(made)), made
-    assert set(all_gather_object(made[-1], everyone())) == {made[-1]}
+    taken = [next_number(alone) for _ in range(1 + 2 * (rank == 2))] + [next_number(everyone())]
+    assert taken == sorted(set(taken)), taken
+    assert set(all_gather_object(taken[-1], everyone())) == {taken[-1]}
 
 
 def test_ranks_agree_on_the_number_of_a_model(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(3, numbers)
+    ranks_pool.run(3, take_numbers)
 
 
 # With models
@@ -150,7 +150,7 @@ def batch(step: int) -> Tensor:
 
 
 class Trained:
-    """A model, its optimizer, and number and loss of each step's batch."""
+    """A model, its optimizer, and the number and the loss of each step's batch."""
 
     def __init__(self, stage: int, **options: Any) -> None:
         self.model = thunder.jit(fresh(Mlp, WIDTH, 2), transforms=[tz.ZeroTransform(stage=stage, **options)])
@@ -189,36 +189,36 @@ class Trained:
             case "full_state_dict":
                 tz.full_state_dict(self.model)
 
-    def assert_right(self) -> None:
+    def assert_losses(self) -> None:
         """Check that the losses are those of one process: all ranks have the same batches."""
         module = fresh(Mlp, WIDTH, 2)
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        for number, found in self.losses:
+        for number, actual in self.losses:
             loss = module(batch(number)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            assert found == pytest.approx(loss.item(), rel=1e-5), (self.losses, loss)
+            assert actual == pytest.approx(loss.item(), rel=1e-5), (self.losses, loss)
 
 
-def does_something_else(rank: int, world_size: int, stage: int, actions: str, here: str, there: str) -> str:
-    """Check what a rank hears, and hears again in the next step; the losses until then are right."""
-    one = Trained(stage)
+def do_something_else(rank: int, world_size: int, stage: int, actions: str, on_rank_0: str, on_rank_1: str) -> str:
+    """Check the losses and the error, which the next step raises again; return the error."""
+    trained = Trained(stage)
 
     def run(*actions: str) -> None:
         for action in actions:
-            one.do(action)
+            trained.do(action)
 
     run("step")
-    kind, said = kind_and_text(lambda: run(*actions.split(" / ")[rank].split()))
-    assert kind == "RuntimeError", said
-    assert_differ(said, here.replace(" N", f" {one.name}"), there.replace(" N", f" {one.name}"))
-    assert error_of(lambda: run("forward")) == f"RuntimeError: {said}"
-    one.assert_right()
-    return said
+    kind, error = kind_and_text(lambda: run(*actions.split(" / ")[rank].split()))
+    assert kind == "RuntimeError", error
+    assert_differ(error, on_rank_0.replace(" N", f" {trained.name}"), on_rank_1.replace(" N", f" {trained.name}"))
+    assert error_of(lambda: run("forward")) == f"RuntimeError: {error}"
+    trained.assert_losses()
+    return error
 
 
-# what rank 0 does, and rank 1
+# What rank 0 does / what rank 1 does
 EVALUATES = "evaluate step evaluate step / evaluate step step step"
 EVALUATES_FIRST = "evaluate step / step step"
 SKIPS_A_BACKWARD = "step forward step / step step step"
@@ -230,7 +230,7 @@ CLIPS = "backward clip backward / backward backward"
 
 
 @pytest.mark.parametrize(
-    ("stage", "actions", "here", "there"),
+    ("stage", "actions", "on_rank_0", "on_rank_1"),
     [  # the tags of rank 0 and rank 1, or their starts; N is the model
         (3, EVALUATES, "forward without backward number 2 of N", "forward number 3 of N"),
         *slow(
@@ -244,31 +244,33 @@ CLIPS = "backward clip backward / backward backward"
         ),
     ],
 )
-def test_rank_0_does_something_else(ranks_pool: RanksPool, stage: int, actions: str, here: str, there: str) -> None:
-    first, second = ranks_pool.run(2, does_something_else, stage, actions, here, there, timeout=110)
+def test_rank_0_does_something_else(
+    ranks_pool: RanksPool, stage: int, actions: str, on_rank_0: str, on_rank_1: str
+) -> None:
+    first, second = ranks_pool.run(2, do_something_else, stage, actions, on_rank_0, on_rank_1, timeout=110)
     assert first == second
 
 
-def two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag: str) -> None:
+def call_two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag: str) -> None:
     """Let a student learn from a teacher; in the third step rank 0 calls the student first."""
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(2)] if several_groups else [None] * 2
     teacher, student = (Trained(stage, process_group=group) for group in groups)
 
     def step(number: int, *order: Trained) -> None:
-        outputs = {each.name: each.model(batch(number)) for each in order}
+        outputs = {trained.name: trained.model(batch(number)) for trained in order}
         loss = (outputs[teacher.name] - outputs[student.name] - 1.0).square().mean()
         loss.backward()
-        for each in order if stage else order[::-1]:
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+        for trained in order if stage else order[::-1]:
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
 
     step(0, teacher, student)
     step(1, teacher, student)
-    said = error_of(lambda: step(2, *((student, teacher) if rank == 0 else (teacher, student))))
+    error = error_of(lambda: step(2, *((student, teacher) if rank == 0 else (teacher, student))))
     # Autograd starts with the model that was called last.
-    here, there = (teacher, student) if tag.startswith("backward") else (student, teacher)
-    assert here.name != there.name
-    assert_differ(said, f"{tag} of {here.name}", f"{tag} of {there.name}")
+    first, second = (teacher, student) if tag.startswith("backward") else (student, teacher)
+    assert first.name != second.name
+    assert_differ(error, f"{tag} of {first.name}", f"{tag} of {second.name}")
 
 
 @pytest.mark.slow
@@ -282,7 +284,7 @@ def two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag
     ],
 )
 def test_two_models_called_in_another_order(ranks_pool: RanksPool, stage: int, several_groups: bool, tag: str) -> None:
-    ranks_pool.run(2, two_models, stage, several_groups, tag, timeout=110)
+    ranks_pool.run(2, call_two_models, stage, several_groups, tag, timeout=110)
 
 
 class Branches(nn.Module):
@@ -296,42 +298,38 @@ class Branches(nn.Module):
         return self.layers[which].forward(x)
 
 
-def other_branches(rank: int, world_size: int, stage: int) -> None:
+def take_other_branches(rank: int, world_size: int, stage: int) -> None:
     model = sharded(fresh(Branches), stage)
     model(batch(0), 0).sum().backward()
-    said = error_of(lambda: model(batch(1), 1 + rank).sum().backward())
+    error = error_of(lambda: model(batch(1), 1 + rank).sum().backward())
     phase, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
-    assert_differ(said, *[f"{phase} number 2 of {model.state.name} after {after}"] * 2)
+    assert_differ(error, *[f"{phase} number 2 of {model.state.name} after {after}"] * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, *deep(0)])
 def test_programs_that_ranks_compile_later_and_differ(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, other_branches, stage, timeout=110)
+    ranks_pool.run(2, take_other_branches, stage, timeout=110)
 
 
-def fails_in_the_middle(rank: int, world_size: int) -> None:
-    """Let a launch in the middle of a forward fail.
-
-    If it fails on both ranks, the next step is right. If it fails on rank 0 alone, the other rank times out: nothing of
-    rank 0's next step is taken for the rest of this one.
-    """
-    one = Trained(3, process_group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
-    one.do("step")
+def fail_in_the_middle(rank: int, world_size: int) -> None:
+    """Let a launch in the middle of a forward fail on both ranks, which go on, and then on rank 0 alone."""
+    trained = Trained(3, process_group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    trained.do("step")
     with failing_launch():
-        assert error_of(one.loss) == "MemoryError: no memory"
-    one.do("step")
+        assert error_of(trained.loss) == "MemoryError: no memory"
+    trained.do("step")
     with failing_launch() if rank == 0 else nullcontext():
-        first = error_of(one.loss)
-    second = error_of(lambda: one.do("step"))
-    if rank == 0:
+        first = error_of(trained.loss)
+    second = error_of(lambda: trained.do("step"))
+    if rank == 0:  # no message of its second step is taken for the rest of the first
         assert first == "MemoryError: no memory", first
-        assert "rank 1" in second, second  # the same time-out; or it hears of rank 1's
+        assert "rank 1" in second, second  # its own time-out, or an error of rank 1's
     else:
         assert first.startswith("LostRank: rank 1 got no answer from rank 0 in forward number "), first
-        assert f" of {one.name} after 2 training forwards: it died" in first, first
-    assert len(one.losses) == 2, one.losses
-    one.assert_right()
+        assert f" of {trained.name} after 2 training forwards: it died" in first, first
+    assert len(trained.losses) == 2, trained.losses
+    trained.assert_losses()
 
 
 @contextmanager
@@ -352,4 +350,4 @@ def failing_launch() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_in_the_middle_of_a_phase_is_missed_by_the_others(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, fails_in_the_middle, timeout=110)
+    ranks_pool.run(2, fail_in_the_middle, timeout=110)

@@ -1,4 +1,4 @@
-"""docs/collectives.md: what it calls a collective sends on every rank; what one rank may call alone sends nothing."""
+"""Calls that docs/collectives.md names as collectives send on every rank; calls of one rank alone send nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunder_zero.comm import collective_tags
 
 PAGE = (Path(__file__).parents[2] / "docs/collectives.md").read_text()
 TOGETHER, ALONE = PAGE.split("## One rank may call these alone")
-NO_CALLS = {"tools", "schedule", "ZeroModule", "Loaded"}  # modules; types of what calls return
+NO_CALLS = {"tools", "schedule", "ZeroModule", "Loaded"}  # modules, and types that calls return
 X = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 
 
@@ -28,14 +28,14 @@ def test_the_page_has_every_public_name_in_one_table() -> None:
     calls = [rf"tz\.{name}\b" for name in set(tz.__all__) - NO_CALLS]
     calls += [rf"tz\.tools\.{name}\b" for name in tz.tools.__all__ if name.islower() and name != "traces"]
     tables = [first_columns(TOGETHER), first_columns(ALONE)]
-    found = {call: [bool(re.search(call, table)) for table in tables] for call in calls}
-    both = {r"tz\.EMA\b", r"tz\.whole\b", r"tz\.save\b"}  # some of their calls are, and some are not
-    assert {call for call, where in found.items() if not any(where)} == set()
-    assert {call for call, where in found.items() if all(where)} <= both
+    tables_of = {call: [bool(re.search(call, table)) for table in tables] for call in calls}
+    in_both_tables = {r"tz\.EMA\b", r"tz\.whole\b", r"tz\.save\b"}  # some of their calls are collectives
+    assert {call for call, is_in in tables_of.items() if not any(is_in)} == set()
+    assert {call for call, is_in in tables_of.items() if all(is_in)} <= in_both_tables
 
 
 def first_columns(text: str) -> str:
-    """The first columns of tables, and the sentence about plain data."""
+    """Return the first columns of tables, and the sentence about plain data."""
     return "\n".join(
         [*re.findall(r"^\| (`[^|]*)\|", text, re.M), *re.findall(r"^The rest is.*?\n\n", text, re.M | re.S)]
     )
@@ -43,10 +43,10 @@ def first_columns(text: str) -> str:
 
 @pytest.mark.slow
 def test_collectives_send_and_other_calls_do_not(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, calls_as_the_page_says, str(tmp_path))
+    ranks_pool.run(2, make_calls_of_the_page, str(tmp_path))
 
 
-def calls_as_the_page_says(rank: int, world_size: int, folder: str) -> None:
+def make_calls_of_the_page(rank: int, world_size: int, folder: str) -> None:
     model = sharded(fresh(Mlp), 3)
     optimizer = torch.optim.AdamW(model.parameters())
     muon = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2])
@@ -55,14 +55,14 @@ def calls_as_the_page_says(rank: int, world_size: int, folder: str) -> None:
     optimizer.step()
     ema.update()
     for call, run in {**collectives(model, folder), "muon.step": muon.step}.items():
-        with announced() as tags:
+        with recorded_tags() as tags:
             run()
         assert tags, f"{call} sent nothing"
-    with announced() as tags, ema.applied():
+    with recorded_tags() as tags, ema.applied():
         pass
     assert tags
     writing = tz.save(f"{folder}/later", model, wait=False)
-    with announced() as tags:
+    with recorded_tags() as tags:
         if rank == 0:
             writing.result()
             for run in calls_alone(model, optimizer, ema, Path(folder)):
@@ -77,7 +77,7 @@ def train(model: Any) -> None:
 
 
 def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
-    """The first table of the page, by call; each leaves gradients behind."""
+    """Return the calls of the page's first table by name; all ranks make them in this order."""
     bytewise = sharded(fresh(Mlp), tz.Policy(3, reduce_format=tz.Int8()))
     return {
         "ZeroTransform": lambda: sharded(fresh(Mlp), 2),
@@ -100,7 +100,7 @@ def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
 
 
 def calls_alone(model: Any, optimizer: Any, ema: tz.EMA, folder: Path) -> Iterator[Callable[[], object]]:
-    """The second table of the page, in its order."""
+    """Yield the calls of the page's second table, in its order."""
     traces = tz.trace(fresh(Mlp), X, policy=tz.ZERO3, world_size=4)
     ran = tz.traces_of(model)
     yield lambda: tz.print_trace(ran, "backward", unit="layers.1")
@@ -131,15 +131,15 @@ def enter(block: Any) -> None:
 
 
 @contextmanager
-def announced() -> Iterator[list[str]]:
-    """The tags that this rank announces: one before whatever it sends."""
+def recorded_tags() -> Iterator[list[str]]:
+    """Yield the tags that this rank announces; it announces a tag before each collective."""
     tags: list[str] = []
     announce = collective_tags.announce
 
-    def noted(tag: collective_tags.CollectiveTag, group: Any) -> Any:
-        told = announce(tag, group)
-        tags.extend([tag.text] if told is not None else [])  # None: the thread of an asynchronous save
-        return told
+    def record(tag: collective_tags.CollectiveTag, group: Any) -> Any:
+        handle = announce(tag, group)
+        tags.extend([tag.text] if handle is not None else [])  # None: the thread of an asynchronous save
+        return handle
 
-    with mock.patch.object(collective_tags, "announce", noted):
+    with mock.patch.object(collective_tags, "announce", record):
         yield tags

@@ -1,4 +1,4 @@
-"""Checkpoints to single files and back, without a process group: values, names, ties, dtypes, and how much at once."""
+"""Checkpoints become single files and come back with equal values, names, ties and dtypes, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 2
 
 
 class Odd(nn.Module):
-    """Has a state of its own with a tensor in it, and a parameter for each rank."""
+    """A model with an extra state that has a tensor, and with a parameter that ranks do not share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Odd(nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in Python."""
+    """SGD that counts its steps in Python numbers."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -55,7 +55,7 @@ class Counting(torch.optim.SGD):
 
 @dataclass
 class Run:
-    """A folder with the checkpoints ``odd`` and ``step-2``; of the latter, weights and states of AdamW in full."""
+    """A folder of the checkpoints ``odd`` and ``step-2``, and full weights and AdamW states of ``step-2``."""
 
     folder: Path
     weights: dict[str, Tensor]
@@ -66,7 +66,7 @@ class Run:
         return self.folder / "step-2"
 
 
-def saved(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def save(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     odd = sharded(fresh(Odd), tz.Policy(stage=2, ignored=("own",)))
     counting = Counting(odd.parameters(), 0.1, momentum=0.9)
     model = sharded(fresh(Small), 3)
@@ -84,7 +84,7 @@ def saved(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], 
 @pytest.fixture(scope="module")
 def run(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("runs")
-    return Run(folder, *ranks_pool.run(3, saved, folder)[0])
+    return Run(folder, *ranks_pool.run(3, save, folder)[0])
 
 
 def metadata_of(file: Path) -> dict[str, str]:
@@ -103,25 +103,25 @@ def test_a_safetensors_file_has_every_tensor_once(run: Run, tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == ["half.safetensors", "model.safetensors"]
 
 
-def test_large_ones_are_cut_into_files_with_an_index(run: Run, tmp_path: Path) -> None:
+def test_large_models_are_cut_into_files_with_an_index(run: Run, tmp_path: Path) -> None:
     *files, index = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", max_file_bytes=130)
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
-    where = json.loads(index.read_text())
+    listed = json.loads(index.read_text())
     assert index.name == "model.safetensors.index.json"
     parts = {file.name: load_file(file) for file in files}
     assert len(parts) > 2
-    assert where["weight_map"] == {key: name for name, part in parts.items() for key in part}
+    assert listed["weight_map"] == {key: name for name, part in parts.items() for key in part}
     for part in parts.values():
         assert sum(tensor.nbytes for tensor in part.values()) <= 130 or len(part) == 1
         assert all(torch.equal(tensor, run.weights[key]) for key, tensor in part.items())
-    assert where["metadata"]["total_size"] == sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+    assert listed["metadata"]["total_size"] == sum(tensor.nbytes for part in parts.values() for tensor in part.values())
 
 
 def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
-    *_, of_optimizer = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", optimizer=True)
-    assert of_optimizer.name == "model.optimizer.safetensors"
-    assert differing(load_file(of_optimizer), run.states) == []
-    groups = json.loads(metadata_of(of_optimizer)["param_groups"])
+    *_, optimizer_file = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", optimizer=True)
+    assert optimizer_file.name == "model.optimizer.safetensors"
+    assert differing(load_file(optimizer_file), run.states) == []
+    groups = json.loads(metadata_of(optimizer_file)["param_groups"])
     assert groups["0.lr"] == 0.1
     assert {name.rpartition(".")[0] for name in run.states} <= set(groups["0.params"])
 
@@ -131,20 +131,20 @@ def test_a_torch_file_loads_into_the_plain_module(run: Run, tmp_path: Path) -> N
     state = torch.load(file, weights_only=True)
     assert differing(state, run.weights) == []
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    assert zipfile.ZipFile(file).testzip() is None  # which compares CRCs
+    assert zipfile.ZipFile(file).testzip() is None  # testzip compares CRCs
     assert differing(torch.load(file, mmap=True), run.weights) == []
     module = Small()
     module.load_state_dict(state)
     assert torch.equal(module.head.weight, run.weights["embed.weight"])
-    (both,) = tz.tools.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
-    state = torch.load(both, weights_only=True)
+    (with_optimizer,) = tz.tools.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
+    state = torch.load(with_optimizer, weights_only=True)
     assert differing(state["model"], run.weights) == []
-    states = {f"{name}.{key}": value for name, of in state["optim"]["state"].items() for key, value in of.items()}
+    states = {f"{name}.{key}": value for name, entry in state["optim"]["state"].items() for key, value in entry.items()}
     assert differing(states, run.states) == []
     assert state["optim"]["param_groups"][0]["lr"] == 0.1
 
 
-def test_nothing_is_lost_without_a_word(run: Run, tmp_path: Path) -> None:
+def test_what_a_file_cannot_hold_is_warned_about(run: Run, tmp_path: Path) -> None:
     odd, out = run.folder / "odd", tmp_path / "odd.pt"
     omission = "does not contain the ranks' own values of ignored parameters: model.own.weight"
     with pytest.warns(UserWarning, match="does not contain") as warned:
@@ -155,49 +155,49 @@ def test_nothing_is_lost_without_a_word(run: Run, tmp_path: Path) -> None:
     state = torch.load(out, weights_only=True)
     seen, three = state["model"]["_extra_state"]["seen"]
     assert (seen.tolist(), three) == ([0, 1, 2], "three")
-    kept = state["optim"]["state"]["layer.weight"]
-    assert (kept["step"], kept["momentum_buffer"].shape) == (STEPS, (3, 3))
+    layer_state = state["optim"]["state"]["layer.weight"]
+    assert (layer_state["step"], layer_state["momentum_buffer"].shape) == (STEPS, (3, 3))
     with pytest.warns(UserWarning, match="does not contain") as warned:
-        *_, of_optimizer = tz.tools.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
+        *_, optimizer_file = tz.tools.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in warned][1:] == [
         "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states"
     ]
-    numbers = json.loads(metadata_of(of_optimizer)["state"])
+    numbers = json.loads(metadata_of(optimizer_file)["state"])
     assert numbers == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
     with pytest.warns(UserWarning, match=f"odd.pt {omission};"):
         tz.tools.consolidate(odd, out)
 
 
-def test_one_tensor_is_there_at_a_time(run: Run, tmp_path: Path) -> None:
-    alive: list[weakref.ref[Tensor]] = []
+def test_one_tensor_is_in_memory_at_a_time(run: Run, tmp_path: Path) -> None:
+    references: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
     read = OpenCheckpoint.read
 
-    def watched(self: OpenCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
-        counts.append(sum(seen() is not None for seen in alive))
+    def read_and_count(self: OpenCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
+        counts.append(sum(reference() is not None for reference in references))
         value = read(self, key, dtype)
-        alive.append(weakref.ref(value))
+        references.append(weakref.ref(value))
         return value
 
-    with mock.patch.object(OpenCheckpoint, "read", watched):
+    with mock.patch.object(OpenCheckpoint, "read", read_and_count):
         tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
     assert len(counts) > 5
     assert max(counts) <= 1
 
 
-def loaded(rank: int, world_size: int, path: Path, right: dict[str, Tensor]) -> None:
+def load(rank: int, world_size: int, path: Path, expected: dict[str, Tensor]) -> None:
     model = sharded(fresh(Small), 2)
     tz.load(path, model)
-    assert differing(tz.full_state_dict(model), right) == []
+    assert differing(tz.full_state_dict(model), expected) == []
 
 
-def test_the_other_way(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
+def test_a_safetensors_file_becomes_a_checkpoint(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
     (file,) = tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
     assert tz.tools.shard_safetensors(file, tmp_path / "start", ranks=4) == tmp_path / "start"
-    ranks_pool.run(2, loaded, tmp_path / "start", run.weights)
+    ranks_pool.run(2, load, tmp_path / "start", run.weights)
 
 
-def test_the_command_line(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(run.folder / "latest"), "--verify"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert {"embed.weight 9 x 5 float32 180", "head.weight = embed.weight", "scale - float32 4"} <= set(rows)
@@ -219,11 +219,11 @@ def test_the_command_line(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
         shutil.copy(run.path / file, tmp_path / "cut")
     assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
     last = capsys.readouterr()
-    assert last.out == "", "it checks before it prints"
+    assert last.out == "", "the command checks before it prints"
     assert ".distcp is missing" in last.err
 
 
-def test_what_is_refused(run: Run, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(run: Run, tmp_path: Path) -> None:
     tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
     bare = tz.tools.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
     ending = "model.txt ends in '.txt'; pass a name that ends in .safetensors or .pt"

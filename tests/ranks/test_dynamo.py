@@ -1,4 +1,4 @@
-"""Models that dynamo captures: several graphs, what ends a graph, and modules that Thunder alone cannot trace."""
+"""Models that dynamo captures train as one process: with graph breaks, and with modules that Thunder cannot trace."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layers(nn.Module):
 
 
 class Listed(nn.Module):
-    """Parameters in a list and in a dict, and all of them in a loop."""
+    """A module that reads parameters from a list, from a dict, and in a loop over all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Listed(nn.Module):
         return x * self.named["scale"]
 
 
-def hooked() -> nn.Module:
+def make_hooked() -> nn.Module:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     layer.register_forward_hook(lambda module, args, output: output.relu())
@@ -66,7 +66,7 @@ def hooked() -> nn.Module:
 
 
 class Router(nn.Module):
-    """Operations in place: on a value of the graph, and on one that graph after graph adds to."""
+    """A module that works in place, also on a value that graph after graph adds to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,21 +76,21 @@ class Router(nn.Module):
         weights = self.gate(x).softmax(-1).topk(3).values
         weights /= weights.sum(-1, keepdim=True)
         total = torch.zeros_like(x)
-        for at, expert in enumerate(self.experts):
+        for index, expert in enumerate(self.experts):
             torch._dynamo.graph_break()
-            total.add_(expert(x) * weights[:, at, None])
+            total.add_(expert(x) * weights[:, index, None])
         return total
 
 
-def one_graph() -> nn.Module:
+def make_one_graph() -> nn.Module:
     weight_norm = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
     attention = nn.TransformerEncoderLayer(WIDTH, 1, 8, dropout=0.0, batch_first=True, norm_first=True)
     pairs_of_rows = nn.Unflatten(0, (-1, 2))
-    return nn.Sequential(weight_norm, Listed(), hooked(), pairs_of_rows, attention)
+    return nn.Sequential(weight_norm, Listed(), make_hooked(), pairs_of_rows, attention)
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], int, int | None]] = {  # with stages; graphs of a forward
-    "one graph": (one_graph, 3, 1),
+MODULES: dict[str, tuple[Callable[[], nn.Module], int, int | None]] = {  # constructor, stage, graphs of a forward
+    "one graph": (make_one_graph, 3, 1),
     "graph breaks": (Layers, 3, 6),
     "graph breaks, ZeRO-1": (Layers, 1, 6),
     "in place": (Router, 3, None),
@@ -108,15 +108,15 @@ def train(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_trains_as_one_process_does(ranks_pool: RanksPool, name: str) -> None:
+def test_trains_as_one_process(ranks_pool: RanksPool, name: str) -> None:
     ranks_pool.run(2, train, name)
 
 
-# Reads outside of graphs, and the looks of parameters
+# Reads outside of graphs
 
 
-class Outside(nn.Module):
-    """Reads a parameter where dynamo may not look."""
+class ReadsOutside(nn.Module):
+    """A module that reads a parameter outside of the graphs."""
 
     def __init__(self, read: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -128,52 +128,52 @@ class Outside(nn.Module):
         return self.inner(x)
 
 
-def reads_outside(rank: int, world_size: int) -> None:
-    model, x = tz.compile(Outside(lambda weight: weight.norm()), stage=3), torch.ones(2, WIDTH)
+def read_outside(rank: int, world_size: int) -> None:
+    model, x = tz.compile(ReadsOutside(lambda weight: weight.norm()), stage=3), torch.ones(2, WIDTH)
     with count_sends() as sent:
-        said = error_of(lambda: model(x))
+        error = error_of(lambda: model(x))
     for word in ("Linear", "'inner.weight'", "outside of the graphs", "dynamo ended a graph at"):
-        assert word in said, said
+        assert word in error, error
     assert not sent, sent
-    looks = lambda weight: (weight.dtype, weight.shape, weight.device, weight.requires_grad, len(weight))  # noqa: E731
-    model = tz.compile(Outside(looks), stage=3)
+    read_metadata = lambda weight: (weight.dtype, weight.shape, weight.device, weight.requires_grad, len(weight))  # noqa: E731
+    model = tz.compile(ReadsOutside(read_metadata), stage=3)
     with count_sends() as sent:
         model(x)
-    own = 5 - rank
-    assert sum(sent) == 4 * (own * WIDTH + own), "the graph's gather of weight and bias"
+    rows = 5 - rank
+    assert sum(sent) == 4 * (rows * WIDTH + rows), "the graph's gather of weight and bias"
 
 
 def test_a_read_outside_of_every_graph_is_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, reads_outside)
+    ranks_pool.run(2, read_outside)
 
 
-def compiled_again(rank: int, world_size: int) -> None:
-    """torch.compile around the model leaves to us what we capture."""
+def compile_again(rank: int, world_size: int) -> None:
+    """Check that torch.compile around the model leaves its graphs to us."""
     plain, x = fresh(nn.Linear, WIDTH, WIDTH), torch.ones(2, WIDTH)
-    right = plain(x).detach()
-    assert_close(torch.compile(tz.compile(plain, stage=3))(x).detach(), right)
+    expected = plain(x).detach()
+    assert_close(torch.compile(tz.compile(plain, stage=3))(x).detach(), expected)
     with suppress(ImportError):
-        import lightning.fabric  # noqa: F401  # it puts a function of its own in front of torch.compile
-    assert_close(torch.compile(tz.compile(fresh(nn.Linear, WIDTH, WIDTH), stage=3))(x).detach(), right)
+        import lightning.fabric  # noqa: F401  # it replaces torch.compile
+    assert_close(torch.compile(tz.compile(fresh(nn.Linear, WIDTH, WIDTH), stage=3))(x).detach(), expected)
 
 
-def test_torch_compile_around_the_model(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, compiled_again)
+def test_torch_compile_around_the_model_changes_nothing(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, compile_again)
 
 
-# What dynamo keeps, and how often it compiles
+# Memory
 
 
-def freed(rank: int, world_size: int) -> None:
+def free_model(rank: int, world_size: int) -> None:
     model = tz.compile(Layers(), stage=3)
     for _ in range(2):
         model(torch.ones(4, WIDTH)).sum().backward()
-    left = [ref(thing) for thing in (model, *model.parameters())]
+    references = [ref(item) for item in (model, *model.parameters())]
     del model
     gc.collect()
-    assert len(left) > 4
-    assert [thing() for thing in left] == [None] * len(left)
+    assert len(references) > 4
+    assert [item() for item in references] == [None] * len(references)
 
 
 def test_a_model_is_freed_with_its_last_reference(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, freed)
+    ranks_pool.run(1, free_model)

@@ -1,4 +1,4 @@
-"""What holds for every sharded model holds under ``tz.compile``: each promise in the shortest loop that shows it."""
+"""Promises of every sharded model hold under ``tz.compile``, each shown by the shortest loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 
 def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments: Any) -> tuple[Any, Any]:
-    """Return a model that dynamo captures, and an equal plain module."""
+    """Return a sharded model that dynamo captures, and its plain module."""
     plain = fresh(make)
     return tz.compile(deepcopy(plain), policy, **arguments), plain
 
@@ -53,7 +53,7 @@ def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments
 
 
 class Branches(Halves):
-    """Sometimes the second graph has one layer more."""
+    """A model whose second graph has one layer more if ``goes_on``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Branches(Halves):
 
 
 def defer_and_clip(side: Side) -> Steps:
-    """Of two micro-batches the first is deferred, and alone reaches a layer."""
+    """Defer the first of two micro-batches, which alone reaches the last layer."""
     (model,) = side.models
     with model.no_sync() if side.is_sharded else nullcontext():
         model(side.rows(batch(0)), goes_on=True).square().mean().backward()
@@ -75,37 +75,35 @@ def defer_and_clip(side: Side) -> Steps:
     yield tz.clip_grad_norm_(model, 0.1) if side.is_sharded else clip_grad_norm_(model.parameters(), 0.1)
 
 
-def accumulates_and_clips(rank: int, world_size: int) -> None:
-    """Hooks run once, when a gradient is reduced; a backward of several graphs asks once what other ranks have
-    deferred. Four ranks are two copies of two."""
+def accumulate_and_clip(rank: int, world_size: int) -> None:
+    """Check that hooks run once, and that a backward of several graphs asks once what other ranks have deferred."""
     model, plain = pair(Branches, 2, mesh=init_device_mesh("cpu", (2, 2)) if world_size == 4 else None)
-    ran = Counter[str]()
+    calls = Counter[str]()
     for name, param in model.named_parameters():
-        param.register_hook(lambda grad, name=name: ran.update([f"before {name}"]))
-        param.register_post_accumulate_grad_hook(lambda param, name=name: ran.update([f"after {name}"]))
-    with mock.patch.object(model.state, "on_any_rank", wraps=model.state.on_any_rank) as asked:
+        param.register_hook(lambda grad, name=name: calls.update([f"before {name}"]))
+        param.register_post_accumulate_grad_hook(lambda param, name=name: calls.update([f"after {name}"]))
+    with mock.patch.object(model.state, "on_any_rank", wraps=model.state.on_any_rank) as on_any_rank:
         trains_as_one_process([(model, plain)], defer_and_clip)
-    assert asked.call_count == 1, asked.call_args_list
-    assert set(ran.values()) == {1}, ran
-    assert len(ran) == 2 * len(list(model.parameters())), ran
+    assert on_any_rank.call_count == 1, on_any_rank.call_args_list
+    assert set(calls.values()) == {1}, calls
+    assert len(calls) == 2 * len(list(model.parameters())), calls
 
 
-def guards_an_accumulation(rank: int, world_size: int) -> None:
-    """``torch.autograd.grad`` would lose a part of it; a deferred NaN is found at the end of a backward that does not
-    reach its parameter, outside of every graph."""
+def guard_accumulation(rank: int, world_size: int) -> None:
+    """Check that ``torch.autograd.grad`` is refused, and that a backward finds NaN deferred outside of its graphs."""
     model, _ = pair(Branches, tz.Policy(2, check_gradients=True))
     x = batch().requires_grad_()
     with model.no_sync():
         model(x * (torch.nan if rank == 1 else 1.0), goes_on=True).sum().backward()
-        said = error_of(lambda: torch.autograd.grad(model(x).sum(), x))
-    assert "in the middle of an accumulation: no_sync defers" in said, said
-    said = error_of(lambda: model(x).sum().backward())
-    assert "NaN or Inf" in said, said
-    assert "the gradients that no_sync deferred are dropped" in said, said
+        error = error_of(lambda: torch.autograd.grad(model(x).sum(), x))
+    assert "in the middle of an accumulation: no_sync defers" in error, error
+    error = error_of(lambda: model(x).sum().backward())
+    assert "NaN or Inf" in error, error
+    assert "the gradients that no_sync deferred are dropped" in error, error
 
 
-def mixes_precision(rank: int, world_size: int) -> None:
-    """The numbers, dtypes and bytes of ``thunder.jit``."""
+def mix_precision(rank: int, world_size: int) -> None:
+    """Check the numbers, dtypes and bytes against ``thunder.jit``."""
     half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"1": tz.MixedPrecision()})
     plain = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
     results = []
@@ -119,15 +117,15 @@ def mixes_precision(rank: int, world_size: int) -> None:
     assert_close(*results, rtol=0, atol=0)
 
 
-def leaves_parameters_out(rank: int, world_size: int) -> None:
-    """A backward that does not reach an expert gives it no gradient; ranks have their own of an ignored router."""
+def leave_parameters_out(rank: int, world_size: int) -> None:
+    """Train experts that some backwards do not reach, and a router that is ignored."""
     model, plain = pair(Lora, tz.Policy(3, ignored=("router",), replicate_below_bytes=SMALL))
     assert len(model.get_parameter("up")) == len(model.get_parameter("router.bias")) == 7
     trains_as_one_process([(model, plain)], experts)
 
 
-def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
-    """Gradients of the second step are infinite on the last rank alone."""
+def skip_overflow(rank: int, world_size: int) -> None:
+    """Skip a step whose gradients are infinite on the last rank alone."""
     half = tz.MixedPrecision(torch.float16, output_dtype=torch.float32)
     model, _ = pair(Halves, tz.Policy(mixed_precision=half))
     last = rank == world_size - 1
@@ -137,8 +135,8 @@ def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
 # Before, between and after the steps
 
 
-def begins_on_the_meta_device(rank: int, world_size: int) -> None:
-    """With the values that construction would have drawn."""
+def begin_on_meta(rank: int, world_size: int) -> None:
+    """Begin with the values that construction would have drawn."""
     with torch.device("meta"):
         plain = Halves()
     torch.manual_seed(0)
@@ -146,7 +144,7 @@ def begins_on_the_meta_device(rank: int, world_size: int) -> None:
 
 
 class Seen(Statistics):
-    """Its forward also replaces a buffer."""
+    """A model whose forward also replaces a buffer."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__(momentum)
@@ -158,22 +156,19 @@ class Seen(Statistics):
         return super().forward(x)
 
 
-def infers_between_steps(rank: int, world_size: int) -> None:
-    """Inference is another program, which is compiled once, and so is a forward without gradients."""
-    counters.clear()  # dynamo's, of the graphs that it captures; the plain model has none
+def infer_between_steps(rank: int, world_size: int) -> None:
+    """Check that inference and a forward without gradients are compiled once each."""
+    counters.clear()  # of dynamo's captured graphs; the plain model has none
     trains_as_one_process([pair(Seen, 1)], interrupted)
     assert counters["stats"]["unique_graphs"] == 3, counters["stats"]
 
 
-def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
-    """A forward changed buffers and refreshed ZeRO-1's copies; a model that has computed, too, loads and goes on.
-
-    Without a momentum, which Thunder alone refuses.
-    """
-    model, other = (tz.compile(fresh(Seen, None), stage=stage) for stage in (1, 3))
+def save_buffers_of_forward(rank: int, world_size: int, folder: Path) -> None:
+    """Save a model whose forward changed its buffers; load into a model that has computed, and go on."""
+    model, loaded = (tz.compile(fresh(Seen, None), stage=stage) for stage in (1, 3))  # Thunder alone refuses None
 
     def loop(side: Side) -> Steps:
-        first, last = (model, other) if side.is_sharded else (*side.models, *side.models)
+        first, last = (model, loaded) if side.is_sharded else (*side.models, *side.models)
         optimizer = sgd(first)
         first(batch()).square().mean().backward()
         optimizer.step()
@@ -191,11 +186,11 @@ def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
         optimizer.step()
         yield y.detach()
 
-    trains_as_one_process([(other, fresh(Seen, None))], loop)
+    trains_as_one_process([(loaded, fresh(Seen, None))], loop)
 
 
-def computes_with_full_parameters(rank: int, world_size: int) -> None:
-    """The plain module does so, uncaptured; what it is given goes on in the model."""
+def compute_with_full_parameters(rank: int, world_size: int) -> None:
+    """Compute and write inside of full_parameters, where the plain module is not captured."""
 
     def loop(side: Side) -> Steps:
         (model,) = side.models
@@ -211,16 +206,16 @@ def computes_with_full_parameters(rank: int, world_size: int) -> None:
     trains_as_one_process([pair(Halves)], loop)
 
 
-def goes_on_after_failures(rank: int, world_size: int) -> None:
-    """The reduction of the second graph's gradients fails, which comes first in backward."""
+def go_on_after_failures(rank: int, world_size: int) -> None:
+    """Go on after the first reduction, which is of the second graph's gradients, fails."""
     trains_as_one_process([pair(Halves)], partial(after_failures, reduction=1))
 
 
 # Ranks that run different programs
 
 
-def compiles_again_alone(rank: int, world_size: int) -> None:
-    """Rank 1 gets a new shape in each step, and nobody waits for it."""
+def compile_again_on_one_rank(rank: int, world_size: int) -> None:
+    """Give rank 1 a new shape in each step, for which no rank waits."""
 
     def loop(side: Side) -> Steps:
         for rows in (4, 6):
@@ -231,32 +226,32 @@ def compiles_again_alone(rank: int, world_size: int) -> None:
     trains_as_one_process([pair(Halves)], loop)
 
 
-PROMISES: list[tuple[Callable[..., None], int]] = [  # and of how many ranks
-    (accumulates_and_clips, 2),
-    (accumulates_and_clips, 4),
-    (guards_an_accumulation, 2),
-    (mixes_precision, 3),
-    (leaves_parameters_out, 2),
-    (skips_a_step_that_overflows, 2),
-    (begins_on_the_meta_device, 3),
-    (infers_between_steps, 2),
-    (computes_with_full_parameters, 2),
-    (goes_on_after_failures, 2),
-    (compiles_again_alone, 2),
+PROMISES: list[tuple[Callable[..., None], int]] = [  # and the number of ranks
+    (accumulate_and_clip, 2),
+    (accumulate_and_clip, 4),
+    (guard_accumulation, 2),
+    (mix_precision, 3),
+    (leave_parameters_out, 2),
+    (skip_overflow, 2),
+    (begin_on_meta, 3),
+    (infer_between_steps, 2),
+    (compute_with_full_parameters, 2),
+    (go_on_after_failures, 2),
+    (compile_again_on_one_rank, 2),
 ]
 
 
 @pytest.mark.parametrize(("promise", "world_size"), PROMISES)
-def test_dynamo(ranks_pool: RanksPool, promise: Callable[..., None], world_size: int) -> None:
+def test_a_promise_holds_under_dynamo(ranks_pool: RanksPool, promise: Callable[..., None], world_size: int) -> None:
     ranks_pool.run(world_size, promise)
 
 
-def test_a_checkpoint_has_what_forward_left(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, saves_what_forward_left, tmp_path)
+def test_a_checkpoint_has_the_buffers_that_forward_changed(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, save_buffers_of_forward, tmp_path)
 
 
 class Experts(nn.Module):
-    """The graph after the break is another one for each expert, by the values of the batch."""
+    """A model with a graph for each expert; the sign of the batch chooses the expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,8 +262,8 @@ class Experts(nn.Module):
         return y
 
 
-def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
-    """Batches of these signs on all ranks, then one of another sign on rank 1."""
+def diverge(rank: int, world_size: int, before: tuple[float, ...]) -> str:
+    """Take batches of equal signs, then a batch whose sign differs on rank 1; return the error."""
     model = tz.compile(fresh(Experts), stage=3)
     for sign in before:
         model(sign * torch.ones(ROWS, WIDTH)).sum().backward()
@@ -276,20 +271,20 @@ def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
 
 
 def evaluate_or_train(rank: int, world_size: int) -> str:
-    """In ZeRO-3 both forwards have the same lines."""
+    """Evaluate on rank 0 and train on rank 1, whose forwards have equal lines in ZeRO-3; return the error."""
     model = tz.compile(fresh(Halves), tz.Policy(3, reshard_after_forward=True))
     with torch.set_grad_enabled(rank == 1):
         return error_of(lambda: model(batch()))
 
 
 DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [
-    (differ, ((),), ("line 0 of the collectives of forward of graph 1 differs", "the same path")),
-    (differ, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward of graph", "the script")),
+    (diverge, ((),), ("line 0 of the collectives of forward of graph 1 differs", "the same path")),
+    (diverge, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward of graph", "the script")),
     (evaluate_or_train, (), ("rank 0 is in the first forward without backward of graph 0", "rank 1 is in the first")),
 ]
 
 
-def test_ranks_whose_programs_differ_hear_of_it(ranks_pool: RanksPool) -> None:
+def test_ranks_whose_programs_differ_raise(ranks_pool: RanksPool) -> None:
     for run, args, words in DIFFERENT:
-        for said in ranks_pool.run(2, run, *args):
-            assert [word for word in words if word not in said] == [], (run.__name__, args, said)
+        for error in ranks_pool.run(2, run, *args):
+            assert [word for word in words if word not in error] == [], (run.__name__, args, error)

@@ -1,4 +1,4 @@
-"""``tz.EMA``: averages of shards are those of one process, in every stage, on disk, and for a moment in the model."""
+"""``tz.EMA`` has the averages of one process in every stage, in checkpoints, and inside of ``applied``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INPUTS = torch.arange(12).view(4, 3) % 9
 
 
 def train(model: nn.Module, update: Callable[[int], object], rank: int = 0, world_size: int = 1) -> None:
-    """Take the steps, and update the averages after each step."""
+    """Take the steps, and call ``update`` after each step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -55,11 +55,11 @@ def bytes_of_forward(model: Any) -> int:
     return sum(sent)
 
 
-def averages(rank: int, world_size: int, stage: int) -> None:
-    """Average after every step, and after every second step. An update sends nothing, and a forward sends no more."""
+def update_averages(rank: int, world_size: int, stage: int) -> None:
+    """Average after every step and after every second step; check values, and that updates send nothing."""
     plain, model = fresh(Small), sharded(fresh(Small), stage)
-    rights = [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) for _ in range(2)]
-    train(plain, lambda step: [right.update_parameters(plain) for right in rights[: 1 + (step % EVERY == 0)]])
+    references = [AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY)) for _ in range(2)]
+    train(plain, lambda step: [ema.update_parameters(plain) for ema in references[: 1 + (step % EVERY == 0)]])
     emas = [tz.EMA(model, DECAY, every=every) for every in (1, EVERY)]
 
     def update(step: int) -> None:
@@ -74,29 +74,29 @@ def averages(rank: int, world_size: int, stage: int) -> None:
     with emas[0].applied(), torch.no_grad():
         forwards += [bytes_of_forward(model) for _ in range(2)]
         output = model(INPUTS)
-        right_output = rights[0](INPUTS)
+        expected_output = references[0](INPUTS)
     forwards += [bytes_of_forward(model) for _ in range(2)]
-    assert relative_error(output, right_output) < 1e-6, (output, right_output)
+    assert relative_error(output, expected_output) < 1e-6, (output, expected_output)
     assert differing(weights(model), before) == []
     assert all(map(torch.equal, shards, map(local, model.parameters()))), "shards did not come back"
-    for ema, right in zip(emas, rights, strict=True):  # as they were, in the block and after it
-        found = averages_of(model, ema)
-        for name, value in right.module.state_dict().items():
-            assert relative_error(found[name], value) < 1e-6, name
-    after_step, at_rest, first, second, left, last = forwards
-    if stage == 1:  # rows of the parameters that have averages, once for each change
-        assert after_step > first == left > 0 == at_rest == second == last, forwards
+    for ema, reference in zip(emas, references, strict=True):  # also in a second block
+        averages = averages_of(model, ema)
+        for name, value in reference.module.state_dict().items():
+            assert relative_error(averages[name], value) < 1e-6, name
+    after_step, at_rest, first, second, after_block, last = forwards
+    if stage == 1:  # rows of averaged parameters, once after each change
+        assert after_step > first == after_block > 0 == at_rest == second == last, forwards
     else:
         assert len(set(forwards)) == 1, forwards
 
 
 @pytest.mark.parametrize("stage", [1, *slow(3), *deep(0, 2)])
 def test_averages_are_those_of_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, averages, stage)
+    ranks_pool.run(2, update_averages, stage)
 
 
-def halves(rank: int, world_size: int) -> None:
-    """A float32 average of 16-bit shards moves in small steps; the shards come back."""
+def average_half_precision(rank: int, world_size: int) -> None:
+    """Check that a float32 average of 16-bit shards moves in small steps, and that the shards come back."""
     model = sharded(fresh(nn.Linear, 4, 3).bfloat16(), 3)
     shard = model.get_parameter("weight")
     ema = tz.EMA(model, 0.999)
@@ -113,14 +113,14 @@ def halves(rank: int, world_size: int) -> None:
 
 
 def test_an_average_of_half_precision_moves(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, halves)
+    ranks_pool.run(2, average_half_precision)
 
 
-# On disk
+# Checkpoints
 
 
-def on_disk(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
-    """Save two averages of all parameters, and averages of a parameter that each rank has for itself."""
+def save_averages(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    """Save two averages of all parameters, and averages of an ignored parameter, which ranks do not share."""
     model = sharded(fresh(Small), 3)
     ema, slower = tz.EMA(model, DECAY), tz.EMA(model, 0.5, every=EVERY)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
@@ -130,31 +130,31 @@ def on_disk(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
         slower.update()
     extra = {"ema": ema, "slow.er": slower, "step": rank}
     tz.save(folder / "run", model, optimizer, extra=extra, wait=False).result()
-    mine = sharded(fresh(Small), tz.Policy(stage=2, ignored=("row",)))
-    own, row = tz.EMA(mine, DECAY), mine.get_parameter("row")
+    ignoring = sharded(fresh(Small), tz.Policy(stage=2, ignored=("row",)))
+    ignoring_ema, row = tz.EMA(ignoring, DECAY), ignoring.get_parameter("row")
     with torch.no_grad():
         row.fill_(rank + 1.0)
-        own.update()
-        tz.save(folder / "own", mine, extra={"ema": own})
+        ignoring_ema.update()
+        tz.save(folder / "own", ignoring, extra={"ema": ignoring_ema})
         row.fill_(9.0)
-        own.update()
-    tz.load(folder / "own", mine, extra={"ema": own})
-    with own.applied():
+        ignoring_ema.update()
+    tz.load(folder / "own", ignoring, extra={"ema": ignoring_ema})
+    with ignoring_ema.applied():
         assert torch.equal(row, torch.full((1, 5), rank + 1.0)), row
         fails(torch.optim.SGD([row], 0.1).step, "cannot step SGD: the parameters")
     return averages_of(model, ema)
 
 
-def loaded(rank: int, world_size: int, folder: Path, right: dict[str, Tensor]) -> None:
+def load_averages(rank: int, world_size: int, folder: Path, expected: dict[str, Tensor]) -> None:
     model = sharded(fresh(Small), 1)
     ema, slower = tz.EMA(model, 0.9), tz.EMA(model, 0.9)
-    told = tz.load(folder / "run", model, extra={"ema": ema, "slow.er": slower})
-    assert ("ema" in told.of_rank[0], told.of_rank[1]["step"]) == (False, 1), told
-    assert differing(averages_of(model, ema), right) == []
+    extras = tz.load(folder / "run", model, extra={"ema": ema, "slow.er": slower})
+    assert ("ema" in extras.of_rank[0], extras.of_rank[1]["step"]) == (False, 1), extras
+    assert differing(averages_of(model, ema), expected) == []
     assert ema.counts.state_dict() == {"calls": STEPS, "averaged": STEPS}
     assert slower.counts.state_dict() == {"calls": STEPS, "averaged": STEPS // EVERY}
     before = weights(model)
-    assert differing(before, right) != []
+    assert differing(before, expected) != []
     model.get_parameter("frozen").requires_grad_(True)
     more, another = tz.EMA(model, 0.9), sharded(fresh(Small), 0)
     fails(lambda: tz.load(folder / "run", model, extra={"other": ema}), "has no EMA 'other'")
@@ -164,16 +164,16 @@ def loaded(rank: int, world_size: int, folder: Path, right: dict[str, Tensor]) -
     assert differing(weights(model), before) == []
 
 
-def test_averages_on_disk_are_for_any_number_of_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    right, _ = ranks_pool.run(2, on_disk, tmp_path)
-    ranks_pool.run(3, loaded, tmp_path, right)
+def test_saved_averages_load_on_any_number_of_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    expected, _ = ranks_pool.run(2, save_averages, tmp_path)
+    ranks_pool.run(3, load_averages, tmp_path, expected)
     tz.tools.consolidate(tmp_path / "run", tmp_path / "ema.safetensors", ema="ema")
-    tied = {"head.weight": right["head.weight"]}  # once in a file
-    assert differing(load_file(tmp_path / "ema.safetensors") | tied, right) == []
+    tied = {"head.weight": expected["head.weight"]}  # once in a file
+    assert differing(load_file(tmp_path / "ema.safetensors") | tied, expected) == []
     assert cli.main(["consolidate", str(tmp_path / "run"), str(tmp_path / "slow.pt"), "--ema", "slow.er"]) == 0
     slower = torch.load(tmp_path / "slow.pt")
-    assert torch.equal(slower["frozen"], right["frozen"])
-    assert not torch.equal(slower["embed.weight"], right["embed.weight"])
+    assert torch.equal(slower["frozen"], expected["frozen"])
+    assert not torch.equal(slower["embed.weight"], expected["embed.weight"])
     fails(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
 
 
@@ -185,11 +185,11 @@ def enter(context: Any, then: Callable[[], object] = lambda: None) -> None:
         then()
 
 
-def fail() -> None:
+def raise_key_error() -> None:
     raise KeyError("in the block")
 
 
-def says_when_made(model: Any, ema: tz.EMA) -> None:
+def refuse_construction(model: Any, ema: tz.EMA) -> None:
     frozen = sharded(fresh(nn.Linear, 2, 3).requires_grad_(False), 1)
     for call, words in (
         (lambda: tz.EMA(nn.Linear(2, 2)), "TypeError: expected a sharded model, got Linear"),
@@ -203,13 +203,13 @@ def says_when_made(model: Any, ema: tz.EMA) -> None:
         fails(call, words)
 
 
-def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
-    """While averages replace the weights, what would lose the weights is refused."""
+def refuse_inside_applied(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
+    """Check that calls that would lose the weights are refused while averages replace them."""
     full: dict[str, Any] = tz.full_state_dict(model)
     with ema.applied():
         before = [local(param).detach().clone() for param in model.parameters()]
         model(INPUTS).square().mean().backward()
-        for call, what in (
+        for call, action in (
             (lambda: enter(ema.applied()), "enter EMA.applied"),
             (ema.update, "update an EMA"),
             (lambda: tz.EMA(model), "make an EMA"),
@@ -223,21 +223,21 @@ def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
             (lambda: model.load_original_state_dict(full), "load a state dict"),
             (lambda: enter(tz.full_parameters(model, writeback=True)), "write back"),
         ):
-            fails(call, f"cannot {what}: the parameters of model", "are averages inside of EMA.applied; leave that")
+            fails(call, f"cannot {action}: the parameters of model", "are averages inside of EMA.applied; leave that")
         with tz.full_parameters(model) as module:
             assert torch.equal(module.scale, tz.full_state_dict(model)["scale"])
         assert all(map(torch.equal, before, map(local, model.parameters()))), "a refusal changed a parameter"
     optimizer.zero_grad()
 
 
-def misuse(rank: int, world_size: int, folder: Path) -> None:
+def misuse_averages(rank: int, world_size: int, folder: Path) -> None:
     model = sharded(fresh(Small), 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    ema, other = tz.EMA(model, DECAY), tz.EMA(model, DECAY)
-    for average in (ema, other):
+    ema, second = tz.EMA(model, DECAY), tz.EMA(model, DECAY)
+    for average in (ema, second):
         average.update()
-    says_when_made(model, ema)
-    says_inside(model, ema, optimizer, folder)
+    refuse_construction(model, ema)
+    refuse_inside_applied(model, ema, optimizer, folder)
     with model.no_sync():
         model(INPUTS).square().mean().backward()
     fails(
@@ -246,16 +246,16 @@ def misuse(rank: int, world_size: int, folder: Path) -> None:
     model.zero_grad()
     if rank == 0:
         ema.update()  # which rank 1 forgets
-    told = "rank 0 has decay 0.8, every 1, 2 updates, rank 1 has decay 0.8, every 1, 1 updates; make the same"
-    fails(lambda: enter(ema.applied()), told)
-    told = "(Small) differs between ranks"
-    fails(lambda: tz.save(folder / "no", model, extra={"ema": ema}), "the extra 'ema', an EMA, of model ", told)
+    words = "rank 0 has decay 0.8, every 1, 2 updates, rank 1 has decay 0.8, every 1, 1 updates; make the same"
+    fails(lambda: enter(ema.applied()), words)
+    words = "(Small) differs between ranks"
+    fails(lambda: tz.save(folder / "no", model, extra={"ema": ema}), "the extra 'ema', an EMA, of model ", words)
     before = weights(model)
     model.get_parameter("frozen").requires_grad_(True)
     fails(ema.update, "parameter 'frozen' of model ", "(Small) required no gradients when the EMA was made")
-    assert "KeyError" in error_of(lambda: enter(other.applied(), fail))
+    assert "KeyError" in error_of(lambda: enter(second.applied(), raise_key_error))
     assert differing(weights(model), before) == []
 
 
 def test_misuse_gets_a_sentence_and_changes_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, misuse, tmp_path)
+    ranks_pool.run(2, misuse_averages, tmp_path)

@@ -1,6 +1,6 @@
-"""The examples, smaller: their ``main`` on ranks of the pool, once under two of torchrun's agents, once under Fabric.
+"""The examples run with smaller sizes, and print, send and write what their formulas say.
 
-``test_train_gpt.py`` has the demo, ``test_fsdp_by_hand.py`` the tutorial.
+``test_train_gpt.py`` tests the demo, ``test_fsdp_by_hand.py`` the tutorial.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.harness.ranks import RanksPool
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]  # longer than any run may take
 
 
-def needs(*libraries: str) -> pytest.MarkDecorator:
+def skip_without(*libraries: str) -> pytest.MarkDecorator:
     missing = [library for library in libraries if importlib.util.find_spec(library) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(libraries)}")
 
@@ -37,8 +37,8 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_data_parallel_mlp_of_two_agents(tmp_path: Path) -> None:
-    """Each starts one rank, as on two machines; they meet at the first one's store."""
+def test_data_parallel_mlp_under_two_agents(tmp_path: Path) -> None:
+    """Start one rank by each agent of torchrun, as on two machines."""
     script = ("examples/data_parallel_mlp.py", "--rows", 96, "--width", 16, "--stage", 3, "--out", tmp_path)
     meeting = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=tests", "--local-addr=localhost")
     store = f"--rdzv-endpoint=localhost:{free_port()}"
@@ -46,7 +46,7 @@ def test_data_parallel_mlp_of_two_agents(tmp_path: Path) -> None:
     printed = "".join(map(output_of, agents))  # the rank that is 0 prints
     table = table_of(printed)
     assert set(table) == {"0", "5", "10", "15", "20", "25", "29"}
-    assert all(float(apart) < 1e-6 for *_, apart in table.values())
+    assert all(float(difference) < 1e-6 for *_, difference in table.values())
     drawn = re.findall(r"^ZeRO-3 on (\d) ranks?\n +batch +96 rows +(\d+)$", printed, re.MULTILINE)
     owners = {count: "".join(dict.fromkeys(row)) for count, row in drawn}
     assert owners == {"1": "0", "2": "01", "4": "0123", "8": "01234567"}
@@ -55,12 +55,12 @@ def test_data_parallel_mlp_of_two_agents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("optimizer", "stages"), [("adamw", (1, 3)), ("momentum", (0, 2))])
 def test_sequence_mlp(ranks_pool: RanksPool, tmp_path: Path, optimizer: str, stages: tuple[int, int]) -> None:
-    """Each stage has the same curve. Biases are replicated. ZeRO-1 shards momentum alone, DDP nothing."""
+    """Check that stages have equal losses, that biases are replicated, and that ZeRO-1 shards momentum alone."""
     options = ("--rows", 64, "--width", 32, "--steps", 25, "--optimizer", optimizer, "--out", tmp_path)
-    first, other = (run_main(ranks_pool, "sequence_mlp", *options, "--stage", stage) for stage in stages)
+    first, second = (run_main(ranks_pool, "sequence_mlp", *options, "--stage", stage) for stage in stages)
     table = table_of(first)
     assert float(table["last step"][0]) < float(table["mean squared error, first step"][0])
-    assert float(table["step 20"][0]) == pytest.approx(float(table_of(other)["step 20"][0]), abs=1e-5)
+    assert float(table["step 20"][0]) == pytest.approx(float(table_of(second)["step 20"][0]), abs=1e-5)
     drawn = re.findall(r"^  ([\w. ]+?) +\d+ rows +(.+?) *$", first.rpartition(" on 2 ranks")[2], re.MULTILINE)
     cut = {name: "".join(dict.fromkeys(row)) for name, row in drawn if row != "every rank"}
     assert cut == ({"momentum of 0.weight": "01", "momentum of 2.weight": "01"} if stages[0] else {})
@@ -78,7 +78,7 @@ def test_wire_protocol(ranks_pool: RanksPool, tmp_path: Path) -> None:
 
 
 def test_tensor_parallel(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """By closed forms: two layers all-reduce an activation twice forward, and five gradients of one backward."""
+    """Check the bytes: two layers all-reduce activations twice in forward, and their gradients five times."""
     printed = run_main(ranks_pool, "tensor_parallel", "--steps", 5, "--out", tmp_path, ranks=4)
     table = table_of(printed)
     assert float(table["furthest from one process"][0]) < 1e-5
@@ -89,25 +89,26 @@ def test_tensor_parallel(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert (tmp_path / "tensor_parallel_stage3.html").read_text().count("of slices") > 1
 
 
-@needs("sklearn")
+@skip_without("sklearn")
 def test_digits_checkpoint(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Saved by two ranks in ZeRO-3, resumed by one in ZeRO-1; the plain module reads as many digits right."""
+    """Save on two ranks in ZeRO-3, resume on one in ZeRO-1; the plain module has an equal accuracy."""
     name, out = "digits_checkpoint", ("--out", tmp_path)
     first = table_of(run_main(ranks_pool, name, "--epochs", 1, *out))
     sharded, everywhere = first["test accuracy, sharded"]
     assert sharded == first["plain module, from one file"][0]
     assert set(re.findall(r"[\d.]+%", everywhere)) == {sharded}
-    other = ("--stage", 1, "--dtype", "bfloat16", "--activation-checkpointing")
+    changes = ("--stage", 1, "--dtype", "bfloat16", "--activation-checkpointing")
     resume = ("--resume", tmp_path / "digits/latest")
-    again = run_main(ranks_pool, name, "--epochs", 2, *other, *resume, *out, ranks=1)
-    assert "Resumed after epoch 1" in again
-    read = [float(table_of(again)[name][0][:-1]) for name in ("test accuracy, sharded", "plain module, from one file")]
-    assert read[0] == pytest.approx(read[1], abs=2)  # bfloat16 and float32 read a few digits differently
-    assert "computes in float32" in table_of(again)["plain module, from one file"][1]
+    resumed = run_main(ranks_pool, name, "--epochs", 2, *changes, *resume, *out, ranks=1)
+    assert "Resumed after epoch 1" in resumed
+    second = table_of(resumed)
+    accuracies = [float(second[name][0][:-1]) for name in ("test accuracy, sharded", "plain module, from one file")]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=2)  # bfloat16 and float32 read a few digits differently
+    assert "computes in float32" in second["plain module, from one file"][1]
 
 
 def test_resnet(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """5 classes on 2 ranks: the last shard of the head has a row of padding. 7 images become 8."""
+    """Train with 5 classes on 2 ranks, which pads the head's last shard, and with 7 images, which become 8."""
     model = ("--blocks", 1, "--width", 8, "--image", 16, "--classes", 5, "--batch", 7)
     options = (*model, "--epochs", 1, "--steps-in-epoch", 3, "--stage", 2, "--out", tmp_path)
     table = table_of(run_main(ranks_pool, "resnet", *options))
@@ -116,66 +117,66 @@ def test_resnet(ranks_pool: RanksPool, tmp_path: Path) -> None:
     measured, foreseen = map(mb_of, table["at the peak of a step"])
     held = ("parameters", "momentum", "buffers", "gathered, and gradients")
     assert foreseen == pytest.approx(sum(mb_of(table[name][0]) for name in held), abs=0.02)
-    assert foreseen < measured  # which alone has the activations
+    assert foreseen < measured  # only what is measured has the activations
     assert table["parameters with uneven rows"] == ("2", "of 17")
     assert (tmp_path / "resnet_stage2.png").exists()
 
 
 def mb_of(cell: str) -> float:
-    """The first number of megabytes in a cell."""
+    """Return the first number of megabytes in a cell."""
     return float(re.findall(r"([\d.]+) MB", cell)[0])
 
 
 def test_zero1_accumulation(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """ZeRO-3 gathers in every micro-batch; gradients are reduced once there, too."""
+    """Check that ZeRO-3 gathers in every micro-batch, and reduces gradients once."""
     options = ("--stage", 3, "--steps", 2, "--micro-batches", 2, "--out", tmp_path)
     table = table_of(run_main(ranks_pool, "zero1_accumulation", *options))
-    others = (257 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64 - 64) // 2  # rank 1 has 128 of the embedding's 257 rows
-    assert table["bytes sent in it: gradients"] == (f"{4 * others:,}", "in micro-batch 2 alone")
-    assert table["gradients, by the plan"][0] == f"{4 * others:,}"
+    sent_numel = (257 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64 - 64) // 2  # rank 1 has 128 rows of the embedding
+    assert table["bytes sent in it: gradients"] == (f"{4 * sent_numel:,}", "in micro-batch 2 alone")
+    assert table["gradients, by the plan"][0] == f"{4 * sent_numel:,}"
     names = ("bytes sent in it: parameters", "parameters, by the plan")
     sent, most = (int(table[name][0].replace(",", "")) for name in names)
-    assert 2 * 2 * others < sent <= most <= 4 * 2 * (others + 64)
+    assert 2 * 2 * sent_numel < sent <= most <= 4 * 2 * (sent_numel + 64)
     assert table["different dropout masks"] == ("2", "on 2 ranks")
     assert (tmp_path / "zero1_accumulation_stage3.png").exists()
 
 
 def accumulate(rank: int, world_size: int) -> None:
-    """In ZeRO-1: what a step sends, alone or in micro-batches, is what is planned; masks are drawn again the same."""
+    """Check that a step of ZeRO-1 sends what is planned, also in micro-batches, and recomputes with equal masks."""
     example = example_module("zero1_accumulation")
     config = example.AlibiConfig(1, 8, 16, 2, vocabulary=258)
     example.PRESETS["smaller"] = example.Preset(config, 8, 8, (4e-3, 4e-4), 2)
     ranks, losses, lines = example.Ranks(rank, world_size, torch.device("cpu")), [], []
     numel = 258 * 8 + 8 * 8**2 + 11 * 8 + 2 * 8  # all rows divide by 2
     gathered, reduced = 2 * numel // 2, 4 * numel // 2
-    for micro_batches, again in ((1, False), (1, True), (4, False)):
+    for micro_batches, recompute in ((1, False), (1, True), (4, False)):
         options = argparse.Namespace(preset="smaller", stage=1, steps=5, seed=0, micro_batches=micro_batches)
-        options.activation_checkpointing = again
+        options.activation_checkpointing = recompute
         trainer = example.Trainer(options, ranks)
         pairs = [trainer.step(number) for number in range(options.steps)]
         losses.append([ranks.mean(loss).item() for loss, _ in pairs])
-        sent = [(of_one[torch.bfloat16], of_one[torch.float32]) for of_one in pairs[-1][1]]
+        sent = [(by_dtype[torch.bfloat16], by_dtype[torch.float32]) for by_dtype in pairs[-1][1]]
         idle = [(0, 0)] * (micro_batches - 2)
-        right = [(gathered, 0), *idle, (0, reduced)] if micro_batches > 1 else [(gathered, reduced)]
-        assert sent == right, (micro_batches, again, sent)
+        expected = [(gathered, 0), *idle, (0, reduced)] if micro_batches > 1 else [(gathered, reduced)]
+        assert sent == expected, (micro_batches, recompute, sent)
         traces = tz.traces_of(trainer.model, synced=True)
         assert example.sent_in_step(traces.plan, micro_batches) == (gathered, reduced)
         lines.append(sum(op.backward for op in traces.timeline.ops))
-        assert masked_alike(trainer) == [False, True], "ranks draw masks of their own"
+        assert have_equal_masks(trainer) == [False, True], "ranks draw masks of their own"
     assert lines[1] > lines[0], "backward computes forward again"
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6), "under other masks than forward's"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6), "recomputed masks differ"
 
 
-def masked_alike(trainer: Any) -> list[bool]:
-    """Whether ranks make the same of a text: by their own streams of random numbers, and by the same one."""
-    windows, alike = trainer.text[:9].long().repeat(4 // trainer.options.micro_batches, 1), []
+def have_equal_masks(trainer: Any) -> list[bool]:
+    """Return whether ranks have equal outputs: with their own random numbers, and with a common seed."""
+    windows, are_equal = trainer.text[:9].long().repeat(4 // trainer.options.micro_batches, 1), []
     for seed in (None, 7):
         if seed is not None:
             torch.manual_seed(seed)
         output = trainer.model(windows[:, :-1]).square().mean()
         output.backward()
-        alike.append(len(set(gather_objects(output.item()))) == 1)
-    return alike
+        are_equal.append(len(set(gather_objects(output.item()))) == 1)
+    return are_equal
 
 
 def test_zero1_accumulation_sends_once_and_recomputes_the_same_masks(ranks_pool: RanksPool) -> None:
@@ -185,9 +186,9 @@ def test_zero1_accumulation_sends_once_and_recomputes_the_same_masks(ranks_pool:
 LLAMA = ("--layers", 1, "--width", 16, "--steps", 3, "--out")
 
 
-@needs("transformers")
+@skip_without("transformers")
 def test_hugging_face(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """The plain model repeats the loss from one file: in float32, so bfloat16's half unit of 2**-9 is between them."""
+    """Check that the plain model repeats the loss from one file, within bfloat16's half unit of 2**-9."""
     table = table_of(run_main(ranks_pool, "hugging_face", *LLAMA, tmp_path))
     first, last = map(float, table["loss, first and last step"][0].split(", "))
     sharded, dtype = table["loss of the next step's text"]
@@ -197,9 +198,9 @@ def test_hugging_face(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert float(sharded) == pytest.approx(plain, rel=2**-9)
 
 
-@needs("transformers")
+@skip_without("transformers")
 def test_hugging_face_lora(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Only adapters are trained, reduced, and have optimizer state: at rest, two float32 and a step count each."""
+    """Check that only adapters are trained and reduced, and have an optimizer state of two float32 and a count."""
     table = table_of(run_main(ranks_pool, "hugging_face", "--stage", 2, "--lora", 4, *LLAMA, tmp_path))
     adapters = 4 * (16 + 16) + 4 * (16 + 8)  # of q_proj and v_proj: 16 features; two heads of keys and values: 8
     base = 256 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 48 * 16 + 3 * 16  # embedding, q and o, k and v, MLP, norms
@@ -215,33 +216,31 @@ def test_hugging_face_lora(ranks_pool: RanksPool, tmp_path: Path) -> None:
 LINES = ["import os", "def first(value):", "    return value + 1", "x = 3"]
 
 
-def packed_as_compiled(rank: int, world_size: int) -> None:
-    """Lines in one row have the losses that they have alone; the sharded model computes them, too."""
+def compute_packed_lines(rank: int, world_size: int) -> None:
+    """Check that lines packed into a row have the loss of separate lines, also in the sharded model."""
     example, transformers = example_module("fine_tune"), importlib.import_module("transformers")
     tokenizer = transformers.ByT5Tokenizer()
     rows = example.rows_of(LINES, tokenizer, 64)
-    batch = transformers.default_data_collator(example.packed(rows, sum(len(row["labels"]) for row in rows)))
-    alone = transformers.DataCollatorForSeq2Seq(tokenizer)(rows)  # pads by 0, and labels by -100
-    assert (
-        alone["labels"].shape == alone["attention_mask"].shape == (len(LINES), max(len(row["labels"]) for row in rows))
-    )
+    lengths = [len(row["labels"]) for row in rows]
+    batch = transformers.default_data_collator(example.packed(rows, sum(lengths)))
+    separate = transformers.DataCollatorForSeq2Seq(tokenizer)(rows)  # pads by 0, and labels by -100
+    assert separate["labels"].shape == separate["attention_mask"].shape == (len(LINES), max(lengths))
     plain = example.make_llama(argparse.Namespace(seed=0, context=64), tokenizer)
-    right = plain(**alone).loss
-    torch.testing.assert_close(plain(**batch).loss, right)
-    torch.testing.assert_close(tz.compile(plain, 3)(**batch).loss, right)
-    assert (alone["labels"] != -100).sum() == sum(len(row["labels"]) - len(row["labels"]) // 2 for row in rows)
+    expected = plain(**separate).loss
+    torch.testing.assert_close(plain(**batch).loss, expected)
+    torch.testing.assert_close(tz.compile(plain, 3)(**batch).loss, expected)
+    assert (separate["labels"] != -100).sum() == sum(length - length // 2 for length in lengths)
 
 
-@needs("transformers")
-def test_packed_lines_are_apart(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, packed_as_compiled, timeout=SECONDS)
+@skip_without("transformers")
+def test_packed_lines_do_not_see_each_other(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, compute_packed_lines, timeout=SECONDS)
 
 
-@needs("transformers", "accelerate")
+@skip_without("transformers", "accelerate")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
 def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
-    """Rank 1 is killed once there is a checkpoint; torchrun starts both ranks again. The losses, and what the model
-    writes at the end, are those of a run that nobody disturbs."""
+    """Kill rank 1 after a checkpoint; check that losses and text equal those of an undisturbed run."""
     steps, options = 10, ("--save-steps", 2, "--batch", 2, "--context", 24)
     agent = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 1)
     runs = [
@@ -251,9 +250,9 @@ def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     kill_a_rank(runs[0], lambda: list(tmp_path.glob("killed/fine_tune/checkpoint-*/trainer_state.json")))
     killed, whole = map(output_of, runs)
     assert [text.count("compiled forward and backward") for text in (killed, whole)] == [2, 1]
-    losses, right = (re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE) for text in (killed, whole))
-    assert losses == right
-    assert [int(step) for step, _ in right] == list(range(1, steps + 1))
+    losses, expected = (re.findall(r"^step (\d+): loss (\S+)$", text, re.MULTILINE) for text in (killed, whole))
+    assert losses == expected
+    assert [int(step) for step, _ in expected] == list(range(1, steps + 1))
     assert len(re.findall("'learning_rate': '?0.003'?,", killed)) == 1, "only the first run took step 1"
     generated = [re.findall(r"^generated: (.+)$", text, re.MULTILINE) for text in (killed, whole)]
     assert generated[0] == generated[1]
@@ -261,7 +260,7 @@ def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
 
 
 def test_wrong_on_purpose(ranks_pool: RanksPool) -> None:
-    """Each mistake gets its message."""
+    """Check that each mistake gets its message."""
     printed = run_main(ranks_pool, "wrong_on_purpose", "--stage", 3)
     rows = re.split(r"^[├└].*$", printed, flags=re.MULTILINE)[:-1]
     messages = [" ".join(re.findall(r"^│[^│]*│[^│]*│ (.*?) *│$", row, re.MULTILINE)) for row in rows]
@@ -276,7 +275,7 @@ def test_wrong_on_purpose(ranks_pool: RanksPool) -> None:
 
 
 def test_parts_of_examples() -> None:
-    """What the small runs above do not reach: the standard ResNet and its recipe, and momentum's first velocity."""
+    """Check the standard ResNet, its learning rates, and momentum's first velocities, which small runs do not reach."""
     resnet, sequence = example_module("resnet"), example_module("sequence_mlp")
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in resnet.ResNet((3, 4, 6, 3), 64, 1000).parameters()]
@@ -292,7 +291,7 @@ def test_parts_of_examples() -> None:
 
 
 def test_the_dry_run_of_a_large_preset() -> None:
-    """Each figure by hand, for 1.3 billion parameters, whose rows all divide by 64."""
+    """Compare with figures by hand for 1.3 billion parameters, whose rows all divide by 64."""
     example = example_module("zero1_accumulation")
     numel = 1_311_625_216
     whole, rows, gather = 4 * numel, 4 * numel // 64, 2 * numel * 63 // 64
@@ -310,12 +309,11 @@ def test_the_dry_run_of_a_large_preset() -> None:
 
 # LitGPT's model in Lightning Fabric, whose own launcher starts the second rank
 
-
 STEPS, ROWS, CONTEXT = 3, 2, 16  # rows on each rank
 
 
-def litgpt_alone(rank: int, world_size: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Plain torch on both ranks' rows: losses and norms by step, and the weights at the end."""
+def train_litgpt(rank: int, world_size: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Train on both ranks' rows with plain torch; return losses and norms by step, and the final weights."""
     example = example_module("fabric_litgpt")
     torch.manual_seed(example.SEED)
     model, lines = example.GPT(example.config_of(None, CONTEXT)), []
@@ -330,17 +328,17 @@ def litgpt_alone(rank: int, world_size: int) -> tuple[list[tuple[float, float]],
     return lines, model.state_dict()
 
 
-@needs("lightning", "litgpt")
+@skip_without("lightning", "litgpt")
 def test_fabric_litgpt(ranks_pool: RanksPool, tmp_path: Path) -> None:
     sizes = {"steps": STEPS, "micro-batches": 1, "rows": ROWS, "context": CONTEXT, "out": tmp_path / "model.pt"}
     options = [f"--{name}={value}" for name, value in sizes.items()]
     run = start(sys.executable, "examples/fabric_litgpt.py", *options)
-    ((lines, right),) = ranks_pool.run(1, litgpt_alone, timeout=SECONDS)
+    ((lines, weights),) = ranks_pool.run(1, train_litgpt, timeout=SECONDS)
     printed = output_of(run)
     assert re.search(r"gather +transformer\.h\.1", printed)
-    found = [tuple(map(float, line)) for line in re.findall(r"step \d: loss (\S+), norm (\S+)", printed)]
-    assert found == [pytest.approx(line, rel=2e-5) for line in lines]
+    printed_lines = [tuple(map(float, line)) for line in re.findall(r"step \d: loss (\S+), norm (\S+)", printed)]
+    assert printed_lines == [pytest.approx(line, rel=2e-5) for line in lines]
     saved = torch.load(tmp_path / "model.pt")
     assert saved["steps"] == STEPS
-    assert saved["model"].keys() == right.keys()
-    assert max(relative_error(saved["model"][name], right[name]) for name in right) <= 1e-5
+    assert saved["model"].keys() == weights.keys()
+    assert max(relative_error(saved["model"][name], weights[name]) for name in weights) <= 1e-5

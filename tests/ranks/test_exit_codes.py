@@ -1,7 +1,6 @@
 """A script whose transform raises on all ranks ends with the exit code of its exception, although it leaves its group.
 
-Gloo's threads get little time, as on a loaded machine: they have not yet dropped the tensors of the last collective
-when the interpreter ends. ``tests/one/test_exit.py`` shows that they have ended by then.
+Gloo's threads get little time, as on a loaded machine, so that they still hold tensors when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ for task in Path("/proc/self/task").iterdir():
     os.sched_setaffinity(int(task.name), {cpu})
     if "gloo_runloop" in (task / "comm").read_text():
         os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
-torch.manual_seed(rank)  # as of a module that is built without a seed
+torch.manual_seed(rank)  # as if the module were built without a seed
 thunder.jit(torch.nn.Linear(64, 64), transforms=[tz.ZeroTransform(stage=3)])
 """
 
@@ -42,12 +41,12 @@ thunder.jit(torch.nn.Linear(64, 64), transforms=[tz.ZeroTransform(stage=3)])
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds gloo's threads in Linux's list")
 def test_ranks_end_with_the_code_of_their_exception(tmp_path: Path) -> None:
-    said = [tmp_path / f"said{rank}" for rank in range(2)]
+    outputs = [tmp_path / f"said{rank}" for rank in range(2)]
     ranks = []
     try:
         for rank in range(2):
             command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(rank)]
-            with said[rank].open("w") as errors:
+            with outputs[rank].open("w") as errors:
                 names = {**os.environ, **ONE_RANK, "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json")}
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=names, stderr=errors))
         codes = [process.wait(SECONDS) for process in ranks]
@@ -55,11 +54,11 @@ def test_ranks_end_with_the_code_of_their_exception(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
             process.wait()
-    for text in (file.read_text() for file in said):
+    for text in (file.read_text() for file in outputs):
         assert "differs between ranks" in text
         assert "terminate called" not in text
     assert codes == [1, 1]
-    for rank in range(2):  # of which torchrun's summary prints the message
+    for rank in range(2):  # torchrun's summary prints this message
         message = json.loads((tmp_path / f"error{rank}.json").read_text())["message"]
         assert message.startswith("RuntimeError: the initial value of parameter 'weight' differs between ranks")
         assert "\n" not in message

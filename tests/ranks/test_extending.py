@@ -1,4 +1,4 @@
-"""Passes, transports and encodings of the user's own, on ranks: docs/extending.md and its example."""
+"""The user's own passes, transports and encodings work on ranks as docs/extending.md and its example say."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from thunder_zero.schedule import Kind, Timeline
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
 
-def the_page_runs(rank: int, world_size: int) -> None:
-    """Models with a pass or a transport have the gradients of one without; what was gathered is what the plan says."""
+def run_page(rank: int, world_size: int) -> None:
+    """Check the gradients of models with a pass or a transport, and how many bytes were gathered."""
     x = torch.linspace(-1, 1, 14).view(2, 7) + rank
     usual = tz.compile(fresh(Mlp), stage=3)
     usual(x).sum().backward()
@@ -30,17 +30,17 @@ def the_page_runs(rank: int, world_size: int) -> None:
     for section in ("A pass", "A transport"):
         names |= {"module": fresh(Mlp), "x": x}
         exec(program_of(PAGE, section), names)
-        for mine, theirs in zip(names["model"].parameters(), usual.parameters(), strict=True):
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(full(mine.grad), full(theirs.grad))
+        for param, expected in zip(names["model"].parameters(), usual.parameters(), strict=True):
+            assert param.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(full(param.grad), full(expected.grad))
     timeline = tz.traces_of(names["model"]).timeline
     sent = [param for op in timeline.ops if op.kind is Kind.GATHER for param in timeline.params_of(op)]
     assert names["Counting"].gathered == sum(4 * prod(timeline.plan.shard_shape(param)) for param in sent)
 
 
-def the_encoding_of_the_page_runs(rank: int, world_size: int) -> None:
-    """Weights arrive rounded, as each rank's own rows do, in the bytes of the plan."""
+def run_encoding_of_page(rank: int, world_size: int) -> None:
+    """Check that each rank's rows arrive rounded, in the bytes of the plan."""
     names: dict[str, Any] = {"module": fresh(Mlp), "x": torch.linspace(-1, 1, 14).view(2, 7) + rank}
     exec(program_of(PAGE, "An encoding"), names)
     model, form = names["model"], names["Float8"](64)
@@ -60,32 +60,32 @@ def the_encoding_of_the_page_runs(rank: int, world_size: int) -> None:
     )
 
 
-def a_pass_fails_on_one_rank(rank: int, world_size: int) -> None:
-    """All ranks raise, and the next model trains."""
+def fail_in_a_pass(rank: int, world_size: int) -> None:
+    """Check that all ranks raise, and that the next model trains."""
 
-    def fails(timeline: Timeline) -> Timeline:
+    def fail(timeline: Timeline) -> Timeline:
         if rank:
             raise ValueError("this rank's own fault")
         return timeline
 
-    def launches_last(timeline: Timeline) -> Timeline:
-        """On one rank another schedule: its first two gathers in another order."""
-        first, second = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER][:2]
+    def swap(timeline: Timeline) -> Timeline:
+        """Swap the first two gathers on rank 1."""
+        first, second = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER][:2]
         ops = list(timeline.ops)
         ops[first], ops[second] = ops[second], ops[first]
         return timeline.with_ops(ops) if rank else timeline
 
-    for own, words in ((fails, ("this rank's own fault",)), (launches_last, ("line 0 of the collectives",))):
-        model = tz.compile(fresh(Mlp), stage=3, passes=(own,), prefetch=3)
-        said = gather_objects(error_of(lambda model=model: model(torch.ones(2, 7))))  # type: ignore[misc]
-        assert all(word in text for text in said for word in words), said
+    for a_pass, words in ((fail, ("this rank's own fault",)), (swap, ("line 0 of the collectives",))):
+        model = tz.compile(fresh(Mlp), stage=3, passes=(a_pass,), prefetch=3)
+        errors = gather_objects(error_of(lambda model=model: model(torch.ones(2, 7))))  # type: ignore[misc]
+        assert all(word in text for text in errors for word in words), errors
     tz.compile(nn.Linear(2, 2), stage=3)(torch.ones(1, 2)).sum().backward()
 
 
-def test_passes_and_transports_of_the_users(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, the_page_runs)
-    ranks_pool.run(2, the_encoding_of_the_page_runs)
-    ranks_pool.run(2, a_pass_fails_on_one_rank)
+def test_the_users_passes_transports_and_encodings(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, run_page)
+    ranks_pool.run(2, run_encoding_of_page)
+    ranks_pool.run(2, fail_in_a_pass)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""ZeroStrategy in Lightning Fabric: training, clipping, accumulation, checkpoints, and misuse.
+"""ZeroStrategy in Lightning Fabric trains, clips, accumulates and saves as one process; misuse raises.
 
-Fabric runs as if torchrun had started it, in the ranks and the process group of the harness; ``test_examples.py`` tests
-its own launcher, and LitGPT. Only the ranks import Lightning.
+Fabric runs as if torchrun had started it, in the harness's ranks; ``test_examples.py`` tests its own launcher, and
+LitGPT. Only the ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import thunder
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
 
-MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
+MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of a micro-batch over all ranks, steps
 SAVED_AFTER = 2  # steps
 LIMIT = 0.05  # below all norms in the test
-Lines = list[tuple[float, float]]  # of each step: the loss, and the norm before clipping
-Right = tuple[Lines, dict[str, Tensor]]  # what plain torch has found in one process: lines, and the weights at the end
+Lines = list[tuple[float, float]]  # the loss of each step, and the norm before clipping
+Reference = tuple[Lines, dict[str, Tensor]]  # of plain torch in one process: lines, and the final weights
 
 
 class Net(Small):
-    """Also has a module that forward does not call, a buffer, and another method than forward."""
+    """A model with a module that forward does not call, a buffer, and a second method that computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Net(Small):
         return 2 * self(tokens)
 
 
-def inputs(step: int, micro: int, rank: int, world_size: int) -> Tensor:
-    """This rank's tokens of one micro-batch."""
+def inputs_of(step: int, micro: int, rank: int, world_size: int) -> Tensor:
+    """Return this rank's tokens of a micro-batch."""
     generator = torch.Generator().manual_seed(step * MICRO + micro)
     return torch.randint(9, (ROWS,), generator=generator).tensor_split(world_size)[rank]
 
@@ -67,7 +67,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def set_up(fabric: Any, module: nn.Module, stage: int) -> tuple[Any, Any]:
-    """In both orders of a Fabric script; in ZeRO-2 the optimizer steps whole parameters."""
+    """Set up together, or the model first; in ZeRO-2 the optimizer steps whole parameters."""
     if stage % 2:
         return fabric.setup(module, adam(module))
     model = fabric.setup_module(module)
@@ -81,7 +81,7 @@ def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
     lines = []
     for step in steps:
         optimizer.zero_grad()
-        loss = model(torch.cat([inputs(step, micro, 0, 1) for micro in range(MICRO)])).square().mean()
+        loss = model(torch.cat([inputs_of(step, micro, 0, 1) for micro in range(MICRO)])).square().mean()
         loss.backward()
         lines.append((loss.item(), clip_grad_norm_(model.parameters(), LIMIT).item()))
         optimizer.step()
@@ -89,13 +89,13 @@ def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 def train(fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: int) -> Lines:
-    """Train as a Fabric script does, in micro-batches; under no_backward_sync nothing is reduced."""
+    """Train in micro-batches as a Fabric script does; check that no_backward_sync reduces nothing."""
     lines = []
     for step in steps:
         model.zero_grad()
         total = torch.tensor(0.0)
-        mine = torch.cat([inputs(step, micro, fabric.global_rank, fabric.world_size) for micro in range(MICRO)])
-        for number, x in enumerate(mine.chunk(micro_batches), 1):
+        rows = torch.cat([inputs_of(step, micro, fabric.global_rank, fabric.world_size) for micro in range(MICRO)])
+        for number, x in enumerate(rows.chunk(micro_batches), 1):
             with (
                 fabric.no_backward_sync(model, enabled=number < micro_batches),
                 mock.patch.object(Wire, "reduce", autospec=True, side_effect=Wire.reduce) as reduce,
@@ -110,19 +110,19 @@ def train(fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: 
     return lines
 
 
-def check_lines(found: Lines, right: Lines) -> None:
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=1e-5, atol=0.0)
+def check_lines(actual: Lines, expected: Lines) -> None:
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0.0)
 
 
 @contextmanager
 def fabric_on(rank: int, world_size: int, **options: Any) -> Iterator[Any]:
-    """Fabric with ZeroStrategy on a rank of the harness."""
+    """Yield Fabric with ZeroStrategy on a rank of the harness."""
     from lightning.fabric import Fabric
 
     from thunder_zero.lightning import ZeroStrategy
 
-    found = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "TORCHELASTIC_RUN_ID": "tests"}
-    with mock.patch.dict(os.environ, found):
+    env = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "TORCHELASTIC_RUN_ID": "tests"}
+    with mock.patch.dict(os.environ, env):
         plugins = options.pop("plugins", None)
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ZeroStrategy(**options), plugins=plugins)
         fabric.launch()
@@ -135,26 +135,26 @@ def full_weights(model: Any) -> dict[str, Tensor]:
     return tz.full_state_dict(zero_module(model))
 
 
-def check_weights(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert list(found) == list(right)
-    off = {name: relative_error(found[name], right[name]) for name in right}
-    assert max(off.values()) <= 1e-5, off
+def check_weights(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= 1e-5, errors
 
 
 # Training and checkpoints
 
-FRONTEND = {0: "dynamo", 1: "thunder", 2: "dynamo", 3: "thunder"}  # of each stage
+FRONTEND = {0: "dynamo", 1: "thunder", 2: "dynamo", 3: "thunder"}  # by stage
 
 
 @pytest.fixture(scope="module")
-def right() -> Right:
+def reference() -> Reference:
     model = fresh(Net)
     lines = train_plain(model, adam(model), range(STEPS))
     assert min(norm for _, norm in lines) > LIMIT
     return lines, {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
+def train_and_save(rank: int, world_size: int, file: Path, stage: int, reference: Reference) -> None:
     """Train, save after two steps, and continue."""
     with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
         torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
@@ -162,47 +162,46 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Ri
         lines = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
         fabric.save(file, {"model": model, "optimizer": optimizer, "step": SAVED_AFTER})
         lines += train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
-        check_lines(lines, right[0])
-        check_weights(full_weights(model), right[1])
+        check_lines(lines, reference[0])
+        check_weights(full_weights(model), reference[1])
         plan = tz.schedule.make_plan(Net(), tz.Policy(stage=stage), tz.schedule.Mesh.of(world_size, rank))
         for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
             held = plan.geometry(plan.by_name[name]).numel
             assert shard.shape == param.shape, name
             assert local(shard).numel() == held, f"{name} of Fabric's wrapper is no shard"
-        assert nn.Dropout in map(type, model.modules()), "its modules are the module's"
+        assert nn.Dropout in map(type, model.modules()), "the wrapper has the module's submodules"
 
 
-def go_on(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
+def load_and_go_on(rank: int, world_size: int, file: Path, stage: int, reference: Reference) -> None:
     """Load the file and finish the training."""
     with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
         torch.manual_seed(99)  # other weights
         model, optimizer = set_up(fabric, Net(), stage)
         state = {"model": model, "optimizer": optimizer, "step": 0}
         assert fabric.load(file, state) == {}
-        check_lines(train(fabric, model, optimizer, range(state["step"], STEPS), 1), right[0][SAVED_AFTER:])
-        check_weights(full_weights(model), right[1])
+        check_lines(train(fabric, model, optimizer, range(state["step"], STEPS), 1), reference[0][SAVED_AFTER:])
+        check_weights(full_weights(model), reference[1])
 
 
 @pytest.mark.parametrize(("stage", "world_size", "next_stage"), slow((3, 1, 0), (1, 2, 2), (2, 2, 3)))
-def test_trains_saves_and_goes_on_as_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, right: Right, stage: int, world_size: int, next_stage: int
+def test_it_trains_saves_and_goes_on_as_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, reference: Reference, stage: int, world_size: int, next_stage: int
 ) -> None:
-    """On other ranks, in another stage, and in plain torch."""
     file = tmp_path / "saved.pt"
-    ranks_pool.run(2, train_and_save, file, stage, right, timeout=110)
-    ranks_pool.run(world_size, go_on, file, next_stage, right, timeout=110)
+    ranks_pool.run(2, train_and_save, file, stage, reference, timeout=110)
+    ranks_pool.run(world_size, load_and_go_on, file, next_stage, reference, timeout=110)
     saved, model = torch.load(file), Net()
     model.load_state_dict(saved["model"])
     optimizer = adam(model)
     optimizer.load_state_dict(saved["optimizer"])
-    check_lines(train_plain(model, optimizer, range(SAVED_AFTER, STEPS)), right[0][SAVED_AFTER:])
+    check_lines(train_plain(model, optimizer, range(SAVED_AFTER, STEPS)), reference[0][SAVED_AFTER:])
 
 
 # Precision
 
 
-def overflow_on_the_last_rank(rank: int, world_size: int) -> None:
-    """Fabric's scaler skips the second step on all ranks."""
+def skip_overflow(rank: int, world_size: int) -> None:
+    """Check that Fabric's scaler skips the second step on all ranks."""
     from lightning.fabric.plugins import MixedPrecision
 
     weights = []
@@ -212,7 +211,7 @@ def overflow_on_the_last_rank(rank: int, world_size: int) -> None:
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
         for step in range(3):
             optimizer.zero_grad()
-            loss = model(inputs(step, 0, rank, world_size)).float().square().mean()
+            loss = model(inputs_of(step, 0, rank, world_size)).float().square().mean()
             fabric.backward(loss * (1e6 if step == 1 and rank == world_size - 1 else 1.0))
             optimizer.step()
             weights.append(full_weights(model)["layers.0.weight"])
@@ -222,10 +221,10 @@ def overflow_on_the_last_rank(rank: int, world_size: int) -> None:
 
 
 def test_a_scaler_skips_on_all_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, overflow_on_the_last_rank)
+    ranks_pool.run(2, skip_overflow)
 
 
-# Misuse, and what looks like it
+# Misuse
 
 
 def misuse_strategies(rank: int, world_size: int) -> None:
@@ -234,7 +233,7 @@ def misuse_strategies(rank: int, world_size: int) -> None:
     from thunder_zero.lightning import ZeroStrategy, zero_module
 
     class Other(Precision):
-        """A third party's plugin."""
+        """A plugin of a third party."""
 
     def fused_by_another() -> None:
         with fabric_on(rank, world_size, frontend="dynamo", jit_options={"fuse": "nvfuser"}) as fabric:
@@ -269,18 +268,18 @@ def misuse_strategies(rank: int, world_size: int) -> None:
 
 
 def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
-    """A state with one number for each row cannot be cut; Adafactor's, where parameters are replicated, need not be."""
+    """Check that a state with a number for each row is refused, except where parameters are replicated."""
     with fabric_on(rank, world_size) as fabric:
         model = fabric.setup(fresh(Net))
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
-        model(inputs(0, 0, rank, world_size)).sum().backward()
+        model(inputs_of(0, 0, rank, world_size)).sum().backward()
         fabric.clip_gradients(model, optimizer, clip_val=1e-3)
         largest = max(full_copy(param.grad).abs().max() for param in model.parameters() if param.grad is not None)
         assert float(largest) == pytest.approx(1e-3)
         optimizer.step()
         packed = optimizer.optimizer.state_dict()
-        more = {"exp_avg": torch.ones(12, 1)}  # than the parameter has rows
-        cut = {at: of | more for at, of in packed["state"].items()}
+        more = {"exp_avg": torch.ones(12, 1)}  # more rows than the parameter has
+        cut = {index: state | more for index, state in packed["state"].items()}
         words = ("ValueError", "has shape (12, 1) in the state dict", "(stage 0)")
         fails(lambda: optimizer.load_state_dict({**packed, "state": cut}), *words)
         fewer = {**packed, "param_groups": [{**packed["param_groups"][0], "params": [0]}]}
@@ -293,11 +292,11 @@ def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
         optimizer.step()
         fabric.save(folder / "whole.pt", {"optimizer": optimizer})
         fabric.load(folder / "whole.pt", {"optimizer": optimizer})
-        assert any("row_var" in of for of in optimizer.optimizer.state.values())
+        assert any("row_var" in state for state in optimizer.optimizer.state.values())
 
 
 def read_files(rank: int, world_size: int, folder: Path) -> None:
-    """In full precision, also where compute is bfloat16."""
+    """Read files in full precision where compute is bfloat16."""
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     with fabric_on(rank, world_size, mixed_precision=half) as fabric:
         model = fabric.setup(fresh(Net))
@@ -305,8 +304,8 @@ def read_files(rank: int, world_size: int, folder: Path) -> None:
         file = folder / f"{rank}.pt"
         torch.save(full, file)
         fabric.load_raw(file, model)
-        found = full_weights(model)
-        assert all(torch.equal(found[name], value) for name, value in full.items())
+        weights = full_weights(model)
+        assert all(torch.equal(weights[name], value) for name, value in full.items())
         missing = 'Missing key(s) in state_dict: "row", "frozen", '
         torch.save({"scale": full["scale"]}, file)
         fails(lambda: fabric.load_raw(file, model), "RuntimeError", missing)
@@ -319,9 +318,9 @@ def read_files(rank: int, world_size: int, folder: Path) -> None:
 
 
 def misuse_wrappers(rank: int, world_size: int) -> None:
-    x = inputs(0, 0, rank, world_size)
+    x = inputs_of(0, 0, rank, world_size)
     with fabric_on(rank, world_size) as fabric:
-        params = list(Net().parameters())  # of a module that is not sharded
+        params = list(Net().parameters())  # of an unsharded module
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
         assert all(map(operator.is_, optimizer.param_groups[0]["params"], params)), "the optimizer is not changed"
         compiled = fabric.setup(torch.compile(fresh(Net)))
