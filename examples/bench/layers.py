@@ -72,7 +72,7 @@ def measured() -> dict[tuple[str, str], float]:
 
 
 def table(errors: Mapping[tuple[str, str], float]) -> str:
-    """Return two rows: what equals eager mode bit for bit, its layers counted, and what does not, with its error."""
+    """Return two rows: the count of what equals eager mode bit for bit; and what does not, with its error."""
     rows = ["| | layers of `torch.nn` | code in forward |", "|---|---|---|"]
     for words, differs in (("bit for bit", False), ("differs", True)):
         cells: dict[str, list[str]] = {"layer": [], "operation": []}
@@ -80,8 +80,8 @@ def table(errors: Mapping[tuple[str, str], float]) -> str:
             if bool(error) == differs:
                 column = group if name in vars(layers.nn) else "operation"
                 cells[column].append(f"{name} ({error:.0e})" if differs else name)
-        named = "; ".join(cells["layer"]) if differs else f"{len(cells['layer'])} classes, all others"
-        rows.append(f"| {words} | {named} | {'; '.join(cells['operation'])} |")
+        named = ["; ".join(cell) if differs else f"{len(cell)}, all others" for cell in cells.values()]
+        rows.append(f"| {words} | {' | '.join(named)} |")
     return "\n".join(rows) + "\n"
 
 
