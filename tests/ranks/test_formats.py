@@ -1,4 +1,4 @@
-"""Parameters and gradients that travel as bytes, on ranks: what arrives, what is sent, what stays exact."""
+"""Parameters and gradients travel as bytes: every rank computes with what arrives, and shards stay exact."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ WIDTH = 21
 FORMATS: dict[str, Any] = {"gather_format": {"*": tz.Int8(BLOCK)}, "reduce_format": {"*": tz.Int8(BLOCK)}}
 
 
-def make() -> nn.Module:
+def make_mlp() -> nn.Module:
     return Mlp(WIDTH, 3)
 
 
-def inputs(rank: int) -> Tensor:
+def make_inputs(rank: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def arrives(value: Tensor, world_size: int) -> Tensor:
-    """Return what all ranks get of a parameter with these rows."""
+def receive(value: Tensor, world_size: int) -> Tensor:
+    """Return the value that all ranks receive for a parameter."""
     padded = value.new_zeros(layout.padded_shape(tuple(value.shape), world_size))
     padded[: len(value)] = value
     for rows in padded.chunk(world_size):
@@ -53,8 +53,8 @@ def loss_of(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 def exact_gradients(weights: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     """Return the means over ranks of the gradients at these weights."""
-    module, leaves = make(), {name: value.clone().requires_grad_() for name, value in weights.items()}
-    losses = [loss_of(lambda x: functional_call(module, leaves, x), inputs(rank)) for rank in range(ranks)]
+    module, leaves = make_mlp(), {name: value.clone().requires_grad_() for name, value in weights.items()}
+    losses = [loss_of(lambda x: functional_call(module, leaves, x), make_inputs(rank)) for rank in range(ranks)]
     torch.stack(losses).mean().backward()
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
@@ -63,27 +63,27 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: full(param.grad) for name, param in model.named_parameters()}
 
 
-def assert_within_steps(gradients_here: dict[str, Tensor], right: dict[str, Tensor], steps: float = 1.0) -> None:
-    """Check that each element is off by less than so many of the largest steps that any rank's gradient can have."""
-    for name, value in right.items():
-        assert (gradients_here[name] - value).abs().max() <= steps * 4 * value.abs().max() / 127, name
+def assert_within_steps(grads: dict[str, Tensor], expected: dict[str, Tensor], steps: float = 1.0) -> None:
+    """Check that each element is off by at most ``steps`` of the largest quantization steps of a rank's gradient."""
+    for name, value in expected.items():
+        assert (grads[name] - value).abs().max() <= steps * 4 * value.abs().max() / 127, name
 
 
-def travels(rank: int, world_size: int, stage: int) -> None:
-    """Check that each step computes with what arrives of the exact weights, and sends what the plan says."""
-    model = tz.compile(fresh(make), stage=stage, reshard_after_forward=True if stage == 3 else None, **FORMATS)
+def train_in_bytes(rank: int, world_size: int, stage: int) -> None:
+    """Check that each step computes with the weights that arrive, and sends the bytes of the plan."""
+    model = tz.compile(fresh(make_mlp), stage=stage, reshard_after_forward=True if stage == 3 else None, **FORMATS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         weights = tz.full_state_dict(model)
-        seen = {name: arrives(value, world_size) for name, value in weights.items()}
+        arrived = {name: receive(value, world_size) for name, value in weights.items()}
         with count_sends() as sent:
-            loss = loss_of(model, inputs(rank))
+            loss = loss_of(model, make_inputs(rank))
             loss.backward()
-        expected = loss_of(lambda x, seen=seen: functional_call(make(), seen, x), inputs(rank))
+        expected = loss_of(lambda x, arrived=arrived: functional_call(make_mlp(), arrived, x), make_inputs(rank))
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
         timeline = tz.traces_of(model).timeline
         assert sum(sent) == sum(map(timeline.bytes_sent, timeline.ops))
-        assert_within_steps(gradients(model), exact_gradients(seen, world_size))
+        assert_within_steps(gradients(model), exact_gradients(arrived, world_size))
         after = tz.full_state_dict(model)
         assert all(torch.equal(after[name], value) for name, value in weights.items()), "shards stay exact"
         with tz.full_parameters(model) as module:
@@ -94,17 +94,17 @@ def travels(rank: int, world_size: int, stage: int) -> None:
     assert len({op.backward for op in gathers}) == (2 if stage == 3 else 1)
 
 
-def accumulates(rank: int, world_size: int, stage: int) -> None:
-    """Check that deferred gradients are added before they are written as bytes: twice the gradient of one batch."""
-    model = tz.compile(fresh(make), stage=stage, **FORMATS)
-    right = exact_gradients({n: arrives(v, world_size) for n, v in tz.full_state_dict(model).items()}, world_size)
+def accumulate_in_bytes(rank: int, world_size: int, stage: int) -> None:
+    """Check that deferred gradients are added before they become bytes."""
+    model = tz.compile(fresh(make_mlp), stage=stage, **FORMATS)
+    expected = exact_gradients({n: receive(v, world_size) for n, v in tz.full_state_dict(model).items()}, world_size)
     with model.no_sync():
-        loss_of(model, inputs(rank)).backward()
-    loss_of(model, inputs(rank)).backward()
-    assert_within_steps(gradients(model), {name: 2 * value for name, value in right.items()})
+        loss_of(model, make_inputs(rank)).backward()
+    loss_of(model, make_inputs(rank)).backward()
+    assert_within_steps(gradients(model), {name: 2 * value for name, value in expected.items()})
 
 
-def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
+def send_inf(rank: int, world_size: int) -> None:
     """Check that a rank's Inf reaches the owner of each row of its block, and no other block."""
     model = tz.compile(nn.Linear(BLOCK, 4, bias=False), stage=3, reduce_format=tz.Int8(BLOCK))
     x = torch.ones(1, BLOCK)
@@ -114,49 +114,49 @@ def what_is_not_finite_arrives_so(rank: int, world_size: int) -> None:
     assert gradients(model)["weight"].isfinite().all(1).tolist() == [True, True, True, False]
 
 
-def errors(rank: int, world_size: int, stage: int) -> None:
-    """Compare ``wire_error`` with numbers known here; gradients and weights do not change."""
-    model = tz.compile(fresh(make), stage=stage, **FORMATS)
+def measure_errors(rank: int, world_size: int, stage: int) -> None:
+    """Compare ``wire_error`` with errors computed here; check that it changes no gradient and no weight."""
+    model = tz.compile(fresh(make_mlp), stage=stage, **FORMATS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        loss_of(model, inputs(rank)).backward()
+        loss_of(model, make_inputs(rank)).backward()
         optimizer.step()
     weights, grads = tz.full_state_dict(model), gradients(model)
-    report = tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward())
-    right = exact_gradients(weights, world_size)
+    report = tz.tools.wire_error(model, lambda: loss_of(model, make_inputs(rank)).backward())
+    exact = exact_gradients(weights, world_size)
     for name, value in weights.items():
         (error,) = [item for item in report if item.path == name]
-        off = (arrives(value, world_size) - value).norm() / value.norm()
-        assert error.gather == pytest.approx(off.item(), rel=1e-3)
+        gather_error = (receive(value, world_size) - value).norm() / value.norm()
+        assert error.gather == pytest.approx(gather_error.item(), rel=1e-3)
         assert 0 < error.gradient < 0.1
         assert 0.99 < error.cosine < 1
         assert error.formats == ("int8/16", "int8/16")
     assert all(torch.equal(gradients(model)[name], grads[name]) for name in grads)
     with model.state.exact():
         model.zero_grad()
-        loss_of(model, inputs(rank)).backward()
-        for name, value in right.items():
+        loss_of(model, make_inputs(rank)).backward()
+        for name, value in exact.items():
             torch.testing.assert_close(gradients(model)[name], value, rtol=1e-5, atol=1e-7)
-    seen = {name: arrives(value, world_size) for name, value in weights.items()}
-    expected = functional_call(make(), seen, inputs(rank))
-    torch.testing.assert_close(model(inputs(rank)), expected, rtol=1e-6, atol=1e-7)
+    arrived = {name: receive(value, world_size) for name, value in weights.items()}
+    expected = functional_call(make_mlp(), arrived, make_inputs(rank))
+    torch.testing.assert_close(model(make_inputs(rank)), expected, rtol=1e-6, atol=1e-7)
     assert str(report).splitlines()[1].split()[:3] == ["layers.0.weight", "int8/16,", "int8/16"]
     with model.no_sync():
-        loss_of(model, inputs(rank)).backward()
-    said = error_of(lambda: tz.tools.wire_error(model, lambda: loss_of(model, inputs(rank)).backward()))
-    assert "cannot measure what formats change: no_sync still holds" in said, said
+        loss_of(model, make_inputs(rank)).backward()
+    refusal = error_of(lambda: tz.tools.wire_error(model, lambda: loss_of(model, make_inputs(rank)).backward()))
+    assert "cannot measure what formats change: no_sync still holds" in refusal, refusal
     plain = tz.compile(nn.Linear(2, 2), stage=3)
     assert "no row or gradient is written as bytes" in error_of(lambda: tz.tools.wire_error(plain, lambda: None))
 
 
-def mixed_precision(rank: int, world_size: int) -> None:
+def mix_precision(rank: int, world_size: int) -> None:
     """Write bytes of float32 rows, and read them as bfloat16."""
     half = tz.MixedPrecision(torch.bfloat16, torch.float32)
-    model = tz.compile(fresh(make), stage=3, mixed_precision=half, **FORMATS)
-    seen = {name: arrives(value, world_size).bfloat16() for name, value in tz.full_state_dict(model).items()}
-    output = model(inputs(rank))
+    model = tz.compile(fresh(make_mlp), stage=3, mixed_precision=half, **FORMATS)
+    arrived = {name: receive(value, world_size).bfloat16() for name, value in tz.full_state_dict(model).items()}
+    output = model(make_inputs(rank))
     assert output.dtype is torch.bfloat16
-    expected = functional_call(make(), seen, inputs(rank).bfloat16())
+    expected = functional_call(make_mlp(), arrived, make_inputs(rank).bfloat16())
     torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
     output.sum().backward()
     assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
@@ -164,66 +164,63 @@ def mixed_precision(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1), *slow((3, 3), (2, 2), (2, 1))])
 def test_every_rank_computes_with_what_arrives(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
-    ranks_pool.run(world_size, travels, stage)
-    ranks_pool.run(world_size, accumulates, stage)
-    ranks_pool.run(world_size, errors, stage)
+    ranks_pool.run(world_size, train_in_bytes, stage)
+    ranks_pool.run(world_size, accumulate_in_bytes, stage)
+    ranks_pool.run(world_size, measure_errors, stage)
 
 
 def test_non_finite_gradients_and_mixed_precision(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, what_is_not_finite_arrives_so)
-    ranks_pool.run(2, mixed_precision)
+    ranks_pool.run(2, send_inf)
+    ranks_pool.run(2, mix_precision)
 
 
-def copies_average(rank: int, world_size: int) -> None:
-    """Average exactly inside of a copy, and as bytes between copies; all copies have the same bits."""
+def average_copies(rank: int, world_size: int) -> None:
+    """Average exactly inside of a copy, and as bytes between copies; check that copies have equal bits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = tz.compile(fresh(make), stage=3, mesh=mesh, **FORMATS)
-    seen = {name: arrives(value, 2) for name, value in tz.full_state_dict(model).items()}
+    model = tz.compile(fresh(make_mlp), stage=3, mesh=mesh, **FORMATS)
+    arrived = {name: receive(value, 2) for name, value in tz.full_state_dict(model).items()}
     with count_sends() as sent:
-        loss_of(model, inputs(rank)).backward()
+        loss_of(model, make_inputs(rank)).backward()
     timeline = tz.traces_of(model).timeline
     assert sum(gather_objects(sum(sent))) == pytest.approx(
         sum(gather_objects(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
     )
-    gradients_here = gradients(model)
-    assert_within_steps(gradients_here, exact_gradients(seen, world_size), steps=1.5)
+    grads = gradients(model)
+    assert_within_steps(grads, exact_gradients(arrived, world_size), steps=1.5)
     across = [op for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
     sends = {timeline.plan.reduce_sends(param, "replicate", 0) for op in across for param in timeline.params_of(op)}
     assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
-    assert all(
-        torch.equal(other, gradients_here["layers.0.weight"])
-        for other in gather_objects(gradients_here["layers.0.weight"])
-    )
+    weight_grads = gather_objects(grads["layers.0.weight"])
+    assert all(torch.equal(grad, weight_grads[0]) for grad in weight_grads)
     dist.barrier()
 
 
-def exact_and_bytes_share_a_wire(rank: int, world_size: int) -> None:
-    """Check that messages of biases, which are exact, and of weights do not mix, though the averages of one rank are
-    late."""
-    late = in_background
+def mix_exact_and_bytes(rank: int, world_size: int) -> None:
+    """Check that exact messages of biases and bytes of weights do not mix if rank 0 averages late."""
+    run = in_background
 
-    def later(thread: str, call: Callable[[], Any]) -> Any:
-        return late(thread, (lambda: sleep(0.02) or call()) if rank == 0 and thread == AVERAGER else call)
+    def run_late(thread: str, call: Callable[[], Any]) -> Any:
+        return run(thread, (lambda: sleep(0.02) or call()) if rank == 0 and thread == AVERAGER else call)
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = tz.compile(fresh(make), stage=3, mesh=mesh, reduce_format=tz.Int8(BLOCK), bucket_bytes=2000)
-    with mock.patch.object(pairwise, "in_background", later):
+    model = tz.compile(fresh(make_mlp), stage=3, mesh=mesh, reduce_format=tz.Int8(BLOCK), bucket_bytes=2000)
+    with mock.patch.object(pairwise, "in_background", run_late):
         for _ in range(2):
             model.zero_grad()
-            loss_of(model, inputs(rank)).backward()
-            right = exact_gradients(tz.full_state_dict(model), world_size)
-            assert_within_steps(gradients(model), right, steps=1.5)
+            loss_of(model, make_inputs(rank)).backward()
+            expected = exact_gradients(tz.full_state_dict(model), world_size)
+            assert_within_steps(gradients(model), expected, steps=1.5)
             for name in ("layers.0.bias", "layers.2.bias"):
-                torch.testing.assert_close(gradients(model)[name], right[name], rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(gradients(model)[name], expected[name], rtol=1e-5, atol=1e-7)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    model = tz.compile(fresh(make), stage=2, mesh=alone, **FORMATS)
+    model = tz.compile(fresh(make_mlp), stage=2, mesh=alone, **FORMATS)
     with count_sends() as sent:
-        loss_of(model, inputs(rank)).backward()
+        loss_of(model, make_inputs(rank)).backward()
     assert sum(sent) == sum(map(tz.traces_of(model).timeline.bytes_sent, tz.traces_of(model).timeline.ops))
     assert_within_steps(gradients(model), exact_gradients(tz.full_state_dict(model), world_size), steps=1.5)
 
 
 @pytest.mark.slow
-def test_hybrid(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, copies_average)
-    ranks_pool.run(4, exact_and_bytes_share_a_wire)
+def test_copies_average_in_bytes(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, average_copies)
+    ranks_pool.run(4, mix_exact_and_bytes)

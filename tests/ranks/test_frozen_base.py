@@ -1,4 +1,4 @@
-"""A frozen base in 4 bits, on ranks: losses of one process, bytes at rest and on the wire, loads and saves."""
+"""A frozen base in 4 bits trains as one process, holds and sends fewer bytes, and is saved and loaded."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class Lora(nn.Module):
 
 
 class Net(nn.Module):
-    """A net with rows that 2 and 3 do not divide, fewer rows than ranks, an odd number of elements, a frozen
-    convolution."""
+    """A net with uneven rows, fewer rows than ranks, an odd number of elements, and a frozen convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,24 +62,24 @@ class Net(nn.Module):
 FROZEN = {"layers.0.base.weight", "layers.1.base.weight", "conv.weight", "head.weight"}
 
 
-def quantized(module: nn.Module) -> nn.Module:
-    """Replace the values of the frozen base by those that arrive; return the module."""
+def round_base(module: nn.Module) -> nn.Module:
+    """Round the frozen base to its format, in place; return the module."""
     for param in module.parameters():
         if not param.requires_grad and param.dim() > 1:
             param.data = FORM.decode(FORM.encode(param), torch.empty(param.shape, dtype=param.dtype))
     return module
 
 
-def batch(step: int, ranks: int) -> Tensor:
+def make_batch(step: int, ranks: int) -> Tensor:
     return torch.randn(2 * ranks, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def losses(model: Any, rank: int, ranks: int, rows: int, steps: int = 5) -> list[float]:
+def train(model: Any, rank: int, ranks: int, rows: int, steps: int = 5) -> list[float]:
     """Return the losses of the rows of one rank."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     values = []
     for step in range(steps):
-        loss = model(batch(step, rows).chunk(ranks)[rank]).square().mean()
+        loss = model(make_batch(step, rows).chunk(ranks)[rank]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -88,7 +87,7 @@ def losses(model: Any, rank: int, ranks: int, rows: int, steps: int = 5) -> list
     return values
 
 
-def means(of_rank: list[float]) -> Tensor:
+def means_over_ranks(of_rank: list[float]) -> Tensor:
     return torch.tensor(gather_objects(of_rank)).mean(0)
 
 
@@ -104,29 +103,29 @@ def make_model(module: nn.Module, frontend: str = "dynamo", **options: Any) -> A
     return tz.compile(module, **options)
 
 
-def trains_as_one_process(rank: int, world_size: int, stage: int, frontend: str) -> None:
-    """Compare losses, and all weights at the end, with one process whose base has the values that arrive."""
-    plain = quantized(fresh(Net))
-    expected = losses(plain, 0, 1, world_size)
+def train_beside_one_process(rank: int, world_size: int, stage: int, frontend: str) -> None:
+    """Compare losses, bytes and final weights with one process whose base is rounded."""
+    plain = round_base(fresh(Net))
+    expected = train(plain, 0, 1, world_size)
     model = make_model(fresh(Net), frontend, stage=stage, reshard_after_forward=True if stage == 3 else None)
     with count_sends() as sent:
-        found = means(losses(model, rank, world_size, world_size))
-    assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-7)
+        actual = means_over_ranks(train(model, rank, world_size, world_size))
+    assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-7)
     timeline = tz.traces_of(model).timeline
     assert sum(sent) == 5 * sum(map(timeline.bytes_sent, timeline.ops))
     gathers = [op for op in timeline.ops if op.kind is Kind.GATHER and FROZEN.intersection(op.params)]
-    assert all(FROZEN.issuperset(op.params) for op in gathers), "bytes share no bucket with others"
+    assert all(FROZEN.issuperset(op.params) for op in gathers), "a bucket mixes bytes and values"
     at_rest = bytes_of(model)
     rows = len(at_rest["layers.0.base.weight"])
     assert sum(gather_objects(rows)) == WIDTH + 1
     assert at_rest["layers.0.base.weight"].nbytes == rows * FORM.nbytes(WIDTH) == rows * (8 + 36)
     assert model.state.rows["layers.0.base.weight"].nbytes == -(-(WIDTH + 1) // world_size) * 44
-    state_is_decoded(model, plain)
+    check_decoded_state(model, plain)
     assert "as nf4/64" in str(model)
 
 
-def state_is_decoded(model: Any, plain: nn.Module) -> None:
-    """Check that full values are decoded and change no byte when they are loaded; other values are encoded."""
+def check_decoded_state(model: Any, plain: nn.Module) -> None:
+    """Check that full values are decoded, that loading them changes no byte, and that new values are encoded."""
     before, values = bytes_of(model), tz.full_state_dict(model)
     for name, value in plain.state_dict().items():
         check = {"rtol": 0, "atol": 0} if name in FROZEN else {"rtol": 1e-4, "atol": 1e-5}
@@ -136,9 +135,9 @@ def state_is_decoded(model: Any, plain: nn.Module) -> None:
         assert torch.equal(module.get_parameter("head.weight"), values["head.weight"])
     model.load_state_dict(model.state_dict())
     assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
-    other = {**values, "head.weight": torch.linspace(-1, 1, WIDTH).view(1, WIDTH)}
-    model.load_state_dict(other)
-    arrived = FORM.decode(FORM.encode(other["head.weight"]), torch.empty(1, WIDTH))
+    changed = {**values, "head.weight": torch.linspace(-1, 1, WIDTH).view(1, WIDTH)}
+    model.load_state_dict(changed)
+    arrived = FORM.decode(FORM.encode(changed["head.weight"]), torch.empty(1, WIDTH))
     assert torch.equal(tz.full_state_dict(model)["head.weight"], arrived)
     with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
         module.get_parameter("head.weight").copy_(values["head.weight"])
@@ -151,55 +150,50 @@ def state_is_decoded(model: Any, plain: nn.Module) -> None:
     [(2, 3, "dynamo"), *slow((3, 2, "dynamo"), (3, 3, "thunder"), (1, 3, "dynamo"))],
 )
 def test_losses_are_those_of_one_process(ranks_pool: RanksPool, world_size: int, stage: int, frontend: str) -> None:
-    ranks_pool.run(world_size, trains_as_one_process, stage, frontend)
+    ranks_pool.run(world_size, train_beside_one_process, stage, frontend)
 
 
-def saves(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+def save_model(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
     model = make_model(fresh(Net))
-    losses(model, rank, world_size, world_size, steps=1)
+    train(model, rank, world_size, world_size, steps=1)
     tz.save(folder / "checkpoint", model)
     tz.save_pretrained(model, folder / "whole")
     return tz.full_state_dict(model)
 
 
-def loads(rank: int, world_size: int, folder: Path, saved: dict[str, Tensor]) -> None:
-    """Load a checkpoint that has the bytes into a model of other values; an exact model refuses it.
-
-    ``save_pretrained`` writes decoded values, which ``weights=`` encodes into the same bytes.
-    """
+def load_model(rank: int, world_size: int, folder: Path, saved: dict[str, Tensor]) -> None:
+    """Load bytes from a checkpoint, which an exact model refuses, and encode the values of ``save_pretrained``."""
     torch.manual_seed(1)
-    other = make_model(Net())
-    tz.load(folder / "checkpoint", other)
-    here = tz.full_state_dict(other)
-    assert all(torch.equal(value, here[name]) for name, value in saved.items())
+    loaded = make_model(Net())
+    tz.load(folder / "checkpoint", loaded)
+    values = tz.full_state_dict(loaded)
+    assert all(torch.equal(value, values[name]) for name, value in saved.items())
     with torch.device("meta"):
         module = Net()
-    assert all(
-        torch.equal(value, bytes_of(other)[name])
-        for name, value in bytes_of(make_model(module, weights=folder / "whole")).items()
-    )
+    encoded = bytes_of(make_model(module, weights=folder / "whole"))
+    assert all(torch.equal(value, encoded[name]) for name, value in bytes_of(loaded).items())
     exact = tz.compile(fresh(Net), stage=3)
     fails(lambda: tz.load(folder / "checkpoint", exact), "has shape (71, 44) and dtype torch.uint8 in it")
     tz.save(folder / "exact", exact)
-    fails(lambda: tz.load(folder / "exact", other), "(71, 44) and dtype torch.uint8 here, which rests as nf4/64")
+    fails(lambda: tz.load(folder / "exact", loaded), "(71, 44) and dtype torch.uint8 here, which rests as nf4/64")
 
 
 def test_checkpoints_have_the_bytes_and_folders_the_values(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    saved = ranks_pool.run(2, saves, tmp_path)[0]
-    ranks_pool.run(3, loads, tmp_path, saved)
+    saved = ranks_pool.run(2, save_model, tmp_path)[0]
+    ranks_pool.run(3, load_model, tmp_path, saved)
 
 
-def other_ways(rank: int, world_size: int) -> None:
-    """Try half precision, copies of the model, values drawn on the meta device, and an accumulation that keeps
-    parameters."""
+def train_in_other_modes(rank: int, world_size: int) -> None:
+    """Train in half precision, in copies, from the meta device, and in an accumulation that keeps parameters."""
     half = make_model(fresh(Net), mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))
-    plain = quantized(fresh(Net)).bfloat16()
-    x = batch(0, world_size)
+    plain = round_base(fresh(Net)).bfloat16()
+    x = make_batch(0, world_size)
     assert_close(half(x).float(), plain(x.bfloat16()).float(), rtol=2e-2, atol=2e-2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     copies = make_model(fresh(Net), mesh=mesh)
-    expected = losses(quantized(fresh(Net)), 0, 1, world_size)
-    assert_close(means(losses(copies, rank, world_size, world_size)), torch.tensor(expected), rtol=1e-5, atol=1e-7)
+    expected = train(round_base(fresh(Net)), 0, 1, world_size)
+    losses = means_over_ranks(train(copies, rank, world_size, world_size))
+    assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=1e-7)
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Conv1d):
@@ -210,25 +204,25 @@ def other_ways(rank: int, world_size: int) -> None:
         drawn = Net()
     values = tz.full_state_dict(make_model(drawn, init=torch.no_grad()(init)))
     torch.manual_seed(3)
-    right = Net()
-    right.conv.weight.data.fill_(0.5)
-    for name, value in quantized(right).state_dict().items():
+    expected_module = Net()
+    expected_module.conv.weight.data.fill_(0.5)
+    for name, value in round_base(expected_module).state_dict().items():
         assert_close(values[name], value, rtol=0, atol=0)
-    keeps = make_model(fresh(Net), stage=2, reshard_after_backward=False)
-    with keeps.no_sync():
-        keeps(x).square().mean().backward()
+    keeping = make_model(fresh(Net), stage=2, reshard_after_backward=False)
+    with keeping.no_sync():
+        keeping(x).square().mean().backward()
     with count_sends() as sent:
-        keeps(x).square().mean().backward()
-    plan = tz.traces_of(keeps).plan
+        keeping(x).square().mean().backward()
+    plan = tz.traces_of(keeping).plan
     assert sum(sent) == sum(plan.reduce_bytes(param) for param in plan.params if param.requires_grad)
 
 
-def full_checkpoints_of_lightning(rank: int, world_size: int) -> None:
-    """Check that rank 0's checkpoint has decoded values, which load into the same bytes."""
+def write_lightning_checkpoint(rank: int, world_size: int) -> None:
+    """Check that rank 0's checkpoint has decoded values, and that loading them changes no byte."""
     from thunder_zero.lightning import ZeroTrainerStrategy, full_model_state_dict
 
     model = make_model(fresh(Net))
-    before, plain = bytes_of(model), quantized(fresh(Net))
+    before, plain = bytes_of(model), round_base(fresh(Net))
     values = full_model_state_dict(model.plain)
     assert [name for name, value in values.items() if not torch.equal(value, plain.state_dict()[name])] == []
     assert bool(values) is (rank == 0)
@@ -240,19 +234,19 @@ def full_checkpoints_of_lightning(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_full_checkpoints_of_lightning(ranks_pool: RanksPool) -> None:
     pytest.importorskip("lightning")
-    ranks_pool.run(2, full_checkpoints_of_lightning)
+    ranks_pool.run(2, write_lightning_checkpoint)
 
 
 @pytest.mark.slow
 def test_precision_copies_drawn_values_and_accumulation(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, other_ways)
+    ranks_pool.run(4, train_in_other_modes)
 
 
 # Hugging Face
 
 
-def llama() -> Any:
-    """Return a Llama in bfloat16, whose rows have several blocks."""
+def make_llama() -> Any:
+    """Return a Llama in bfloat16 whose rows have several blocks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=40,
@@ -269,22 +263,21 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).bfloat16()
 
 
-def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
-    """Run the example of docs/formats.md: its losses, its bytes, its adapters. Return the logits of the trained
-    model."""
+def train_as_the_page(rank: int, world_size: int, folder: Path) -> Tensor:
+    """Run the example of docs/formats.md; check its losses and bytes; return the trained model's logits."""
     import peft
 
     generator = torch.Generator().manual_seed(1)
     whole = [torch.randint(1, 40, (4, 8), generator=generator) for _ in range(5)]
     section = PAGE.read_text().partition("\n## A frozen base in 4 bits\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
-    names: dict[str, Any] = {"base": llama(), "folder": folder, "losses": []}
+    names: dict[str, Any] = {"base": make_llama(), "folder": folder, "losses": []}
     names["batches"] = [tokens.chunk(world_size)[rank] for tokens in whole]
     exec(compile(code, PAGE.name, "exec"), names)
     model = names["model"]
     torch.manual_seed(0)
     adapters = peft.LoraConfig(r=8, target_modules="all-linear")
-    plain = peft.get_peft_model(llama(), adapters)
+    plain = peft.get_peft_model(make_llama(), adapters)
     for name, param in plain.named_parameters():
         if "base_layer" in name:
             param.data = FORM.decode(FORM.encode(param), torch.empty(param.shape, dtype=param.dtype))
@@ -295,17 +288,17 @@ def as_the_page_trains(rank: int, world_size: int, folder: Path) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    # In bfloat16 the means of two ranks' gradients are rounded otherwise than those of one process.
-    assert_close(means(names["losses"]), torch.tensor(expected), rtol=3e-3, atol=0)
-    less_is_held_and_sent(model, world_size)
+    # In bfloat16 the mean of two ranks' gradients is rounded otherwise than one process's gradient.
+    assert_close(means_over_ranks(names["losses"]), torch.tensor(expected), rtol=3e-3, atol=0)
+    check_held_and_sent_bytes(model, world_size)
     values = tz.full_state_dict(model)
     assert values["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"].dtype is torch.bfloat16
     with tz.full_parameters(model) as module, torch.no_grad():
         return module(whole[0]).logits
 
 
-def less_is_held_and_sent(model: Any, world_size: int) -> None:
-    """Hold and send 9 of 32 bytes of a frozen layer; its rows have 128 elements or 192."""
+def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
+    """Check that 9 of 32 bytes of a frozen layer are held and sent; its rows have 128 or 192 elements."""
     params = [param for param in tz.traces_of(model).plan.params if param.frozen_format]
     assert len(params) == 2 * 7
     held = sum(model.state.rows[param.path].nbytes for param in params)
@@ -322,10 +315,10 @@ def less_is_held_and_sent(model: Any, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """What the page's code writes peft loads, on top of the values that the base was trained with."""
+    """Load the adapters that the page's code writes with peft, on top of the rounded base."""
     peft = pytest.importorskip("peft")
-    logits = ranks_pool.run(2, as_the_page_trains, tmp_path, timeout=200)[0]
-    base = llama()
+    logits = ranks_pool.run(2, train_as_the_page, tmp_path, timeout=200)[0]
+    base = make_llama()
     for module in base.modules():
         if isinstance(module, nn.Linear) and module is not base.lm_head:
             module.weight.data = FORM.decode(
@@ -335,6 +328,6 @@ def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> No
     tokens = torch.randint(1, 40, (4, 8), generator=generator)
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["adapter_model.safetensors"]
     with torch.no_grad():
-        found = peft.PeftModel.from_pretrained(base, tmp_path)(tokens).logits
-    assert_close(found.float(), logits.float(), rtol=2e-2, atol=2e-2)
-    assert F.cosine_similarity(found.float().flatten(), logits.float().flatten(), dim=0) > 0.999
+        loaded_logits = peft.PeftModel.from_pretrained(base, tmp_path)(tokens).logits
+    assert_close(loaded_logits.float(), logits.float(), rtol=2e-2, atol=2e-2)
+    assert F.cosine_similarity(loaded_logits.float().flatten(), logits.float().flatten(), dim=0) > 0.999

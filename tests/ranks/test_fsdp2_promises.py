@@ -1,4 +1,4 @@
-"""Promises of FSDP2's own tests that no other test here shows, each against eager; docs/from-fsdp2.md lists them."""
+"""Promises that FSDP2's own tests check hold here, too, each against eager; docs/from-fsdp2.md lists them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.harness.ranks import RanksPool
 
 pytestmark = pytest.mark.slow
 
-AGAIN = tz.Policy(stage=3, reshard_after_forward=True)  # backward gathers all that it reads
+RESHARDING = tz.Policy(stage=3, reshard_after_forward=True)  # backward gathers all that it reads
 WORLD = 2
 
 
 # Training loops
 
 
-def a_loss_for_each_output(side: Side) -> Steps:
-    """One of them backward twice."""
+def run_each_output(side: Side) -> Steps:
+    """Run backward for each of two outputs, for one of them twice."""
     left, right = side.models[0](side.rows(batch()))
     loss = right.square().mean()
     for _ in range(2):
@@ -47,8 +47,8 @@ def a_loss_for_each_output(side: Side) -> Steps:
     yield side.gather(left + right)
 
 
-def one_loss_of_two_forwards(side: Side) -> Steps:
-    """As preference training (DPO) does."""
+def run_two_forwards(side: Side) -> Steps:
+    """Run one backward for two forwards, as preference training (DPO) does."""
     parts, total = side.parts(batch(), [ROWS // WORLD] * WORLD), torch.zeros(())
     for part in parts:
         chosen, rejected = side.models[0](part), side.models[0](2 * part)
@@ -58,14 +58,14 @@ def one_loss_of_two_forwards(side: Side) -> Steps:
     yield side.mean(total)
 
 
-def without_inputs(side: Side) -> Steps:
+def run_without_inputs(side: Side) -> Steps:
     y = side.models[0]()
     y.square().mean().backward()
     yield y.detach()
 
 
-def without_the_head(side: Side) -> Steps:
-    """Two forwards that skip the head: its gradient stays None."""
+def skip_head_twice(side: Side) -> Steps:
+    """Skip the head in two forwards; check that its gradient stays None."""
     (model,) = side.models
     first, second = (model(side.rows(batch(step)), skip_head=True) for step in range(2))
     (first.square().mean() + second.square().mean()).backward()
@@ -108,14 +108,14 @@ class Blocks(nn.Module):
         return x
 
 
-def wrapped_blocks() -> nn.Module:
-    """Blocks inside the wrapper that torch's ``apply_activation_checkpointing`` puts around them."""
+def wrap_blocks() -> nn.Module:
+    """Wrap blocks by torch's ``apply_activation_checkpointing``."""
     module = Blocks()
     apply_activation_checkpointing(module, check_fn=lambda part: isinstance(part, nn.Sequential))
     return module
 
 
-def biases_alone() -> nn.Module:
+def make_biases_alone() -> nn.Module:
     module = Blocks(checked=True)
     for name, param in module.named_parameters():
         param.requires_grad_("bias" in name)
@@ -132,8 +132,7 @@ class OneWeight(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Calls a trained layer with gradients and without, around a frozen one; and reads frozen parameters of dtypes that
-    have no gradients."""
+    """A module that calls a trained layer with and without gradients, and reads frozen parameters of odd dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class Frozen(nn.Module):
 
 
 class WithHead(nn.Module):
-    """Also calls a method of a submodule that is not its forward."""
+    """A module that calls another method of a submodule than its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +176,7 @@ class Couple:
 
 
 class Packs(nn.Module):
-    """Passes its activations to a layer and back in a list, a dict, a named tuple and a dataclass."""
+    """A module that passes activations in a list, a dict, a named tuple and a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +193,7 @@ class OnPacked(nn.Linear):
         return Couple([super().forward(packed.x[0])], {"pair": Pair(pair.y, torch.tanh(pair.x))})
 
 
-def channels_last() -> nn.Module:
+def make_channels_last() -> nn.Module:
     conv = nn.Conv2d(WIDTH, 6, 3, padding=1)
     conv.weight = nn.Parameter(conv.weight.detach().to(memory_format=torch.channels_last))
     return nn.Sequential(nn.Unflatten(1, (WIDTH, 1, 1)), conv, nn.Flatten())
@@ -202,32 +201,32 @@ def channels_last() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loop, tz.Policy]] = {
     "a layer called three times, zeros instead of None, no_sync": (UsedTwice, deferred_steps, tz.ZERO1),
-    "several backwards of one forward": (TwoOutputs, a_loss_for_each_output, AGAIN),
-    "biases alone, one loss of two checkpointed forwards": (biases_alone, one_loss_of_two_forwards, AGAIN),
-    "checkpoint_wrapper": (wrapped_blocks, two_steps, tz.ZERO1),
-    "frozen numbers, no_grad inside forward": (Frozen, two_steps, AGAIN),
-    "forward without inputs": (OneWeight, without_inputs, tz.ZERO1),
-    "another method of a submodule, the head skipped": (WithHead, without_the_head, AGAIN),
-    "activations in containers": (Packs, two_steps, AGAIN),
-    "channels_last": (channels_last, two_steps, tz.ZERO1),
+    "several backwards of one forward": (TwoOutputs, run_each_output, RESHARDING),
+    "biases alone, one loss of two checkpointed forwards": (make_biases_alone, run_two_forwards, RESHARDING),
+    "checkpoint_wrapper": (wrap_blocks, two_steps, tz.ZERO1),
+    "frozen numbers, no_grad inside forward": (Frozen, two_steps, RESHARDING),
+    "forward without inputs": (OneWeight, run_without_inputs, tz.ZERO1),
+    "another method of a submodule, the head skipped": (WithHead, skip_head_twice, RESHARDING),
+    "activations in containers": (Packs, two_steps, RESHARDING),
+    "channels_last": (make_channels_last, two_steps, tz.ZERO1),
 }
 
 
-def trains(rank: int, world_size: int, name: str) -> None:
+def train(rank: int, world_size: int, name: str) -> None:
     make, loop, policy = CASES[name]
     trains_as_one_process([(sharded(fresh(make), policy), fresh(make))], loop)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_eager(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(WORLD, trains, name)
+    ranks_pool.run(WORLD, train, name)
 
 
 # Several models in one step
 
 
 class Around(nn.Module):
-    """A layer of its own around another model."""
+    """A model with a layer around another model."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -238,16 +237,15 @@ class Around(nn.Module):
         return y
 
 
-def in_ddp(model: Around) -> nn.Module:
-    """DDP, which leaves the inner model alone; its names are those of the placeholders."""
+def wrap_in_ddp(model: Around) -> nn.Module:
+    """Wrap the outer layer by DDP, which leaves out the inner model's placeholders."""
     inner = [name for name, _ in model.named_parameters() if name.startswith("inner.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, inner)
     return DistributedDataParallel(model, broadcast_buffers=False)
 
 
-def body_and_head(side: Side) -> Steps:
-    """The loss of a head, chunk by chunk with a backward for each; then one backward of the body. Then the head as a
-    part of a model in DDP."""
+def train_body_and_head(side: Side) -> Steps:
+    """Run backward of a head for each chunk, then of the body; then train the head inside of a model in DDP."""
     body, head = side.models
     hidden = body(side.rows(batch()))
     chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(3)]
@@ -256,49 +254,49 @@ def body_and_head(side: Side) -> Steps:
     hidden.backward(torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]))
     yield side.gather(hidden)
     around = Around(head)
-    whole = in_ddp(around) if side.is_sharded else around
+    whole = wrap_in_ddp(around) if side.is_sharded else around
     whole(side.rows(batch(1))).square().mean().backward()
     assert around.own.weight.grad is not None
     yield around.own.weight.grad
 
 
-def two_models(rank: int, world_size: int) -> None:
+def train_two_models(rank: int, world_size: int) -> None:
     body, head = fresh(Blocks), fresh(UsedTwice)
-    trains_as_one_process([(sharded(body, AGAIN), body), (sharded(head, tz.ZERO1), head)], body_and_head)
+    trains_as_one_process([(sharded(body, RESHARDING), body), (sharded(head, tz.ZERO1), head)], train_body_and_head)
 
 
 def test_two_models_in_one_step(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(WORLD, two_models)
+    ranks_pool.run(WORLD, train_two_models)
 
 
 # State dicts
 
 
-def kept_and_loaded_in_pieces(rank: int, world_size: int) -> None:
-    """A state dict's values are the shards' own memory, still are after a step, and load one by one."""
-    for policy in (tz.ZERO1, AGAIN):
+def load_in_pieces(rank: int, world_size: int) -> None:
+    """Check that a state dict's values alias the shards after a step, and load one by one."""
+    for policy in (tz.ZERO1, RESHARDING):
         model = sharded(fresh(UsedTwice), policy)
         before: dict[str, Any] = get_model_state_dict(model)
-        kept = {path: value.to_local() for path, value in before.items()}
+        local_values = {path: value.to_local() for path, value in before.items()}
         take_step(model, sgd(model))
         after: dict[str, Any] = get_model_state_dict(model)
         for path, value in after.items():
-            assert kept[path].data_ptr() == model.get_parameter(path).to_local().data_ptr(), path
-            assert torch.equal(kept[path], value.to_local()), path
+            assert local_values[path].data_ptr() == model.get_parameter(path).to_local().data_ptr(), path
+            assert torch.equal(local_values[path], value.to_local()), path
             piece: dict[str, Any] = {path: torch.full_like(value, 7.0)}
             set_model_state_dict(model, piece, options=StateDictOptions(strict=False))
         assert all(bool((value == 7).all()) for value in tz.full_state_dict(model).values())
 
 
-def test_a_state_dict_that_is_kept_follows_training_and_pieces_load_one_by_one(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(WORLD, kept_and_loaded_in_pieces)
+def test_a_state_dict_follows_training_and_loads_in_pieces(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(WORLD, load_in_pieces)
 
 
 # Mixed precision
 
 
 class Inside(nn.Module):
-    """Computes in float16, and returns its second input as it gets it."""
+    """A module that computes in float16, and returns its second input as received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +315,7 @@ BORDERS = {
 
 
 class Outside(nn.Module):
-    """Gives submodules a float32 tensor that no module computed."""
+    """A module that gives submodules a float32 tensor that no module computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,19 +327,18 @@ class Outside(nn.Module):
         return [output for inside in self.inside.values() for output in inside(x, torch.ones(ROWS, WIDTH))]
 
 
-def border_dtypes(rank: int, world_size: int) -> None:
+def cast_at_borders(rank: int, world_size: int) -> None:
     mixed = tz.MixedPrecision(overrides={f"inside.{name}": half for name, (half, _) in BORDERS.items()})
     outputs = sharded(fresh(Outside), tz.Policy(mixed_precision=mixed))(batch())
     sum(output.float().sum() for output in outputs).backward()
-    found = [output.dtype for output in outputs]
-    assert found == [dtype for _, dtypes in BORDERS.values() for dtype in dtypes], found
+    assert [output.dtype for output in outputs] == [dtype for _, dtypes in BORDERS.values() for dtype in dtypes]
 
 
 def test_casts_at_the_border_of_a_submodule(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(WORLD, border_dtypes)
+    ranks_pool.run(WORLD, cast_at_borders)
 
 
-def bits_of_gradients(rank: int, world_size: int) -> None:
+def compare_gradients(rank: int, world_size: int) -> None:
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     grads = []
     for checked in (False, True):
@@ -353,4 +350,4 @@ def bits_of_gradients(rank: int, world_size: int) -> None:
 
 
 def test_checkpointing_in_mixed_precision_changes_no_bit(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(WORLD, bits_of_gradients)
+    ranks_pool.run(WORLD, compare_gradients)

@@ -1,4 +1,4 @@
-"""``tz.full_parameters``: the plain module computes with real weights, and nothing is left behind."""
+"""Inside of ``tz.full_parameters`` the plain module computes with full weights, which are freed at the end."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ TOKENS = torch.arange(9)
 HALF = tz.MixedPrecision(torch.bfloat16, overrides={"layers.1": tz.MixedPrecision()})
 
 
-def computes(model: Any) -> None:
-    plain, right = fresh(Small), tz.full_state_dict(model)
-    plain.load_state_dict(right)
+def compute_in_full(model: Any) -> None:
+    plain, weights = fresh(Small), tz.full_state_dict(model)
+    plain.load_state_dict(weights)
     with tz.full_parameters(model) as module, torch.no_grad():
         output = module(TOKENS)
         assert output.dtype is torch.float32
         assert torch.equal(output, plain(TOKENS))
         assert module.head.weight is module.embed.weight
         assert not module.frozen.requires_grad
-        left = weakref.ref(module.embed.weight)
-        for refused in (lambda: model(TOKENS), tz.full_parameters(model).__enter__):
-            assert "(Small) is inside full_parameters; leave that block" in error_of(refused)
-        module.row.data += 1  # nobody wants it back
+        reference = weakref.ref(module.embed.weight)
+        for call in (lambda: model(TOKENS), tz.full_parameters(model).__enter__):
+            assert "(Small) is inside full_parameters; leave that block" in error_of(call)
+        module.row.data += 1  # is not written back
     gc.collect()
-    assert left() is None
+    assert reference() is None
     assert set(map(id, module.parameters())) == set(map(id, model.state.shards.values()))
-    assert differing(tz.full_state_dict(model), right) == []
+    assert differing(tz.full_state_dict(model), weights) == []
 
 
-def fails(model: Any, rank: int) -> None:
-    """An error in the block leaves nothing behind, on any rank."""
+def fail_in_block(model: Any, rank: int) -> None:
+    """Check that an error in the block changes no parameter on any rank."""
     before = tz.full_state_dict(model)
 
-    def said(error: Exception | None = None, row: tuple[int, ...] = (1, 5), **options: Any) -> str:
+    def run_block(error: Exception | None = None, row: tuple[int, ...] = (1, 5), **options: Any) -> str:
         def run() -> None:
             with tz.full_parameters(model, **options) as module:
                 module.row = nn.Parameter(torch.ones(row))
@@ -55,13 +55,13 @@ def fails(model: Any, rank: int) -> None:
 
         return error_of(run)
 
-    boom = ZeroDivisionError("boom") if rank == 1 else None
-    there = "ZeroDivisionError: boom"
+    fault = ZeroDivisionError("boom") if rank == 1 else None
+    boom = "ZeroDivisionError: boom"
     rows = [
-        (said(boom, writeback=True), there if rank == 1 else "rank 1 refused the block of full_parameters"),
-        (said(boom), there if rank == 1 else "nothing"),
-        (said(writeback=rank == 0), "writeback differs between ranks"),
-        (said(row=(3,), writeback=True), "'row' is (3,) torch.float32 at the end of full_parameters"),
+        (run_block(fault, writeback=True), boom if rank == 1 else "rank 1 refused the block of full_parameters"),
+        (run_block(fault), boom if rank == 1 else "nothing"),
+        (run_block(writeback=rank == 0), "writeback differs between ranks"),
+        (run_block(row=(3,), writeback=True), "'row' is (3,) torch.float32 at the end of full_parameters"),
         (error_of(tz.full_parameters(fresh(Small)).__enter__), "a sharded model, got Small"),
     ]
     for sentence, words in rows:
@@ -69,8 +69,8 @@ def fails(model: Any, rank: int) -> None:
     assert differing(tz.full_state_dict(model), before) == []
 
 
-def writes_back(model: Any, rank: int) -> None:
-    """Each rank draws other values; those of rank 0 count."""
+def write_back(model: Any, rank: int) -> None:
+    """Draw other values on each rank; check that rank 0's are written back."""
     with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
         torch.manual_seed(rank)
         for param in module.parameters():
@@ -91,16 +91,16 @@ def writes_back(model: Any, rank: int) -> None:
     assert_close(model(TOKENS).float(), plain(TOKENS), rtol=0.1, atol=0.3)  # bfloat16; ZeRO-1 refreshes its copies
 
 
-def in_full(rank: int, world_size: int, stage: int) -> None:
+def use_full_parameters(rank: int, world_size: int, stage: int) -> None:
     model = sharded(fresh(Small), tz.Policy(stage, mixed_precision=HALF))
     take_step(model, adamw(model))
-    computes(model)
-    fails(model, rank)
-    writes_back(model, rank)
+    compute_in_full(model)
+    fail_in_block(model, rank)
+    write_back(model, rank)
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_the_plain_module_computes_with_full_parameters_and_rank_0s_are_written_back(
     ranks_pool: RanksPool, stage: int
 ) -> None:
-    ranks_pool.run(2, in_full, stage)
+    ranks_pool.run(2, use_full_parameters, stage)

@@ -1,4 +1,4 @@
-"""The harness: results by rank, errors with their rank, time-outs that leave nothing behind; what each tier runs."""
+"""The harness returns results by rank, names an error's rank, ends ranks that hang; a tier runs the tiers before it."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ Described = tuple[tuple[object, ...], int, int]
 
 
 def describe(rank: int, world_size: int, text: str) -> Described:
-    """What each rank should have; its process, and its hash of a text."""
+    """Return what each rank should have, its process, and its hash of a text."""
     total = torch.tensor(rank + 1.0)
     dist.all_reduce(total)
     imported = "thunder_zero" in sys.modules
-    found = rank, dist.get_world_size(), text, torch.get_num_threads(), imported, total.item(), torch.rand(()).item()
-    return found, os.getpid(), hash(text)
+    facts = rank, dist.get_world_size(), text, torch.get_num_threads(), imported, total.item(), torch.rand(()).item()
+    return facts, os.getpid(), hash(text)
 
 
 def check_described(results: list[Described]) -> None:
-    """Ranks share a group, which is new; each call has the same random numbers."""
+    """Check that ranks share a new group, and that each call has equal random numbers."""
     torch.manual_seed(0)
     world_size = len(results)
-    same = world_size, "hello", 1, True, world_size * (world_size + 1) / 2, torch.rand(()).item()
-    assert [found for found, *_ in results] == [(rank, *same) for rank in range(world_size)]
+    expected = world_size, "hello", 1, True, world_size * (world_size + 1) / 2, torch.rand(()).item()
+    assert [facts for facts, *_ in results] == [(rank, *expected) for rank in range(world_size)]
     assert len({os.getpid(), *(pid for _, pid, _ in results)}) == world_size + 1
 
 
@@ -79,7 +79,7 @@ def test_results_come_by_rank_from_fresh_interpreters() -> None:
     assert "PYTHONHASHSEED" in os.environ or len({hashed for *_, hashed in results}) == 2
 
 
-def threads_of_the_server(rank: int, world_size: int) -> int:
+def count_server_threads(rank: int, world_size: int) -> int:
     return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
 
 
@@ -94,21 +94,21 @@ def check_pool(pool: RanksPool, world_size: int) -> None:
     assert [pid for _, pid, _ in results] == pool.pids[:world_size]
     if CAN_FORK:
         assert len({hashed for *_, hashed in results}) == 1, "they hash alike"
-        assert pool.run(1, threads_of_the_server) == [1]
+        assert pool.run(1, count_server_threads) == [1]
 
 
 def test_the_pool_keeps_its_processes_and_gives_each_call_a_group_and_a_seed(ranks_pool: RanksPool) -> None:
     check_pool(ranks_pool, 2)
-    kept = ranks_pool.pids
+    pids = ranks_pool.pids
     assert ranks_pool.run(2, leave_group) == [None, None]
     for world_size in (4, 1, 3):
         check_pool(ranks_pool, world_size)
-    assert ranks_pool.pids[: len(kept)] == kept
+    assert ranks_pool.pids[: len(pids)] == pids
     with pytest.raises(TypeError, match="define it at a module's top"):
         ranks_pool.run(2, lambda rank, world_size: None)
 
 
-def threads_after(rank: int, world_size: int, rows: int) -> int:
+def count_threads_after(rank: int, world_size: int, rows: int) -> int:
     """Return how many threads this rank has, after a collective of a DTensor of a new shape."""
     mesh = init_device_mesh("cpu", (world_size,))
     distribute_tensor(torch.ones(rows), mesh, [Shard(0)]).full_tensor()
@@ -117,20 +117,20 @@ def threads_after(rank: int, world_size: int, rows: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
 def test_a_group_ends_with_its_call(ranks_pool: RanksPool) -> None:
-    first, *later = (ranks_pool.run(2, threads_after, rows) for rows in (4, 6, 8))
+    first, *later = (ranks_pool.run(2, count_threads_after, rows) for rows in (4, 6, 8))
     assert later == [first, first]
 
 
 # Errors
 
 
-def check_twice_as_many(rank: int, world_size: int) -> None:
-    """A server that has a thread more, or that could not import what it should."""
+def find_second_thread(rank: int, world_size: int) -> None:
+    """Check a server that has one thread too many."""
     with mock.patch.object(sys.modules[PRELOADED], "THREADS", 2):
         check_server()
 
 
-def check_without(rank: int, world_size: int) -> None:
+def miss_imports(rank: int, world_size: int) -> None:
     with mock.patch.dict(sys.modules):
         del sys.modules[PRELOADED]
         check_server()
@@ -149,7 +149,7 @@ def die_on_one(rank: int, world_size: int) -> None:
 
 
 def abort_on_one(rank: int, world_size: int) -> None:
-    """A thread of gloo ends rank 1, which gets more than it expects."""
+    """Send more to rank 1 than it expects, so that a thread of gloo ends it."""
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
     dist.send(torch.zeros(2), 1)
@@ -157,8 +157,8 @@ def abort_on_one(rank: int, world_size: int) -> None:
 
 
 class Unpicklable(Exception):
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what} because {why}")
+    def __init__(self, event: str, reason: str) -> None:
+        super().__init__(f"{event} because {reason}")
 
 
 def raise_unpicklable(rank: int, world_size: int) -> None:
@@ -174,7 +174,7 @@ def hang_on_one(rank: int, world_size: int) -> None:
         time.sleep(600)
 
 
-# Of rank 0 there are notes, too, if its barrier breaks.
+# A call -> the error's type, its sentence, and a note. Rank 0 adds notes, too, if its barrier breaks.
 ERRORS: dict[Callable[[int, int], object], tuple[type[Exception], str, str]] = {
     fail_on_one: (KeyError, "no such parameter", "on rank 1:"),
     die_on_one: (RankDied, "rank 1 ended with exit code 7", "in die_on_one"),
@@ -183,9 +183,9 @@ ERRORS: dict[Callable[[int, int], object], tuple[type[Exception], str, str]] = {
     raise_unpicklable: (RuntimeError, "Unpicklable: it failed because it was told to", "in raise_unpicklable"),
     return_unpicklable: (Exception, "return_unpicklable", "on rank 0:"),
 }
-if CAN_FORK:  # what a rank says of a server that must not fork
-    ERRORS[check_twice_as_many] = (RuntimeError, "the fork server has 2 threads", "in check_server")
-    ERRORS[check_without] = (RuntimeError, "the fork server failed to import", "in check_server")
+if CAN_FORK:  # errors about a server that must not fork
+    ERRORS[find_second_thread] = (RuntimeError, "the fork server has 2 threads", "in check_server")
+    ERRORS[miss_imports] = (RuntimeError, "the fork server failed to import", "in check_server")
 
 
 @pytest.mark.parametrize("call", ERRORS, ids=lambda call: call.__name__)
@@ -213,23 +213,23 @@ def test_each_tier_runs_what_the_one_before_runs() -> None:
     assert is_left_out(["slow", "deep"], "slow"), "a test with both marks belongs to the later tier"
 
 
-def collected(*options: str) -> list[str]:
-    """The tests that pytest would run."""
-    found: list[str] = []
+def collect(*options: str) -> list[str]:
+    """Return the tests that pytest would run."""
+    names: list[str] = []
 
     class Finish:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
-            found.extend(item.nodeid for item in session.items)
+            names.extend(item.nodeid for item in session.items)
 
     with contextlib.redirect_stdout(io.StringIO()):
         arguments = [f"{ROOT}/tests", "--collect-only", "-qq", "--capture=no", "-p", "no:cacheprovider", *options]
         assert pytest.main(arguments, plugins=[Finish()]) == pytest.ExitCode.OK
-    return found
+    return names
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_FORK, reason="collects in processes that have imported Thunder")
-def test_the_fast_tests_are_among_all() -> None:
-    fast, every = call_alone(collected), call_alone(collected, "--slow")
+def test_the_slow_tier_has_every_fast_test() -> None:
+    fast, every = call_alone(collect), call_alone(collect, "--slow")
     assert fast
     assert set(fast) < set(every)

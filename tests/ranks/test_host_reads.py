@@ -1,4 +1,4 @@
-"""How often the host reads a tensor's value in a training step: on a GPU it stops there until all work has ended."""
+"""A training step reads few tensors' values on the host, where a GPU's host would wait for all work to end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EACH_STEP = {
 }
 
 
-def reads(call: Callable[[], object]) -> list[str]:
-    with HostReads() as seen:
+def reads_of(call: Callable[[], object]) -> list[str]:
+    with HostReads() as host:
         call()
-    return seen.seen
+    return host.seen
 
 
-def step_and_functions(rank: int, world_size: int, stage: int) -> None:
-    """Reads of a step after the first two, of each function around it, and of micro-batches under ``no_sync``."""
+def count_reads_of_steps(rank: int, world_size: int, stage: int) -> None:
+    """Check the reads of a third step, of functions around a step, and of micro-batches under ``no_sync``."""
     model = sharded(fresh(Mlp, 4, 2), tz.Policy(stage=stage, check_gradients=stage == 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)  # AdamW reads its step counts, which are on the CPU
     x, items = torch.ones(2, 4), torch.tensor([1.0], requires_grad=True)
@@ -44,45 +44,45 @@ def step_and_functions(rank: int, world_size: int, stage: int) -> None:
 
     step()
     step()
-    found = reads(step)
-    assert found == EACH_STEP[stage], found
-    assert reads(lambda: tz.global_mean(model, items.sum(), 3)) == ["tolist"]
+    names = reads_of(step)
+    assert names == EACH_STEP[stage], names
+    assert reads_of(lambda: tz.global_mean(model, items.sum(), 3)) == ["tolist"]
     micro_batch()
-    assert reads(lambda: tz.clip_grad_norm_(model, 1.0)) == ["tolist"]
-    found = reads(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
-    assert found == ["tolist", "_local_scalar_dense"], found
+    assert reads_of(lambda: tz.clip_grad_norm_(model, 1.0)) == ["tolist"]
+    names = reads_of(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
+    assert names == ["tolist", "_local_scalar_dense"], names
     if stage == 3:
         with model.no_sync():
             micro_batch()  # compiles
-            assert reads(micro_batch) == []
-        assert reads(micro_batch) == []
+            assert reads_of(micro_batch) == []
+        assert reads_of(micro_batch) == []
 
 
-def float16_with_a_scaler(rank: int, world_size: int) -> None:
+def count_reads_with_a_scaler(rank: int, world_size: int) -> None:
     half = tz.Policy(stage=3, mixed_precision=tz.MixedPrecision(torch.float16))
     model = sharded(fresh(Mlp, 4, 2), half)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
     for _ in range(2):  # the first time compiles
         loss = scaler.scale(model(torch.ones(2, 4).half()).float().square().mean())
-        found = [reads(loss.backward), reads(lambda: scaler.unscale_(optimizer))]
+        names = [reads_of(loss.backward), reads_of(lambda: scaler.unscale_(optimizer))]
         scaler.update()
-    assert found == [[], []], found
+    assert names == [[], []], names
 
 
 @pytest.mark.parametrize("stage", [1, *slow(2, 3), *deep(0)])
 def test_reads_of_a_step(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, step_and_functions, stage)
+    ranks_pool.run(2, count_reads_of_steps, stage)
 
 
 @pytest.mark.slow
 def test_reads_with_a_scaler(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, float16_with_a_scaler)
+    ranks_pool.run(2, count_reads_with_a_scaler)
 
 
 def test_the_count_sees_every_kind_of_read() -> None:
     t = torch.tensor([1.0, 2.0])
     calls: tuple[Any, ...] = (t[0].item, t.tolist, t.cpu, t.nonzero)
     for call in (*calls, lambda: bool(t[0]), lambda: int(t[0]), lambda: float(t[0])):
-        assert len(reads(call)) == 1, call
-    assert reads(lambda: t[t > 1]) == ["index"]
-    assert reads(lambda: t.sum() + t[0]) == []
+        assert len(reads_of(call)) == 1, call
+    assert reads_of(lambda: t[t > 1]) == ["index"]
+    assert reads_of(lambda: t.sum() + t[0]) == []

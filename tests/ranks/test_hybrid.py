@@ -1,4 +1,4 @@
-"""Hybrid sharding: four ranks as two copies of a model, each sharded over two."""
+"""Hybrid sharding trains two copies of a model, each sharded over two ranks, as one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE, ROWS, MICRO, STEPS = (2, 2), 8, 2, 2
 NAMES = ("replicate", "shard")
 
 
-def on_mesh(module: Any, mesh: Any, policy: tz.Policy | None = None, **options: Any) -> Any:
+def shard_on_mesh(module: Any, mesh: Any, policy: tz.Policy | None = None, **options: Any) -> Any:
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy, mesh=mesh, **options)])
 
 
@@ -38,7 +38,7 @@ def clip(model: Any) -> torch.Tensor:
 
 
 def accumulate(side: Side, defers: bool, sends: list[int]) -> Steps:
-    """Steps of several micro-batches, with clipping; notes the bytes that each micro-batch sends."""
+    """Take steps of several micro-batches, with clipping; append the bytes that each micro-batch sends."""
     (model,) = side.models
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(STEPS):
@@ -56,11 +56,11 @@ def accumulate(side: Side, defers: bool, sends: list[int]) -> Steps:
         yield side.mean(norm)
 
 
-def two_copies(rank: int, world_size: int, stage: int) -> None:
-    """With replicated and tied parameters, and rows that two ranks do not divide."""
+def train_two_copies(rank: int, world_size: int, stage: int) -> None:
+    """Train with replicated and tied parameters, and with rows that two ranks do not divide."""
     plain = fresh(Small)
     policy = tz.Policy(stage=stage, replicate_below_bytes=21, reshard_after_forward=True)
-    model = on_mesh(plain, init_device_mesh("cpu", SHAPE, mesh_dim_names=NAMES), policy)
+    model = shard_on_mesh(plain, init_device_mesh("cpu", SHAPE, mesh_dim_names=NAMES), policy)
     sends: dict[bool, list[int]] = {False: [], True: []}
     for defers, sent in sends.items():
         model.load_original_state_dict(plain.state_dict())
@@ -68,20 +68,20 @@ def two_copies(rank: int, world_size: int, stage: int) -> None:
     check_bytes(rank, tz.traces_of(model).timeline, sends[False], sends[True])
 
 
-def check_bytes(rank: int, timeline: tz.schedule.Timeline, each: list[int], deferred: list[int]) -> None:
-    """Each rank sends shards and its part of each gradient inside its copy, and its rows across copies."""
+def check_bytes(rank: int, timeline: tz.schedule.Timeline, reduced: list[int], deferred: list[int]) -> None:
+    """Check that a rank sends shards and gradients inside its copy, and only its rows across copies."""
     plan = timeline.plan
     assert plan.mesh == tz.schedule.Mesh.of(2, rank % 2, replicas=2, copy=rank // 2)
-    of_gradients, *others = [one - other for one, other in zip(each, deferred, strict=True)]
-    assert others == [0, of_gradients, 0], "the first of two micro-batches reduces nothing"
+    of_gradients, *rest = [plain - held for plain, held in zip(reduced, deferred, strict=True)]
+    assert rest == [0, of_gradients, 0], "the first of two micro-batches reduces nothing"
     trained = [param for param in plan.params if param.requires_grad and param.path != "unused"]
     close = 4 * 4 * len(trained)  # an all-reduce of few elements is cut unevenly
-    assert abs(sum(map(timeline.bytes_sent, timeline.ops)) - each[0]) <= close
+    assert abs(sum(map(timeline.bytes_sent, timeline.ops)) - reduced[0]) <= close
     by_hand = 0.0
-    for param in trained:  # the peer's rows inside, own rows across; or twice 3/4 in an all-reduce
+    for param in trained:  # rows inside and across copies; or twice 3/4 in an all-reduce
         by_hand += param.full_bytes if param.sharded else param.full_bytes * 6 / 4
     forecast = sum(map(plan.reduce_bytes, trained))
-    sent, forecast, by_hand = (sum(gather_objects(each)) for each in (of_gradients, forecast, by_hand))
+    sent, forecast, by_hand = (sum(gather_objects(nbytes)) for nbytes in (of_gradients, forecast, by_hand))
     assert sent == pytest.approx(by_hand)
     assert 0 <= forecast - sent <= close, (forecast, sent)
 
@@ -89,14 +89,14 @@ def check_bytes(rank: int, timeline: tz.schedule.Timeline, each: list[int], defe
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_two_copies_train_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(4, two_copies, stage, timeout=170)
+    ranks_pool.run(4, train_two_copies, stage, timeout=170)
 
 
 # Other meshes
 
 HALF = tz.MixedPrecision(torch.bfloat16, torch.float32)
 CROSSED = [[0, 2], [1, 3]]  # the ranks of a copy are not next to each other
-MESHES: list[tuple[list[Any], tz.Policy, float | None]] = [  # with a tolerance
+MESHES: list[tuple[list[Any], tz.Policy, float | None]] = [  # the ranks, the policy, a tolerance
     ([0, 1, 2, 3], tz.ZERO3, None),
     ([[0], [1], [2], [3]], replace(tz.ZERO2, replicate_below_bytes=60, bucket_bytes=0), None),
     ([[0, 1, 2, 3]], tz.ZERO3, None),
@@ -105,7 +105,7 @@ MESHES: list[tuple[list[Any], tz.Policy, float | None]] = [  # with a tolerance
 ]
 
 
-def weigh(side: Side) -> Steps:
+def train_on_global_mean(side: Side) -> Steps:
     (model,) = side.models
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -118,16 +118,16 @@ def weigh(side: Side) -> Steps:
         yield side.mean(torch.stack((loss.detach(), norm)))
 
 
-def other_meshes(rank: int, world_size: int, folder: Path) -> None:
+def train_on_other_meshes(rank: int, world_size: int, folder: Path) -> None:
     plain = fresh(Mlp)
     for layout, policy, tolerance in MESHES:
         ranks = torch.tensor(layout)
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=NAMES[-ranks.dim() :])
-        model = on_mesh(plain, mesh, policy)
-        at = ranks.flatten().tolist().index(rank)
-        (weights,) = trains_as_one_process([(model, plain)], weigh, at, tolerance)
+        model = shard_on_mesh(plain, mesh, policy)
+        position = ranks.flatten().tolist().index(rank)
+        (weights,) = trains_as_one_process([(model, plain)], train_on_global_mean, position, tolerance)
         plan, width = tz.traces_of(model).plan, ranks.shape[-1]
-        assert (str(plan.mesh), plan.ranks) == (f"rank {at % width} of {width}", 4), layout
+        assert (str(plan.mesh), plan.ranks) == (f"rank {position % width} of {width}", 4), layout
         for _ in range(40 if width == 1 else 0):  # two threads send, in an order that differs between ranks
             model(torch.ones(2, 7)).square().mean().backward()
     tz.save(folder, model)
@@ -135,21 +135,21 @@ def other_meshes(rank: int, world_size: int, folder: Path) -> None:
         model.load_original_state_dict(plain.state_dict())
         load()
         loaded = tz.full_state_dict(model)
-        assert all(torch.equal(loaded[path], right) for path, right in weights.items()), load
+        assert all(torch.equal(loaded[path], expected) for path, expected in weights.items()), load
     torch.manual_seed(rank)
-    model = on_mesh(Mlp(), init_device_mesh("cpu", SHAPE), broadcast_from=3)
+    model = shard_on_mesh(Mlp(), init_device_mesh("cpu", SHAPE), broadcast_from=3)
     torch.manual_seed(3)
     weights = tz.full_state_dict(model)
-    assert all(torch.equal(weights[path], right) for path, right in Mlp().state_dict().items())
+    assert all(torch.equal(weights[path], expected) for path, expected in Mlp().state_dict().items())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_other_meshes(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(4, other_meshes, tmp_path / "saved", timeout=110)
+def test_other_meshes_train_save_and_load(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(4, train_on_other_meshes, tmp_path / "saved", timeout=110)
 
 
-def bad_meshes(rank: int, world_size: int) -> None:
+def refuse_bad_meshes(rank: int, world_size: int) -> None:
     three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     two = three["b", "c"]
     rows: list[tuple[Any, dict[str, Any], str]] = [
@@ -160,18 +160,18 @@ def bad_meshes(rank: int, world_size: int) -> None:
         (two if rank != 1 else None, {}, "differs between ranks: rank 0 has 2 x 2, rank 1 has 1 x 4"),
     ]
     for mesh, options, words in rows:
-        fails(partial(on_mesh, Mlp(), mesh, **options), words)
+        fails(partial(shard_on_mesh, Mlp(), mesh, **options), words)
 
 
 def test_a_bad_mesh_gets_one_sentence(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, bad_meshes)
+    ranks_pool.run(4, refuse_bad_meshes)
 
 
 def test_a_trace_of_a_hybrid_shows_copies_and_counts_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.zeros(2, 7)
     traces = [tz.trace(fresh(Mlp), x, policy=tz.ZERO2, world_size=2, replicas=replicas) for replicas in (1, 4)]
-    one, four = (sum(map(result.timeline.bytes_sent, result.timeline.ops)) for result in traces)
-    assert four - one == sum(2 * 3 * rows * 4 // 4 for rows in 3 * (4 * 7, 4))  # rank 0 has four rows of seven
+    of_one_copy, of_four_copies = (sum(map(result.timeline.bytes_sent, result.timeline.ops)) for result in traces)
+    assert of_four_copies - of_one_copy == sum(2 * 3 * rows * 4 // 4 for rows in 3 * (4 * 7, 4))  # 4 rows on rank 0
     tz.print_trace(traces[1])
     assert "# backward, ZeRO-2, rank 0 of 2, one of 4 copies" in capsys.readouterr().out
     fails(lambda: tz.trace(fresh(Mlp), x, world_size=2, replicas=0), "replicas is 0; give the number of copies")

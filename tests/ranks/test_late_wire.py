@@ -1,7 +1,7 @@
-"""Training through the NCCL transport on a wire that runs each collective at its wait, and poisons what is not valid.
+"""Training reads no collective's result before its wait or after its free, and writes to no message that still travels.
 
-Nothing may read a gathered parameter or a reduced gradient before its wait or after it was freed, and nothing may
-write to what still travels. On the CPU a transport that sends at once would hide all three.
+The NCCL transport runs on a wire that executes each collective at its wait, and poisons memory that is not valid. On
+the CPU a transport that sends at once would hide such errors.
 """
 
 from __future__ import annotations
@@ -38,22 +38,19 @@ POLICIES = {
 }
 
 
-def batches(step: int) -> list[Tensor]:
+def make_batches(step: int) -> list[Tensor]:
     """Return two micro-batches of the rows of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return list(torch.randint(0, 9, (2, ROWS, 3), generator=generator))
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Tensor:
-    """Return the mean loss of each step, with ``no_sync`` in every second step.
-
-    The losses also show the weights, gathered anew.
-    """
+    """Return the loss of each step, with ``no_sync`` in every second step; later losses depend on all weights."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     losses = []
     for step in range(STEPS):
-        first, second = (tokens[rows] for tokens in batches(step))
+        first, second = (tokens[rows] for tokens in make_batches(step))
         if step % 2:
             with getattr(model, "no_sync", nullcontext)():
                 model(first).float().square().mean().backward()
@@ -70,20 +67,20 @@ def shard(policy: tz.Policy, copies: int = 1) -> Any:
     return thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(policy, mesh=mesh)])
 
 
-def assert_right(losses: Tensor, tolerance: float = 1e-5) -> None:
-    """Check that the losses, averaged over ranks, are those of one process."""
+def assert_losses(losses: Tensor, tolerance: float = 1e-5) -> None:
+    """Check that the mean losses over ranks equal one process's losses."""
     dist.all_reduce(losses)
-    right = train(fresh(Small), 0, 1)
-    torch.testing.assert_close(losses / dist.get_world_size(), right, rtol=tolerance, atol=tolerance)
+    expected = train(fresh(Small), 0, 1)
+    torch.testing.assert_close(losses / dist.get_world_size(), expected, rtol=tolerance, atol=tolerance)
 
 
-def on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
+def train_on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
     with late_wire() as wire:
         losses = train(shard(POLICIES[name], copies), rank, world_size)
     assert wire.waiting == 0, "messages were not waited for"
     assert wire.most > 0, "nothing was in flight"
     assert wire.poisoned > 0, "nothing was freed"
-    assert_right(losses, 0.03 if "bfloat16" in name else 1e-5)
+    assert_losses(losses, 0.03 if "bfloat16" in name else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +93,16 @@ def on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
     ],
 )
 def test_a_late_wire_changes_nothing(ranks_pool: RanksPool, name: str, copies: int) -> None:
-    ranks_pool.run(2 * copies, on_late_wire, name, copies)
+    ranks_pool.run(2 * copies, train_on_late_wire, name, copies)
 
 
-def on_gloo(rank: int, world_size: int, stage: int) -> None:
-    """Run the transport as it is, with torch's own grouping of collectives, on gloo with sums."""
+def train_on_gloo(rank: int, world_size: int, stage: int) -> None:
+    """Run the NCCL transport, with torch's own grouping of collectives, on gloo with sums."""
     with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): CoalescedSums}):
-        assert_right(train(shard(tz.Policy(stage=stage)), rank, world_size))
+        assert_losses(train(shard(tz.Policy(stage=stage)), rank, world_size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3, *deep(1, 2)])
 def test_the_nccl_transport_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, on_gloo, stage)
+    ranks_pool.run(2, train_on_gloo, stage)

@@ -32,8 +32,8 @@ class Words(tuple[int, ...]):
     """The shape of an input of integers below WORDS."""
 
 
-class Asks(nn.Module):
-    """Gives a parameter to what asks ``has_torch_function``, and asks itself what a parameter is."""
+class AsksForTypes(nn.Module):
+    """A module that tests a parameter's type, and calls functions that test ``has_torch_function``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Asks(nn.Module):
 ROWS = (2, 3, 4)
 BLOCK: dict[str, Any] = {"dim_feedforward": 5, "dropout": 0.0, "batch_first": True}
 FAST: tuple[tuple[Make, *tuple[Shape, ...]], ...] = (  # how to make a layer, and the shapes of its inputs
-    (Asks, ROWS),
+    (AsksForTypes, ROWS),
     (partial(nn.BatchNorm1d, 3), (4, 3)),
     (partial(nn.Bilinear, 3, 4, 5), (2, 3), (2, 4)),
     (partial(nn.Conv2d, 2, 3, 2), (2, 2, 5, 4)),
@@ -100,10 +100,10 @@ SLOW: tuple[tuple[Make, *tuple[Shape, ...]], ...] = (
     (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, **BLOCK), 1), ROWS),
     (partial(nn.TransformerEncoderLayer, 4, 2, **BLOCK), ROWS),
 )
-REFUSED: tuple[tuple[Make, Shape, str], ...] = (  # and what torch says
+REFUSED: tuple[tuple[Make, Shape, str], ...] = (  # with torch's error
     (partial(nn.SyncBatchNorm, 3), (4, 3), "SyncBatchNorm expected input tensor to be on GPU"),
 )
-WITHOUT_PARAMETERS = {"FractionalMaxPool2d", "FractionalMaxPool3d", "Unflatten"}  # and arguments that are not 2
+WITHOUT_PARAMETERS = {"FractionalMaxPool2d", "FractionalMaxPool3d", "Unflatten"}  # their arguments cannot all be 2
 
 
 def names_of(rows: Iterable[tuple[Any, ...]]) -> list[str]:
@@ -114,7 +114,7 @@ LAYERS = dict(zip(names_of(FAST + SLOW), FAST + SLOW, strict=True))
 
 
 def may_have_parameters(kind: type[nn.Module]) -> bool:
-    """Whether a class that is no mere container has parameters, or cannot be made of twos alone."""
+    """Return whether a class, except a container, has parameters, or cannot be built from twos alone."""
     if kind.forward is nn.Module.forward:
         return False
     args = [p for p in inspect.signature(kind).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -153,11 +153,11 @@ def test_a_layer_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage
     ranks_pool.run(2, train, name, stage)
 
 
-def are_refused(rank: int, world_size: int) -> None:
+def refuse_layers(rank: int, world_size: int) -> None:
     for make, shape, words in REFUSED:
         model: Any = tz.compile(fresh(make), stage=3)
         fails(partial(model, *inputs_of([shape], 0)), "ValueError", words)
 
 
 def test_other_layers_are_refused_with_a_sentence(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, are_refused)
+    ranks_pool.run(1, refuse_layers)

@@ -1,5 +1,4 @@
-"""``measure_times``: all ranks get the same times, one for each bucket that runs, and training uses them. No test
-reads a clock."""
+"""``measure_times`` gives all ranks equal times of each bucket that runs. No test reads a clock."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from thunder_zero.sharded.waits import Clock, Moment, Waited
 from thunder_zero.tools import measure_times
 from thunder_zero.tools.measure import computed
 
-# Each parameter is a bucket, and none is kept unsharded: more gathers, and other orders.
+# Each parameter is a bucket, and none is kept unsharded, which makes more gathers.
 POLICY = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
 X = torch.ones(3, 7)
 
 
-def trainer(model: Any, losses: list[Tensor] | None = None) -> Callable[[], None]:
-    """One step of training, each time on another batch."""
+def make_step(model: Any, losses: list[Tensor] | None = None) -> Callable[[], None]:
+    """Return a function that takes a step on a new batch, and appends its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -46,14 +45,14 @@ def trainer(model: Any, losses: list[Tensor] | None = None) -> Callable[[], None
 
 
 def check_times(times: tz.schedule.Times, model: Any) -> None:
-    """The same on all ranks, of the buckets that run, by their first paths; to three digits."""
+    """Check that ranks have equal times, rounded to three digits, of each bucket that runs."""
     of_ranks = gather_objects(repr(times))
     assert set(of_ranks) == {repr(times)}, of_ranks
     traces = tz.traces_of(model)
     gathers = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
     for seconds, is_backward in ((times.forward, False), (times.backward, True)):
         paths = [op.params[0] for op in gathers if op.backward is is_backward]
-        assert list(seconds) == sorted(paths[:-1]), "the last one of a phase needs none"
+        assert list(seconds) == sorted(paths[:-1]), "the last bucket of a phase needs no time"
         assert all(value > 0 for value in seconds.values()), seconds
     stage = traces.plan.policy.stage
     assert bool(gathers) == (stage > 0)
@@ -62,9 +61,9 @@ def check_times(times: tz.schedule.Times, model: Any) -> None:
     assert isfinite(times.bytes_per_second) if travels else times.bytes_per_second == inf, times
 
 
-def measured(rank: int, world_size: int, policy: tz.Policy) -> None:
+def measure(rank: int, world_size: int, policy: tz.Policy) -> None:
     model = sharded(fresh(Mlp), policy)
-    step = trainer(model)
+    step = make_step(model)
     step()
     check_times(measure_times(model, step, steps=2), model)
 
@@ -76,19 +75,19 @@ def measured(rank: int, world_size: int, policy: tz.Policy) -> None:
 def test_all_ranks_get_the_same_times_of_the_buckets_that_run(
     ranks_pool: RanksPool, world_size: int, policy: tz.Policy
 ) -> None:
-    ranks_pool.run(world_size, measured, policy)
+    ranks_pool.run(world_size, measure, policy)
 
 
-def trained(rank: int, world_size: int) -> None:
-    """With prefetch, while measured; with the times; with times that start all gathers at once."""
-    times, found = None, []
-    for how in ("measured", "times", "slow"):
-        policy = replace(POLICY, times=tz.schedule.Times({}, {}, 1.0) if how == "slow" else times)
+def train_with_times(rank: int, world_size: int) -> None:
+    """Train while measured, then with the measured times, then with times that start all gathers at once."""
+    times, results = None, []
+    for mode in ("measured", "times", "slow"):
+        policy = replace(POLICY, times=tz.schedule.Times({}, {}, 1.0) if mode == "slow" else times)
         losses: list[Tensor] = []
         model = sharded(fresh(Mlp), policy)
-        step = trainer(model, losses)
+        step = make_step(model, losses)
         step()
-        if how == "measured":
+        if mode == "measured":
             times = measure_times(model, step, steps=3)
             check_times(times, model)
         else:
@@ -96,21 +95,21 @@ def trained(rank: int, world_size: int) -> None:
                 step()
         assert tz.traces_of(model).plan.policy == policy
         assert len(losses) == 4
-        found.append((losses, dict(tz.full_state_dict(model))))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+        results.append((losses, dict(tz.full_state_dict(model))))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
 def test_a_model_trains_with_times_as_without(ranks_pool: RanksPool) -> None:
-    """To the bit: the same collectives at other moments. Measuring trains too."""
-    ranks_pool.run(2, trained)
+    """Compare bit for bit. Measuring trains, too."""
+    ranks_pool.run(2, train_with_times)
 
 
-def wrong_calls(rank: int, world_size: int) -> None:
-    """Refused on every rank, also what only rank 1 does wrong; after all of them, the models can be measured."""
+def call_wrongly(rank: int, world_size: int) -> None:
+    """Check refusals on every rank, also of rank 1's mistakes, and that models can be measured afterwards."""
     model: Any = sharded(fresh(Mlp), POLICY)
-    kept: Any = sharded(fresh(Mlp), tz.ZERO1)  # backward gathers nothing; if rows are fresh, forward neither
-    step, step_of_kept = trainer(model), trainer(kept)
+    zero1: Any = sharded(fresh(Mlp), tz.ZERO1)  # backward gathers nothing; nor does forward if rows are fresh
+    step, step_of_zero1 = make_step(model), make_step(zero1)
     fails(
         lambda: measure_times(model, step),
         "RuntimeError",
@@ -118,9 +117,9 @@ def wrong_calls(rank: int, world_size: int) -> None:
         "run a step before measure_times",
     )
     step()
-    step_of_kept()
-    check_times(measure_times(kept, step_of_kept), kept)
-    kept(X)
+    step_of_zero1()
+    check_times(measure_times(zero1, step_of_zero1), zero1)
+    zero1(X)
 
     def twice() -> None:
         step()
@@ -135,10 +134,10 @@ def wrong_calls(rank: int, world_size: int) -> None:
         (model, lambda: model(X), 1, ("RuntimeError", "should end the gather of layers.2.weight, but it did not run")),
         (model, lambda: None, 1, ("RuntimeError", "wait 0 should end the gather of layers.0.weight", "did not run")),
         (model, lambda: int("x"), 1, ("ValueError", "invalid literal")),
-        (kept, lambda: kept(X), 1, ("RuntimeError", "should end the reduction of", "but it did not run")),
+        (zero1, lambda: zero1(X), 1, ("RuntimeError", "should end the reduction of", "but it did not run")),
         # Rank 1 runs nothing, rank 0 a forward that needs no other rank; rank 1 asks for 0 steps.
-        (kept, (lambda: None) if rank else (lambda: kept(X)), 1, ("step() did not run one forward", "did not run")),
-        (kept, lambda: kept(X), 1 - rank, ("Error", "steps is 0") if rank else ("rank 1 refused its arguments",)),
+        (zero1, (lambda: None) if rank else (lambda: zero1(X)), 1, ("step() did not run one forward", "did not run")),
+        (zero1, lambda: zero1(X), 1 - rank, ("Error", "steps is 0") if rank else ("rank 1 refused its arguments",)),
     ]
     for owner, run, steps, words in calls:
         fails(lambda: measure_times(owner, run, steps=steps), *words)  # noqa: B023
@@ -146,7 +145,7 @@ def wrong_calls(rank: int, world_size: int) -> None:
 
 
 def test_every_rank_refuses_a_wrong_call(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, wrong_calls)
+    ranks_pool.run(2, call_wrongly)
 
 
 # Compute between waits
@@ -156,25 +155,25 @@ def moment(seconds: float) -> Moment:
     return Moment(seconds, None)
 
 
-def waits(*spans: tuple[str, float, float]) -> list[Waited]:
-    """Waits by path, called and returned; a path in brackets ends a reduction."""
+def make_waits(*spans: tuple[str, float, float]) -> list[Waited]:
+    """Return waits of paths, calls and returns; a path in brackets ends a reduction."""
     return [Waited(path.strip("()"), "(" not in path, moment(start), moment(end)) for path, start, end in spans]
 
 
-def expected(forward: str, backward: str) -> list[tuple[str, bool, bool]]:
-    """The waits of a step, as ``waits`` names them."""
+def make_expected(forward: str, backward: str) -> list[tuple[str, bool, bool]]:
+    """Return the expected waits of a step, in the notation of ``make_waits``."""
     phases = enumerate((forward, backward))
     return [(path.strip("()"), "(" not in path, bool(phase)) for phase, paths in phases for path in paths.split()]
 
 
-def test_seconds_between_waits_and_not_in_them() -> None:
-    """Of several buckets that begin alike, the shortest counts."""
-    seen = waits(
+def test_compute_is_what_lies_between_waits() -> None:
+    """Expect the shortest time of several buckets that begin with one path."""
+    waits_of_step = make_waits(
         ("a", 1, 3), ("b", 4, 4.5), ("c", 8, 9), ("c", 20, 21), ("(c)", 23, 30), ("(b)", 31, 40), ("b", 44, 45)
     )
-    assert computed(seen, expected("a b c", "c (c) (b) b")) == ({"a": 1, "b": 3.5}, {"c": 2 + 1 + 4})
-    seen = waits(("a", 0, 1), ("b", 3, 4), ("a", 5, 6), ("c", 11, 12))
-    assert computed(seen, expected("a b a c", "")) == ({"a": 2, "b": 1}, {})
+    assert computed(waits_of_step, make_expected("a b c", "c (c) (b) b")) == ({"a": 1, "b": 3.5}, {"c": 2 + 1 + 4})
+    waits_of_step = make_waits(("a", 0, 1), ("b", 3, 4), ("a", 5, 6), ("c", 11, 12))
+    assert computed(waits_of_step, make_expected("a b a c", "")) == ({"a": 2, "b": 1}, {})
 
 
 class Ready:
@@ -185,10 +184,10 @@ class Ready:
 def test_a_clock_notes_what_is_launched_while_it_runs() -> None:
     clock, ready = Clock(torch.device("cpu")), Ready()
     assert clock.watch(ready, "a", gather=True) is ready
-    with clock.running() as seen:
+    with clock.running() as waited:
         handle = clock.watch(ready, "b", gather=False)
         assert handle.wait() == (torch.ones(1),)
     assert clock.watch(ready, "c", gather=True) is ready
-    ((path, gather, called, returned),) = [(wait.path, wait.gather, wait.called, wait.returned) for wait in seen]
+    ((path, gather, called, returned),) = [(wait.path, wait.gather, wait.called, wait.returned) for wait in waited]
     assert (path, gather) == ("b", False)
     assert called.until(returned) >= 0

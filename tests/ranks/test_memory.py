@@ -1,8 +1,7 @@
-"""On two ranks, forecasts of memory, and budgets of ``tz.tools.fit``, beside the allocator's record of a step.
+"""Forecasts of memory equal the allocator's record of a step on two ranks, and ``tz.tools.fit`` keeps its budget.
 
-What is counted as what: ``tests/one/test_memory.py``; what ``fit`` chooses and refuses: ``tests/one/test_fit.py``.
-
-More models and settings: ``examples/bench/memory.py``, whose table is in docs/memory.md.
+``tests/one/test_memory.py`` tests the categories, ``tests/one/test_fit.py`` the choices of ``fit``. The
+table in docs/memory.md has more models and settings.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from tests.harness.tiers import deep
 from tests.harness.traced import Chain, ResidualBlock
 from thunder_zero.comm.agree import on_rank_0
 
-WIDTH, ROWS = 192, 48  # of float32: a weight has 147,456 bytes, an activation of the wide layer as many
+WIDTH, ROWS = 192, 48  # a float32 weight has 147,456 bytes, and so has an activation of the wide layer
 HALF = tz.MixedPrecision(torch.bfloat16)
 Make = Callable[[], nn.Module]
 
 
-def net(width: int = WIDTH) -> nn.Module:
-    """Residual layers with norms and biases."""
+def make_net(width: int = WIDTH) -> nn.Module:
+    """Build residual layers with norms and biases."""
     blocks = (ResidualBlock(width, torch.nn.functional.gelu) for _ in range(3))
     return Chain(*(module for block in blocks for module in (nn.LayerNorm(width), block)))
 
 
-def wide() -> nn.Module:
-    """The gradient of the first weight, the largest tensor, is reduced when nobody but the caller needs the input."""
+def make_wide() -> nn.Module:
+    """Build a net whose largest gradient is reduced when only the caller still holds the input."""
     return Chain(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 16))
 
 
-def adapted() -> nn.Module:
-    """Frozen layers, and one that trains at each end."""
-    frozen = net().requires_grad_(False)
+def make_adapted() -> nn.Module:
+    """Build frozen layers between two layers that train."""
+    frozen = make_net().requires_grad_(False)
     return Chain(nn.Linear(WIDTH, WIDTH), frozen, nn.Linear(WIDTH, WIDTH))
 
 
@@ -53,20 +52,20 @@ def loss_of(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def forecast_is_what_is_counted(
+def compare_peaks(
     rank: int, world_size: int, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
-    """The peak of a second step, without the optimizer's; ``deferring``: under no_sync, with gradients held."""
+    """Compare the peaks of a second step without the optimizer; ``deferring`` holds gradients under no_sync."""
     module, x = fresh(make), torch.randn(shape)
-    measured = peak_of(sharded(module, policy), x, deferring=deferring)
+    measured = measure_peak(sharded(module, policy), x, deferring=deferring)
     if rank == 0:
         traces = tz.trace(module, x, policy=policy, world_size=world_size, synced=not deferring)
-        off = tz.tools.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
+        difference = tz.tools.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
         # The matmuls of bfloat16 have workspaces, which docs/memory.md lists.
-        assert (-0.06 if policy.mixed_precision else -0.01) < off < 0.01, off
+        assert (-0.06 if policy.mixed_precision else -0.01) < difference < 0.01, difference
 
 
-def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
+def measure_peak(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
@@ -87,25 +86,25 @@ def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
 @pytest.mark.parametrize(
     ("make", "shape", "policy", "deferring"),
     [
-        (wide, (128, 512), tz.DDP, False),
-        (net, (ROWS, WIDTH), tz.ZERO1, False),
-        (net, (ROWS, WIDTH), tz.ZERO2, True),
-        (net, (ROWS, WIDTH), tz.ZERO3, False),
-        (net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
-        (net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
-        (adapted, (ROWS, WIDTH), replace(tz.ZERO3, frozen_format=tz.NF4()), False),
-        *deep((net, (ROWS, WIDTH), tz.DDP, False), (net, (ROWS, WIDTH), tz.ZERO2, False)),
+        (make_wide, (128, 512), tz.DDP, False),
+        (make_net, (ROWS, WIDTH), tz.ZERO1, False),
+        (make_net, (ROWS, WIDTH), tz.ZERO2, True),
+        (make_net, (ROWS, WIDTH), tz.ZERO3, False),
+        (make_net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
+        (make_net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
+        (make_adapted, (ROWS, WIDTH), replace(tz.ZERO3, frozen_format=tz.NF4()), False),
+        *deep((make_net, (ROWS, WIDTH), tz.DDP, False), (make_net, (ROWS, WIDTH), tz.ZERO2, False)),
     ],
     ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "zero2-int8", "zero3-nf4", "ddp-norms", "zero2"],
 )
 def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
-    ranks_pool.run(2, forecast_is_what_is_counted, make, shape, policy, deferring)
+    ranks_pool.run(2, compare_peaks, make, shape, policy, deferring)
 
 
-def llama() -> nn.Module:
-    """One layer; its forward makes positions on a device that it names."""
+def make_llama() -> nn.Module:
+    """Build a Llama of one layer, whose forward makes positions on a device that it names."""
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=128,
@@ -117,9 +116,9 @@ def llama() -> nn.Module:
     return Llama(config)
 
 
-def peak_of_fused_llama(rank: int, world_size: int) -> int:
+def measure_fused_llama(rank: int, world_size: int) -> int:
     tokens = torch.arange(128).view(2, 64)
-    model = tz.compile(fresh(llama), tz.ZERO3, fuse="inductor")
+    model = tz.compile(fresh(make_llama), tz.ZERO3, fuse="inductor")
 
     def step() -> None:
         model(tokens, labels=tokens).loss.backward()
@@ -133,14 +132,14 @@ def peak_of_fused_llama(rank: int, world_size: int) -> int:
 @pytest.mark.timeout(300)
 def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: RanksPool) -> None:
     tokens = torch.arange(128).view(2, 64)
-    traces = tz.trace(fresh(llama), tokens, labels=tokens, world_size=2, fuse="inductor")
-    wanted = tz.tools.memory(traces, loss=lambda output: output.loss).peak
-    measured = ranks_pool.run(2, peak_of_fused_llama, timeout=280)[0]
-    assert abs(wanted / measured - 1) < 0.03, (wanted, measured)
+    traces = tz.trace(fresh(make_llama), tokens, labels=tokens, world_size=2, fuse="inductor")
+    forecast = tz.tools.memory(traces, loss=lambda output: output.loss).peak
+    measured = ranks_pool.run(2, measure_fused_llama, timeout=280)[0]
+    assert abs(forecast / measured - 1) < 0.03, (forecast, measured)
 
 
-def prints_on_one_rank(rank: int, world_size: int) -> None:
-    traces = tz.trace(fresh(net, 8), torch.randn(2, 8), world_size=world_size)
+def print_on_one_rank(rank: int, world_size: int) -> None:
+    traces = tz.trace(fresh(make_net, 8), torch.randn(2, 8), world_size=world_size)
     for chosen in range(world_size):
         file = StringIO()
         tz.print_trace(traces, file=file, rank=chosen)
@@ -148,38 +147,38 @@ def prints_on_one_rank(rank: int, world_size: int) -> None:
 
 
 def test_one_rank_prints(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, prints_on_one_rank)
+    ranks_pool.run(2, print_on_one_rank)
 
 
 # tz.tools.fit
 
 
-def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
-    module, x = fresh(net, 128), torch.randn(128, 128)
+def fit_on_ranks(rank: int, world_size: int) -> None:
+    module, x = fresh(make_net, 128), torch.randn(128, 128)
     refusal = error_of(lambda: tz.tools.fit(module, x, memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
     budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
     policy = tz.tools.fit(module, x, memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
-    found = gather_objects((policy, refusal))
-    assert found == [(policy, refusal)] * world_size, found
-    peak = peak_of(sharded(module, policy), x)
+    policies = gather_objects((policy, refusal))
+    assert policies == [(policy, refusal)] * world_size, policies
+    peak = measure_peak(sharded(module, policy), x)
     assert peak <= budget, (peak, budget)
 
 
 @pytest.mark.slow
 def test_all_ranks_have_rank_0s_policy_which_fits(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, all_have_rank_0s_policy_which_fits)
+    ranks_pool.run(2, fit_on_ranks)
 
 
-class OfTwo(Exception):
-    """Made from two arguments, of which it tells pickle one."""
+class TwoArguments(Exception):
+    """An exception of two arguments that gives pickle only the first."""
 
     def __init__(self, first: str, second: int) -> None:
         super().__init__(first)
         self.second = second
 
 
-def rank_0_goes_on_or_fails(rank: int, world_size: int) -> None:
+def decide_on_rank_0(rank: int, world_size: int) -> None:
     calls: list[int] = []
 
     def decide(go_on: Callable[[], None]) -> int:
@@ -193,7 +192,7 @@ def rank_0_goes_on_or_fails(rank: int, world_size: int) -> None:
         raise ValueError("no")
 
     def fail_with_two(go_on: Callable[[], None]) -> int:
-        raise OfTwo("bad loss", 2)
+        raise TwoArguments("bad loss", 2)
 
     assert on_rank_0("the test", decide, every=0.0) == 7
     assert calls == ([] if rank else [0, 1, 2]), calls
@@ -202,6 +201,6 @@ def rank_0_goes_on_or_fails(rank: int, world_size: int) -> None:
     assert error_of(lambda: on_rank_0("the test", fail_with_two)) == text
 
 
-def test_the_others_hear_that_rank_0_goes_on_and_what_it_raises(ranks_pool: RanksPool) -> None:
-    """An error that cannot be sent is sent as text."""
-    ranks_pool.run(2, rank_0_goes_on_or_fails)
+def test_ranks_wait_for_rank_0_and_get_its_error(ranks_pool: RanksPool) -> None:
+    """Send an error as text if it cannot be pickled."""
+    ranks_pool.run(2, decide_on_rank_0)

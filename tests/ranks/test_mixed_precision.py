@@ -1,4 +1,4 @@
-"""Mixed precision: one dtype in compute and on the wire, another at rest and in the optimizer."""
+"""Mixed precision computes and sends in one dtype, rests and steps in another, as a process that casts by hand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from thunder_zero.sharded.sharded_model import sharded_model
 HALF, FULL = torch.bfloat16, torch.float32
 STEPS, ROWS, WIDTH = 3, 6, 9
 NORM = tz.MixedPrecision(param_dtype=FULL, output_dtype=HALF)
-DOUBLE = tz.MixedPrecision(torch.float64)  # of no parameter, as the last override that fits decides
+DOUBLE = tz.MixedPrecision(torch.float64)  # applies to no parameter: the last override that fits decides
 OVERRIDES = {"n*": DOUBLE, "*norm": NORM, "router": tz.MixedPrecision()}
 MIXED = tz.MixedPrecision(HALF, FULL, FULL, HALF, overrides=OVERRIDES)
 
 
 class Layers(nn.Module):
-    """Linear layers, a norm and a router that stay in float32, a scalar, a frozen row, a buffer, an input of ints."""
+    """A model with a norm and a router in float32, a scalar, a frozen row, a buffer, and an input of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Layers(nn.Module):
 
 
 class ByHand(Layers):
-    """The same with casts that are written out: of parameters, the input, around the norm, and of the output."""
+    """``Layers`` with explicit casts of parameters, of the input, around the norm, and of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class ByHand(Layers):
         return {"y": (y * gate.to(HALF) + self.frozen.to(HALF)).index_select(0, chosen).to(FULL), "chosen": chosen}
 
 
-def losses(side: Side, step: int) -> tuple[list[Tensor], Tensor]:
-    """Outputs by rank, and their loss; a rank's rows are turned round."""
+def outputs_and_loss(side: Side, step: int) -> tuple[list[Tensor], Tensor]:
+    """Return outputs by rank, and their loss. A rank's rows are reversed."""
     (model,) = side.models
     outputs = []
     for x in side.parts(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)), (2, 2, 2)):
@@ -78,15 +78,15 @@ def train(side: Side) -> Steps:
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
-        outputs, loss = losses(side, step)
+        outputs, loss = outputs_and_loss(side, step)
         loss.backward()
         optimizer.step()
         yield side.gather(torch.cat(outputs))
     assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {FULL}
 
 
-def mix(rank: int, world_size: int, stage: int) -> None:
-    """Numbers up to the rounding of one bfloat16 operation: Thunder's decompositions round elsewhere than eager."""
+def train_mixed(rank: int, world_size: int, stage: int) -> None:
+    """Compare numbers up to the rounding of one bfloat16 operation; check bytes, saved values and dtypes."""
     plain = fresh(ByHand)
     module = fresh(Layers)
     model = sharded(module, tz.Policy(stage=stage, mixed_precision=MIXED, reshard_after_forward=True))
@@ -95,21 +95,21 @@ def mix(rank: int, world_size: int, stage: int) -> None:
     side = Side([model], rank, world_size)
     model.zero_grad()
     with count_sends() as sent:
-        losses(side, 0)[1].backward()
+        outputs_and_loss(side, 0)[1].backward()
     traces, state = tz.traces_of(model), sharded_model(model).state
     check_bytes(stage, world_size, gather_objects(sum(sent)))
-    forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))  # of an all-reduce it is rounded up
+    forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))  # rounded up for an all-reduce
     assert 0 <= forecast - sum(sent) <= (8 * 4 if stage == 0 else 4), (forecast, sum(sent))
     uncast = {"norm.weight", "norm.bias", "router"}
     assert {path for path in state.shards if path in state.resident.shared} == (uncast if stage == 1 else set())
     if stage != 1:  # ZeRO-1 has full copies at rest
-        saves_no_cast_copy(traces)
-    adds_up_in_the_dtype_of_reductions(side)
-    takes_another_dtype(model, module)
+        check_saved_values(traces)
+    check_deferred_sums(side)
+    load_doubles(model, module)
 
 
 def check_bytes(stage: int, world_size: int, sent: list[int]) -> None:
-    """Gradients in float32; parameters in bfloat16, except the norm and the router. Mean over ranks."""
+    """Check mean bytes: gradients in float32, parameters in bfloat16 except the norm and the router."""
     u = (world_size - 1) / world_size
     square, row = WIDTH * WIDTH, WIDTH  # elements of a weight, of all else
     trained = 2 * (square + row) + 3 * row  # and the scalar, which is all-reduced
@@ -120,54 +120,54 @@ def check_bytes(stage: int, world_size: int, sent: list[int]) -> None:
     assert sum(sent) / world_size == pytest.approx(expected), sent
 
 
-def saves_no_cast_copy(traces: tz.tools.Traces) -> None:
-    """Forward saves parameters for backward as float32 inputs only: shards, or parameters that are full at rest."""
-    made = {
+def check_saved_values(traces: tz.tools.Traces) -> None:
+    """Check that forward saves no cast copy of a parameter for backward."""
+    casts = {
         proxy.name
         for bsym in traces.forward.bound_symbols
         if bsym.sym.name.startswith(("zero_cast", "zero_wait"))
         for proxy in bsym.flat_proxy_outs
     }
-    assert made
-    assert not saved(traces.forward) & made
+    assert casts
+    assert not saved(traces.forward) & casts
     assert {"t_first_weight", "t_second_weight"} & saved(traces.forward)
 
 
-def adds_up_in_the_dtype_of_reductions(side: Side) -> None:
-    """Gradients that ``no_sync`` defers."""
+def check_deferred_sums(side: Side) -> None:
+    """Check that gradients deferred by ``no_sync`` are summed in the dtype of reductions."""
     (model,) = side.models
-    found = []
+    grads = []
     for defers in (True, False):
         model.zero_grad()
         for step in range(STEPS):
             if defers and step < STEPS - 1:
                 with model.no_sync():
-                    losses(side, step)[1].backward()
+                    outputs_and_loss(side, step)[1].backward()
             else:
-                losses(side, step)[1].backward()
-        found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
-    for name, grad in found[1].items():
-        assert_near(found[0][name], grad, name)
+                outputs_and_loss(side, step)[1].backward()
+        grads.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
+    for name, grad in grads[1].items():
+        assert_near(grads[0][name], grad, name)
 
 
-def takes_another_dtype(model: Any, module: nn.Module) -> None:
-    """A state dict is cast to the dtype at rest."""
-    right = module.state_dict()
-    model.load_original_state_dict({name: value.double() for name, value in right.items()})
+def load_doubles(model: Any, module: nn.Module) -> None:
+    """Check that a state dict is cast to the dtype at rest."""
+    state = module.state_dict()
+    model.load_original_state_dict({name: value.double() for name, value in state.items()})
     full = tz.full_state_dict(model)
-    assert all(torch.equal(full[name], value) for name, value in right.items() if name != "offset")
+    assert all(torch.equal(full[name], value) for name, value in state.items() if name != "offset")
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_it_trains_as_one_process_that_casts_by_hand(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(3, mix, stage, timeout=110)
+    ranks_pool.run(3, train_mixed, stage, timeout=110)
 
 
 # Overflows
 
 
 class Gate(nn.Module):
-    """Four rows; the last rank owns the last one."""
+    """A layer of four rows, the last of which is on the last rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Gate(nn.Module):
 
 
 def overflow(rank: int, world_size: int, policy: tz.Policy) -> None:
-    """On the last rank only, and if a parameter is ignored, in that parameter only."""
+    """Overflow on the last rank only, and only in the ignored parameter if there is one."""
     model = sharded(fresh(Gate), policy)
     x = torch.full((2, 4), 1e-3) if policy.ignored else torch.ones(1, 4) * (1 + rank)
 
@@ -209,20 +209,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_pool: RanksPool, ca
     ranks_pool.run(2, overflow, policy)
 
 
-# Overrides, and what is refused
+# Overrides and refusals
 
 
-def overridden(**overrides: tz.MixedPrecision) -> tz.Policy:
+def make_overrides(**overrides: tz.MixedPrecision) -> tz.Policy:
     return tz.Policy(stage=3, mixed_precision=tz.MixedPrecision(HALF, output_dtype=FULL, overrides=overrides))
 
 
 def test_a_tied_parameter_has_the_override_of_any_of_its_names() -> None:
     for overrides, dtype in (({"head": tz.MixedPrecision()}, FULL), ({"row": tz.MixedPrecision()}, HALF)):
-        plan = make_plan(fresh(Small), overridden(**overrides), Mesh.of(2))
+        plan = make_plan(fresh(Small), make_overrides(**overrides), Mesh.of(2))
         assert plan.by_name["embed.weight"].compute_dtype is dtype
 
 
-def test_refused_overrides() -> None:
+def test_bad_overrides_are_refused() -> None:
     wrong: Any = tz.MixedPrecision
     blocks = tz.Policy(mixed_precision=tz.MixedPrecision(overrides={"blocks.*.norm": NORM}))
     rows: list[tuple[Callable[[], Any], str]] = [
@@ -234,7 +234,7 @@ def test_refused_overrides() -> None:
             "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers",
         ),
         (
-            lambda: make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), Mesh.of(2)),
+            lambda: make_plan(fresh(Small), make_overrides(embed=tz.MixedPrecision(), head=DOUBLE), Mesh.of(2)),
             "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter",
         ),
         (
@@ -246,17 +246,17 @@ def test_refused_overrides() -> None:
         fails(call, words)
 
 
-def eighths(rank: int, world_size: int) -> None:
-    """A trained parameter in a dtype that no backend sums; a frozen one is only gathered."""
-    said = []
+def reduce_float8(rank: int, world_size: int) -> None:
+    """Refuse a trained parameter in a dtype that no backend sums; accept a frozen one, which is only gathered."""
+    errors = []
     for trained in (True, False):
         module = Gate()
         module.extra = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=trained)
-        said.append(error_of(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
-    assert "the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in said[0], said
-    assert "mixed_precision with reduce_dtype=torch.float32" in said[0], said
-    assert said[1] == "nothing", said
+        errors.append(error_of(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
+    assert "the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in errors[0], errors
+    assert "mixed_precision with reduce_dtype=torch.float32" in errors[0], errors
+    assert errors[1] == "nothing", errors
 
 
 def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, eighths)
+    ranks_pool.run(2, reduce_float8)
