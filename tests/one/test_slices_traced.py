@@ -1,4 +1,4 @@
-"""Programs of modules in slices, traced and forecast in one process: no ranks are there."""
+"""One process traces and forecasts programs of sliced modules, without other ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from thunder_zero.tools.cost.costs import Lane, ring
 from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.report import page_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
+DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
 
 class Pair(nn.Module):
-    """Two layers between which torch slices, behind one that it does not."""
+    """A layer that is not sliced, then two that torch slices."""
 
     def __init__(self, width: int = 64, hidden: int = 256, dropout: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Pair(nn.Module):
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def pair(dp: int, tp: int, policy: tz.Policy | int = 3, rank: int = 0, rows: int = 8) -> tz.tools.Traces:
+def trace_pair(dp: int, tp: int, policy: tz.Policy | int = 3, rank: int = 0, rows: int = 8) -> tz.tools.Traces:
     with torch.device("meta"):
         module, x = Pair(), torch.empty(rows, 64)
     with tz.tools.fake_mesh((dp, tp), rank=rank) as mesh:
@@ -54,7 +54,7 @@ def pair(dp: int, tp: int, policy: tz.Policy | int = 3, rank: int = 0, rows: int
 
 
 def test_a_rank_of_many_is_traced_in_one_process() -> None:
-    traces = pair(4, 8, rank=13)  # of 32
+    traces = trace_pair(4, 8, rank=13)  # of 32
     plan = traces.plan
     assert (plan.mesh.shard.place, plan.mesh.shard.size, plan.mesh.tensor.place, plan.mesh.tensor.size) == (1, 4, 5, 8)
     shapes = {param.path: (param.shape, plan.shard_shape(param)) for param in plan.params}
@@ -66,7 +66,7 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     assert not dist.is_initialized()
 
 
-def test_slices_draw_masks_of_their_own() -> None:
+def test_slices_draw_their_own_masks() -> None:
     with torch.device("meta"):
         module, x = Pair(dropout=0.5), torch.empty(8, 64)
     with tz.tools.fake_mesh((1, 2), rank=1) as mesh:
@@ -75,14 +75,14 @@ def test_slices_draw_masks_of_their_own() -> None:
     assert tz.tools.memory(traces).peak > 0
 
 
-def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    section = PAGE.read_text().partition("## Without ranks")[2].partition("\n## ")[0]
+def test_the_example_of_the_docs_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    section = DOCS_PAGE.read_text().partition("## Without ranks")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
-    exec(compile(program, str(PAGE), "exec"), {})
+    exec(compile(program, str(DOCS_PAGE), "exec"), {})
     assert "and 1 of torch's tensor parallelism, which send 2,048 of these bytes" in capsys.readouterr().out
 
 
-WIRES = tz.tools.Device(  # on which nothing takes time but the wires: a byte a second in a node, half of it between
+WIRES_ONLY = tz.tools.Device(  # only wires take time: one byte a second inside a node, half of it between nodes
     "wires",
     {"float32": 1e30},
     1e30,
@@ -91,45 +91,45 @@ WIRES = tz.tools.Device(  # on which nothing takes time but the wires: a byte a 
     inter_node=tz.tools.Link(0.5),
     devices_per_node=2,
 )
-LATENCY = replace(WIRES, intra_node=tz.tools.Link(1e30, latency_seconds=1.0), devices_per_node=8)
-ACTIVATION, NUMBERS = 8 * 64 * 4, 64 * 64 + 64 + 2 * (128 * 64) + 128 + 64  # bytes; of the parameters of two slices
+LATENCY = replace(WIRES_ONLY, intra_node=tz.tools.Link(1e30, latency_seconds=1.0), devices_per_node=8)
+ACTIVATION, NUMBERS = 8 * 64 * 4, 64 * 64 + 64 + 2 * (128 * 64) + 128 + 64  # bytes; parameters of two slices
 
 
 def test_times_of_slices_are_closed_forms() -> None:
-    """Two ranks of a node send an activation forward and its gradient back, once each; ZeRO leaves the node."""
-    found = tz.tools.estimate(pair(2, 2), WIRES)
+    """Two ranks of a node send an activation forward and its gradient back; ZeRO's messages leave the node."""
+    estimate = tz.tools.estimate(trace_pair(2, 2), WIRES_ONLY)
     rows = NUMBERS * 4 // 2
-    assert found.wire_seconds == pytest.approx({Lane.TENSOR: 2 * ACTIVATION, Lane.SHARD: 2 * 2 * rows})
-    assert found.exposed_on == pytest.approx(found.wire_seconds)
-    assert found.sent_bytes == 2 * ACTIVATION + 2 * rows
-    assert str(found).count("of it for slices") == 1
-    steps = tz.tools.estimate(pair(1, 4), LATENCY)  # an all-reduce of 4 ranks is a ring of 6 steps
-    assert steps.wire_seconds == pytest.approx({Lane.TENSOR: 12.0})
+    assert estimate.wire_seconds == pytest.approx({Lane.TENSOR: 2 * ACTIVATION, Lane.SHARD: 2 * 2 * rows})
+    assert estimate.exposed_on == pytest.approx(estimate.wire_seconds)
+    assert estimate.sent_bytes == 2 * ACTIVATION + 2 * rows
+    assert str(estimate).count("of it for slices") == 1
+    ring_steps = tz.tools.estimate(trace_pair(1, 4), LATENCY)  # an all-reduce of 4 ranks is a ring of 6 steps
+    assert ring_steps.wire_seconds == pytest.approx({Lane.TENSOR: 12.0})
 
 
-def test_rings_of_data_are_as_many_times_longer_as_there_are_slices() -> None:
+def test_data_parallel_rings_skip_the_other_slices() -> None:
     def rings(mesh: Mesh, stage: int) -> set[tuple[str, int, int]]:
         plan = make_plan(Pair(), tz.Policy(stage), mesh, {"up.weight": 0, "up.bias": 0, "down.weight": 1})
         ops = (Op(Kind.REDUCE, ("g",), ("h",), ("up.weight",), over=over) for over in plan.reduced_over(plan.params[2]))
-        found = (ring(op, Timeline((op,), {}, plan)) for op in ops)
-        return {(one.lane, one.ranks, one.stride) for one in found if one}
+        all_rings = (ring(op, Timeline((op,), {}, plan)) for op in ops)
+        return {(hop.lane, hop.ranks, hop.stride) for hop in all_rings if hop}
 
     assert rings(Mesh.of(4, slices=2), 3) == {("shard", 4, 2)}
     assert rings(Mesh.of(4, replicas=3, slices=2), 3) == {("shard", 4, 2), ("replicate", 3, 8)}
     assert rings(Mesh.of(4, replicas=3, slices=2), 0) == {("replicate", 12, 2)}
 
 
-def test_what_shows_a_step_shows_slices(tmp_path: Path) -> None:
-    traces = pair(2, 2)
-    tz.tools.save_timeline(tmp_path / "step.json", traces, device=WIRES)
+def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path) -> None:
+    traces = trace_pair(2, 2)
+    tz.tools.save_timeline(tmp_path / "step.json", traces, device=WIRES_ONLY)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     names = Counter(event["name"] for event in events)
     assert (names["all_reduce over tensor"], names["wait for all_reduce over tensor"]) == (2, 2)
-    page = page_of(traces, WIRES)
+    page = page_of(traces, WIRES_ONLY)
     assert page["programs"][0]["lanes"] == ["compute", "tensor", "gather shard", "reduce shard"]
     exposed: Counter[str] = Counter()
-    for one in page["programs"][0]["collectives"]:
-        exposed[one["kind"]] += one["exposed_seconds"]
+    for collective in page["programs"][0]["collectives"]:
+        exposed[collective["kind"]] += collective["exposed_seconds"]
     rows = NUMBERS * 4 // 2
     assert exposed == pytest.approx({"tensor": 2 * ACTIVATION, "gather": 2 * rows, "reduce": 2 * rows})
     assert page["programs"][0]["figures"]["slices"] == 2
@@ -137,88 +137,89 @@ def test_what_shows_a_step_shows_slices(tmp_path: Path) -> None:
     text = str(tz.explain(traces, "down.weight"))
     assert "part 0 of 2 of 64 x 256, along dimension 1" in text
     assert "each of the 2 ranks of tensor parallelism computes with all of it" in str(tz.explain(traces, "down.bias"))
-    change = tz.tools.diff(pair(4, 1), traces)
-    assert [one.slices for one in change.total] == [0, 2]
-    assert [one.slice_bytes for one in change.total] == [0, 2 * ACTIVATION]
-    assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(change)
+    difference = tz.tools.diff(trace_pair(4, 1), traces)
+    assert [total.slices for total in difference.total] == [0, 2]
+    assert [total.slice_bytes for total in difference.total] == [0, 2 * ACTIVATION]
+    assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(difference)
 
 
 SLOW = replace(tz.tools.DEVICES["h100"], intra_node=tz.tools.Link(1e9))
 
 
-def forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
-    """A step of many gathers, and how long compute waits at each operation for slices."""
-    found = tz.tools.estimate(pair(2, 2, tz.Policy(3, bucket_bytes=1, prefetch=1)), SLOW)
+def make_forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
+    """Return the estimate of a step with many gathers, and how long compute waits for slices at each operation."""
+    estimate = tz.tools.estimate(trace_pair(2, 2, tz.Policy(3, bucket_bytes=1, prefetch=1)), SLOW)
     waits: defaultdict[int, float] = defaultdict(float)
-    for span in found.spans:
-        if span.waits and found.timeline.ops[span.op].is_torchs:
+    for span in estimate.spans:
+        if span.waits and estimate.timeline.ops[span.op].is_torchs:
             waits[span.op] += span.seconds
     assert len(waits) == 2
-    return found, waits
+    return estimate, waits
 
 
-def test_measured_times_have_waits_for_slices() -> None:
-    found, waits = forecast()
-    timeline = found.timeline
+def test_measured_times_include_waits_for_slices() -> None:
+    estimate, waits = make_forecast()
+    timeline = estimate.timeline
     gathers = [op for op in timeline.ops if op.kind is Kind.GATHER]
-    wires = sum(cost.wire[1] for op, cost in zip(timeline.ops, found.costs, strict=True) if op in gathers and cost.wire)
+    pairs = zip(timeline.ops, estimate.costs, strict=True)
+    wire_seconds = sum(cost.wire[1] for op, cost in pairs if op in gathers and cost.wire)
     for slower in (1.0, 3.0):
         times: tuple[dict[str, float], dict[str, float]] = {}, {}
-        ends = [at for at, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
-        for at, following in pairwise(ends):
-            op = timeline.ops[at]
+        ends = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
+        for index, following in pairwise(ends):
+            op = timeline.ops[index]
             if op.backward is timeline.ops[following].backward:
-                stretch = range(at + 1, following)
+                stretch = range(index + 1, following)
                 times[op.backward][op.params[0]] = slower * sum(
-                    found.costs[one].seconds + waits[one] for one in stretch
+                    estimate.costs[inner].seconds + waits[inner] for inner in stretch
                 )
-        speed = sum(map(timeline.wire_bytes, gathers)) / wires
-        measured = by_times(found, tz.schedule.Times(*times, speed))
-        assert measured.compute_seconds == pytest.approx(slower * found.compute_seconds)
-        assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * found.exposed_on[Lane.TENSOR])
+        speed = sum(map(timeline.wire_bytes, gathers)) / wire_seconds
+        measured = by_times(estimate, tz.schedule.Times(*times, speed))
+        assert measured.compute_seconds == pytest.approx(slower * estimate.compute_seconds)
+        assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * estimate.exposed_on[Lane.TENSOR])
 
 
-def test_a_profile_has_waits_for_slices() -> None:
-    found, waits = forecast()
+def test_a_profile_includes_waits_for_slices() -> None:
+    estimate, waits = make_forecast()
     events, now, gap = [], 1.0, 1e-3
-    for at, (op, cost) in enumerate(zip(found.timeline.ops, found.costs, strict=True)):
-        now += 2 * (cost.seconds + waits[at])
+    for index, (op, cost) in enumerate(zip(estimate.timeline.ops, estimate.costs, strict=True)):
+        now += 2 * (cost.seconds + waits[index])
         if op.kind in LAUNCHES or op.kind is Kind.WAIT:
-            events.append({"name": label_of(op, found.timeline), "ts": now * 1e6, "dur": gap * 1e6})
+            events.append({"name": label_of(op, estimate.timeline), "ts": now * 1e6, "dur": gap * 1e6})
             now += gap
-    measured = by_profile(found, events)
-    assert measured.compute_seconds - gap * sum(op.kind in LAUNCHES for op in found.timeline.ops) == pytest.approx(
-        2 * found.compute_seconds
+    measured = by_profile(estimate, events)
+    assert measured.compute_seconds - gap * sum(op.kind in LAUNCHES for op in estimate.timeline.ops) == pytest.approx(
+        2 * estimate.compute_seconds
     )
-    assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * found.exposed_on[Lane.TENSOR])
+    assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * estimate.exposed_on[Lane.TENSOR])
     rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
-    assert [found.timeline.ops[span.op].moves for span in rings] == ["all_reduce"] * 2
+    assert [estimate.timeline.ops[span.op].moves for span in rings] == ["all_reduce"] * 2
 
 
-def test_a_policy_that_fits_is_one_of_slices() -> None:
+def test_fit_finds_a_policy_for_slices() -> None:
     def peak(policy: tz.Policy) -> int:
         return tz.tools.memory(tz.trace(module, x, policy=policy, mesh=mesh)).peak
 
     with torch.device("meta"):
         layers, x = nn.Sequential(*(Pair() for _ in range(3))), torch.empty(8, 64)
     with tz.tools.fake_mesh((4, 2)) as mesh:
-        styles = {f"{at}.{name}": style for at in range(3) for name, style in STYLES.items()}
+        styles = {f"{index}.{name}": style for index in range(3) for name, style in STYLES.items()}
         module = parallelize_module(layers, mesh["tp"], styles)
-        quiet: dict[str, Any] = {"file": StringIO(), "mesh": mesh}
-        plenty = tz.tools.fit(module, x, memory_bytes="1GiB", **quiet)
-        room = int(0.8 * peak(plenty))
-        assert peak(tz.tools.fit(module, x, memory_bytes=room, **quiet)) <= room
+        options: dict[str, Any] = {"file": StringIO(), "mesh": mesh}
+        roomy = tz.tools.fit(module, x, memory_bytes="1GiB", **options)
+        nbytes = int(0.8 * peak(roomy))
+        assert peak(tz.tools.fit(module, x, memory_bytes=nbytes, **options)) <= nbytes
         with pytest.raises(tz.tools.DoesNotFit) as caught:
-            tz.tools.fit(module, x, memory_bytes=1000, **quiet)
+            tz.tools.fit(module, x, memory_bytes=1000, **options)
         assert "twice the ranks" in str(caught.value)
-        assert "cpu_offload" not in str(caught.value)  # which slices refuse
+        assert "cpu_offload" not in str(caught.value)  # slices refuse offload
         with refused(ValueError, "mesh says how many ranks there are", "leave out world_size and replicas"):
-            tz.tools.fit(module, x, memory_bytes=room, world_size=2, **quiet)
+            tz.tools.fit(module, x, memory_bytes=nbytes, world_size=2, **options)
         with refused(RuntimeError, "is a DTensor", "give mesh="):
-            tz.tools.fit(module, x, memory_bytes=room, world_size=2)
+            tz.tools.fit(module, x, memory_bytes=nbytes, world_size=2)
 
 
-def test_what_is_refused() -> None:
+def test_wrong_uses_are_refused() -> None:
     with torch.device("meta"):
         module, x = Pair(), torch.empty(8, 64)
     with refused(ValueError, "give a number of ranks, at least 1, for each name"), tz.tools.fake_mesh((2, 2), ("dp",)):

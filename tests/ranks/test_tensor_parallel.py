@@ -1,6 +1,6 @@
-"""Torch's own tensor parallelism inside the schedule: modules of ``parallelize_module`` on meshes of (dp, tp).
+"""Modules that torch's ``parallelize_module`` slices train in our schedule as in one process, on (dp, tp) meshes.
 
-Each test trains a module in slices, and a plain copy of it in one process, in float64.
+Most tests train a sliced module, and a plain copy of it in one process, in float64.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from thunder_zero.sharded import unsliced
 import thunder
 
 HEADS, WORDS, LENGTH, ROWS, STEPS = 4, 10, 6, 4, 3
-NEAR = 1e-9
+TOLERANCE = 1e-9
 Styles = Mapping[str, Any]
 
 
 class Mlp(nn.Module):
-    """A perceptron whose slices have uneven rows, between layers that nobody slices."""
+    """A perceptron whose slices have uneven rows, between layers that are not sliced."""
 
     def __init__(self, hidden: int = 10) -> None:
         super().__init__()
@@ -94,40 +94,40 @@ class Transformer(nn.Module):
 
 
 COLUMNS, ROWWISE = ColwiseParallel, RowwiseParallel
-OF_MLP: Styles = {"up": COLUMNS(), "down": ROWWISE()}
-OF_ATTENTION: Styles = {f"attention.{name}": COLUMNS() for name in "qkv"}
-PLAIN: Styles = {**OF_ATTENTION, "attention.o": ROWWISE(), "up": COLUMNS(), "down": ROWWISE()}
-SEQUENCE: Styles = {
+MLP_STYLES: Styles = {"up": COLUMNS(), "down": ROWWISE()}
+ATTENTION_STYLES: Styles = {f"attention.{name}": COLUMNS() for name in "qkv"}
+HIDDEN_STYLES: Styles = {**ATTENTION_STYLES, "attention.o": ROWWISE(), "up": COLUMNS(), "down": ROWWISE()}
+SEQUENCE_STYLES: Styles = {
     "embed": ROWWISE(input_layouts=Replicate(), output_layouts=Shard(1)),
     **{f"norms.{number}": SequenceParallel() for number in range(3)},
     "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    **OF_ATTENTION,
+    **ATTENTION_STYLES,
     "attention.o": ROWWISE(output_layouts=Shard(1)),
     "up": COLUMNS(input_layouts=Shard(1)),
     "down": ROWWISE(output_layouts=Shard(1)),
     "head": COLUMNS(input_layouts=Shard(1), output_layouts=Replicate()),
 }
-LOSS: Styles = {**PLAIN, "head": COLUMNS(output_layouts=Shard(-1), use_local_output=False)}
+LOSS_STYLES: Styles = {**HIDDEN_STYLES, "head": COLUMNS(output_layouts=Shard(-1), use_local_output=False)}
 
 
 def mesh_of(dp: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def plain(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def build_plain(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     module = build().double()
-    for param in module.parameters():  # or biases would be zeros
+    for param in module.parameters():  # otherwise biases would be zeros
         nn.init.normal_(param, std=0.4)
     return module
 
 
-def sliced(module: nn.Module, mesh: DeviceMesh, styles: Styles, policy: Any = None, **options: Any) -> Any:
+def compile_sliced(module: nn.Module, mesh: DeviceMesh, styles: Styles, policy: Any = None, **options: Any) -> Any:
     copy = parallelize_module(deepcopy(module), mesh["tp"], dict(styles))
     return tz.compile(copy, policy, mesh=mesh, **options)
 
 
-def batch(module: nn.Module, step: int, rows: int = ROWS) -> Tensor:
+def make_batch(module: nn.Module, step: int, rows: int = ROWS) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     if not isinstance(module, Transformer):
         return torch.randn(rows, 6, generator=generator, dtype=torch.float64)
@@ -139,245 +139,257 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return F.cross_entropy(y.flatten(0, -2), x.flatten() if x.dtype is torch.long else x[:, :3].argmax(-1))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def near(found: Tensor, right: Tensor, what: object, limit: float = NEAR) -> None:
-    assert found.shape == right.shape, (what, found.shape, right.shape)
-    off = (whole(found.detach()) - right.detach()).abs().max().item() if right.numel() else 0.0
-    assert off <= limit, (what, off)
+def assert_near(actual: Tensor, expected: Tensor, label: object, limit: float = TOLERANCE) -> None:
+    assert actual.shape == expected.shape, (label, actual.shape, expected.shape)
+    error = (full(actual.detach()) - expected.detach()).abs().max().item() if expected.numel() else 0.0
+    assert error <= limit, (label, error)
 
 
-def same(model: Any, one: nn.Module, when: object = "", limit: float = NEAR) -> None:
-    found, right = dict(model.named_parameters()), dict(one.named_parameters())
-    assert found.keys() == right.keys()
-    for name, param in right.items():
-        near(found[name], param, (name, when), limit)
+def assert_same(model: Any, plain: nn.Module, label: object = "", limit: float = TOLERANCE) -> None:
+    actual, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert actual.keys() == expected.keys()
+    for name, param in expected.items():
+        assert_near(actual[name], param, (name, label), limit)
         if param.grad is None:
-            assert found[name].grad is None, name
+            assert actual[name].grad is None, name
         else:
-            near(found[name].grad, param.grad, (name, "gradient", when), limit)
+            assert_near(actual[name].grad, param.grad, (name, "gradient", label), limit)
 
 
-def train(model: Any, one: nn.Module, tp: int, limit: float = NEAR) -> list[Any]:
-    """Steps of AdamW with clipping, on this data index's rows and on all; returns the two optimizers."""
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, one)]
-    data, number = dist.get_world_size() // tp, dist.get_rank() // tp
+def train_both(model: Any, plain: nn.Module, tp: int, limit: float = TOLERANCE) -> list[Any]:
+    """Take AdamW steps with clipping, ``model`` on this rank's rows and ``plain`` on all; return both optimizers."""
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (model, plain)]
+    data, index = dist.get_world_size() // tp, dist.get_rank() // tp
     for step in range(STEPS):
-        x = batch(one, step)
-        losses = [loss_of(model, x.chunk(data)[number]), loss_of(one, x)]
+        x = make_batch(plain, step)
+        losses = [loss_of(model, x.chunk(data)[index]), loss_of(plain, x)]
         for optimizer, loss in zip(optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss.backward()
-        everywhere = losses[0].detach().clone()
-        dist.all_reduce(everywhere)
-        near(everywhere / dist.get_world_size(), losses[1], ("loss", step), limit)
-        same(model, one, ("before step", step), limit)
-        norms = tz.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-        near(norms[0], norms[1], ("norm", step), limit)
+        mean_loss = losses[0].detach().clone()
+        dist.all_reduce(mean_loss)
+        assert_near(mean_loss / dist.get_world_size(), losses[1], ("loss", step), limit)
+        assert_same(model, plain, ("before step", step), limit)
+        norms = tz.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert_near(norms[0], norms[1], ("norm", step), limit)
         for optimizer in optimizers:
             optimizer.step()
-    same(model, one, "at the end", limit)
+    assert_same(model, plain, "at the end", limit)
     return optimizers
 
 
-# Trains as one process
+# Training
 
 
-def perceptron(rank: int, world_size: int, dp: int, tp: int, policy: Any) -> None:
-    mesh, module = mesh_of(dp, tp), plain(Mlp)
-    model = sliced(module, mesh, OF_MLP, policy)
-    train(model, module, tp)
+def train_perceptron(rank: int, world_size: int, dp: int, tp: int, policy: Any) -> None:
+    mesh, module = mesh_of(dp, tp), build_plain(Mlp)
+    model = compile_sliced(module, mesh, MLP_STYLES, policy)
+    train_both(model, module, tp)
     if policy.stage:
-        up = model.plain.up.weight  # slices of 5 rows, of which the first rank of dp has 3
+        up = model.plain.up.weight  # a slice has 5 rows; the first rank of dp holds 3 of them
         assert (tuple(up.shape), tuple(up.to_local().shape)) == ((10, 6), (-(-5 // dp) if rank < tp else 5 // dp, 6))
 
 
 @pytest.mark.parametrize("stage", [2, *slow(0, 1, 3)])
 def test_a_perceptron_in_slices_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(4, perceptron, 2, 2, tz.Policy(stage), timeout=110)
+    ranks_pool.run(4, train_perceptron, 2, 2, tz.Policy(stage), timeout=110)
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
-def test_a_mesh_of_slices_alone(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, perceptron, 1, 2, tz.Policy(stage), timeout=110)
+def test_a_mesh_without_data_parallelism_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(2, train_perceptron, 1, 2, tz.Policy(stage), timeout=110)
 
 
-def transformer(rank: int, world_size: int, dp: int, styles: Styles, policy: Any, options: dict[str, Any]) -> None:
-    mesh, module = mesh_of(dp, 2), plain(Transformer)
-    model = sliced(module, mesh, styles, policy, **options)
-    train(model, module, 2)
+def train_transformer(
+    rank: int, world_size: int, dp: int, styles: Styles, policy: Any, options: dict[str, Any]
+) -> None:
+    mesh, module = mesh_of(dp, 2), build_plain(Transformer)
+    model = compile_sliced(module, mesh, styles, policy, **options)
+    train_both(model, module, 2)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("dp", "styles", "policy"),
     [
-        (1, SEQUENCE, tz.ZERO3),
-        (2, PLAIN, tz.ZERO2),
-        *slow((1, PLAIN, tz.DDP), (2, PLAIN, tz.ZERO1), (2, SEQUENCE, tz.ZERO3), (2, SEQUENCE, tz.DDP)),
+        (1, SEQUENCE_STYLES, tz.ZERO3),
+        (2, HIDDEN_STYLES, tz.ZERO2),
+        *slow(
+            (1, HIDDEN_STYLES, tz.DDP),
+            (2, HIDDEN_STYLES, tz.ZERO1),
+            (2, SEQUENCE_STYLES, tz.ZERO3),
+            (2, SEQUENCE_STYLES, tz.DDP),
+        ),
     ],
 )
 def test_a_transformer_in_slices_trains_as_one_process(
     ranks_pool: RanksPool, dp: int, styles: Styles, policy: tz.Policy
 ) -> None:
-    ranks_pool.run(2 * dp, transformer, dp, styles, policy, {}, timeout=200)
+    ranks_pool.run(2 * dp, train_transformer, dp, styles, policy, {}, timeout=200)
 
 
-def parallel_loss(rank: int, world_size: int) -> None:
-    mesh, module = mesh_of(1, 2), plain(Transformer)
-    model, x = sliced(module, mesh, LOSS, tz.ZERO3), batch(module, 0)
+def use_loss_parallel(rank: int, world_size: int) -> None:
+    mesh, module = mesh_of(1, 2), build_plain(Transformer)
+    model, x = compile_sliced(module, mesh, LOSS_STYLES, tz.ZERO3), make_batch(module, 0)
     with loss_parallel():
         loss_of(model, x).backward()
     loss_of(module, x).backward()
-    same(model, module)
+    assert_same(model, module)
 
 
-def test_a_loss_of_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, parallel_loss, timeout=110)
+def test_loss_parallel_gives_the_gradients_of_one_process(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, use_loss_parallel, timeout=110)
 
 
-def copies(rank: int, world_size: int, shape: tuple[int, int, int], policy: Any) -> None:
+def train_hybrid(rank: int, world_size: int, shape: tuple[int, int, int], policy: Any) -> None:
     names = ("outer", "inner", "slices")
-    mesh, module = init_device_mesh("cpu", shape, mesh_dim_names=names), plain(Mlp)
+    mesh, module = init_device_mesh("cpu", shape, mesh_dim_names=names), build_plain(Mlp)
     dims = DataParallelMeshDims(replicate="outer", shard="inner")
-    part = parallelize_module(deepcopy(module), mesh["slices"], dict(OF_MLP))
+    part = parallelize_module(deepcopy(module), mesh["slices"], dict(MLP_STYLES))
     model = tz.compile(part, policy, mesh=mesh, dp_mesh_dims=dims)
     plan = model.state.plan
     sizes = plan.mesh.replicate.size, plan.mesh.shard.size, plan.mesh.tensor.size
     assert (sizes, plan.mesh.batches) == (shape, shape[0] * shape[1])
-    train(model, module, shape[2])
+    train_both(model, module, shape[2])
 
 
 @pytest.mark.parametrize(
     ("shape", "policy"), [((2, 1, 2), tz.ZERO2), *slow(((1, 2, 2), tz.ZERO3), ((2, 2, 1), tz.ZERO3))]
 )
-def test_copies_of_a_model_in_slices(ranks_pool: RanksPool, shape: tuple[int, int, int], policy: tz.Policy) -> None:
-    ranks_pool.run(4, copies, shape, policy, timeout=110)
+def test_hybrid_sharding_of_slices_trains_as_one_process(
+    ranks_pool: RanksPool, shape: tuple[int, int, int], policy: tz.Policy
+) -> None:
+    ranks_pool.run(4, train_hybrid, shape, policy, timeout=110)
 
 
 # At rest
 
 
-def at_rest(rank: int, world_size: int, folder: Path, policy: Any, hidden: int, tp: int) -> None:
+def save_and_load(rank: int, world_size: int, folder: Path, policy: Any, hidden: int, tp: int) -> None:
     build = partial(Mlp, hidden)
-    mesh, module = mesh_of(2, 2), plain(build)
-    model = sliced(module, mesh, OF_MLP, policy)
-    optimizer, of_one = train(model, module, 2)
-    right, step = module.state_dict(), batch(module, STEPS)
+    mesh, module = mesh_of(2, 2), build_plain(build)
+    model = compile_sliced(module, mesh, MLP_STYLES, policy)
+    optimizer, plain_optimizer = train_both(model, module, 2)
+    expected, x = module.state_dict(), make_batch(module, STEPS)
 
-    def continues(other: Any, others: Any, slices: int = 2) -> None:
-        """It has the weights, and steps as the plain module does."""
-        one = deepcopy(module)
-        ones = torch.optim.AdamW(one.parameters(), lr=1e-2)
-        ones.load_state_dict(deepcopy(of_one.state_dict()))
-        same_values(tz.full_state_dict(other), right)
-        for each, steps, rows in ((other, others, step.chunk(4 // slices)[rank // slices]), (one, ones, step)):
-            steps.zero_grad()
-            loss_of(each, rows).backward()
-            steps.step()
-        same_values(tz.full_state_dict(other), one.state_dict())
+    def assert_resumes(loaded: Any, loaded_optimizer: Any, slices: int = 2) -> None:
+        """Check the loaded weights, and that the next step is that of the plain module."""
+        copy = deepcopy(module)
+        optimizer = torch.optim.AdamW(copy.parameters(), lr=1e-2)
+        optimizer.load_state_dict(deepcopy(plain_optimizer.state_dict()))
+        assert_values(tz.full_state_dict(loaded), expected)
+        rows = x.chunk(4 // slices)[rank // slices]
+        for model, its_optimizer, batch in ((loaded, loaded_optimizer, rows), (copy, optimizer, x)):
+            its_optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            its_optimizer.step()
+        assert_values(tz.full_state_dict(loaded), copy.state_dict())
 
     # torch's tools
-    loss_of(model, step.chunk(2)[rank // 2]).backward()
-    loss_of(module, step).backward()
-    norms: list[Any] = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, module)]
-    near(norms[0].full_tensor(), norms[1], "torch's norm")
-    same(model, module, "clipped by torch")
+    loss_of(model, x.chunk(2)[rank // 2]).backward()
+    loss_of(module, x).backward()
+    norms: list[Any] = [nn.utils.clip_grad_norm_(clipped.parameters(), 0.1) for clipped in (model, module)]
+    assert_near(norms[0].full_tensor(), norms[1], "torch's norm")
+    assert_same(model, module, "clipped by torch")
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=folder / "dcp")
-    other, others = fresh_model(build, mesh, policy)
-    state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, others)}
+    loaded, loaded_optimizer = make_other(build, mesh, policy)
+    state = {"model": get_model_state_dict(loaded), "optimizer": get_optimizer_state_dict(loaded, loaded_optimizer)}
     dcp.load(state, checkpoint_id=folder / "dcp")
-    set_model_state_dict(other, state["model"])
-    set_optimizer_state_dict(other, others, state["optimizer"])
-    continues(other, others)
-    one: dict[str, Any] = {"model": plain(build, 1).state_dict()}
-    dcp.load(one, checkpoint_id=folder / "dcp")
-    same_values(one["model"], right)
+    set_model_state_dict(loaded, state["model"])
+    set_optimizer_state_dict(loaded, loaded_optimizer, state["optimizer"])
+    assert_resumes(loaded, loaded_optimizer)
+    file: dict[str, Any] = {"model": build_plain(build, 1).state_dict()}
+    dcp.load(file, checkpoint_id=folder / "dcp")
+    assert_values(file["model"], expected)
 
-    # ours: checkpoints from this mesh to this one and to others, and back
+    # our checkpoints: from this mesh to itself, to other meshes and back
     tz.save(folder / "ours", model, optimizer)
     for slices in (2, tp):
-        other, others = fresh_model(build, mesh_of(4 // slices, slices), policy)
-        tz.load(folder / "ours", other, others)
-        continues(other, others, slices)
-    flat = tz.compile(plain(build, 1), policy)
-    steps = torch.optim.AdamW(flat.parameters(), lr=1e-2)
-    tz.load(folder / "ours", flat, steps)
-    continues(flat, steps, 1)
-    tz.load(folder / "ours", flat, steps)
-    tz.save(folder / "flat", flat, steps)
-    other, others = fresh_model(build, mesh, policy)
-    tz.load(folder / "flat", other, others)
-    continues(other, others)
-    other.load_state_dict(right)
-    same_values(tz.full_state_dict(other), right)
+        loaded, loaded_optimizer = make_other(build, mesh_of(4 // slices, slices), policy)
+        tz.load(folder / "ours", loaded, loaded_optimizer)
+        assert_resumes(loaded, loaded_optimizer, slices)
+    unsliced = tz.compile(build_plain(build, 1), policy)
+    unsliced_optimizer = torch.optim.AdamW(unsliced.parameters(), lr=1e-2)
+    tz.load(folder / "ours", unsliced, unsliced_optimizer)
+    assert_resumes(unsliced, unsliced_optimizer, 1)
+    tz.load(folder / "ours", unsliced, unsliced_optimizer)
+    tz.save(folder / "flat", unsliced, unsliced_optimizer)
+    loaded, loaded_optimizer = make_other(build, mesh, policy)
+    tz.load(folder / "flat", loaded, loaded_optimizer)
+    assert_resumes(loaded, loaded_optimizer)
+    loaded.load_state_dict(expected)
+    assert_values(tz.full_state_dict(loaded), expected)
     if rank == 0:
         tz.tools.consolidate(folder / "ours", folder / "one.safetensors")
-        same_values(load_file(folder / "one.safetensors"), right)
+        assert_values(load_file(folder / "one.safetensors"), expected)
 
 
-def same_values(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
-    assert found.keys() == right.keys()
-    for name, value in right.items():
-        near(found[name], value, name)
+def assert_values(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_near(actual[name], value, name)
 
 
-def fresh_model(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) -> tuple[Any, Any]:
-    model = sliced(plain(build, 1), mesh, OF_MLP, policy)
+def make_other(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) -> tuple[Any, Any]:
+    model = compile_sliced(build_plain(build, 1), mesh, MLP_STYLES, policy)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), *slow((1, 10, 1), (0, 12, 4), (2, 12, 4))])
-def test_slices_at_rest(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
-    ranks_pool.run(4, at_rest, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
+def test_slices_are_saved_and_loaded_on_other_meshes(
+    ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int
+) -> None:
+    ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
 
 
 # Traces and forecasts
 
 
-def shown(rank: int, world_size: int) -> None:
-    """By closed forms: two ranks send an activation once in an all-reduce, half of one in a gather or a scatter."""
-    mesh, module = mesh_of(2, 2), plain(Transformer)
-    whole_activation = ROWS // 2 * LENGTH * 8 * 8  # bytes of this rank's rows
-    vector = 8 * 8  # a gradient of a norm, which each rank makes of its part of the sequence
+def read_traces(rank: int, world_size: int) -> None:
+    """Compare bytes with closed forms: of two ranks, each sends an activation in an all-reduce, half in a gather."""
+    mesh, module = mesh_of(2, 2), build_plain(Transformer)
+    activation = ROWS // 2 * LENGTH * 8 * 8  # bytes of this rank's rows
+    norm_grad = 8 * 8  # gradient of a norm, of which each rank computes the part of its part of the sequence
     for styles, expected in (
-        (PLAIN, {whole_activation: 6}),  # forward: rows of o and down; backward: columns of q, k, v and up
-        # before attention, up and head, and behind embed, o and down, in both phases; words; norms
-        (SEQUENCE, {whole_activation // 2: 12, ROWS // 2 * LENGTH * WORDS * 8 // 2: 1, vector: 6}),
+        (HIDDEN_STYLES, {activation: 6}),  # forward: outputs of o and down; backward: inputs of q, k, v and up
+        # both phases: before attention, up and head, behind embed, o and down; then logits, then norms
+        (SEQUENCE_STYLES, {activation // 2: 12, ROWS // 2 * LENGTH * WORDS * 8 // 2: 1, norm_grad: 6}),
     ):
-        model = sliced(module, mesh, styles, tz.ZERO3, dynamic=False)
-        loss_of(model, batch(module, 0).chunk(2)[rank // 2]).backward()
+        model = compile_sliced(module, mesh, styles, tz.ZERO3, dynamic=False)
+        loss_of(model, make_batch(module, 0).chunk(2)[rank // 2]).backward()
         timeline, text = tz.traces_of(model).timeline, StringIO()
-        with torch.device("meta"):  # nothing runs, and the program is the one that ran
+        with torch.device("meta"):  # a trace on the meta device is the program that ran
             part = parallelize_module(Transformer().double(), mesh["tp"], dict(styles))
-        x = batch(module, 0).chunk(2)[rank // 2]
+        x = make_batch(module, 0).chunk(2)[rank // 2]
         assert tz.trace(part, x, policy=tz.ZERO3, mesh=mesh).timeline == timeline
-        found = [op for op in timeline.ops if op.over == "tensor"]
-        launches, waits = [op for op in found if op.sends], [op for op in found if not op.sends]
+        tensor_ops = [op for op in timeline.ops if op.over == "tensor"]
+        launches, waits = [op for op in tensor_ops if op.sends], [op for op in tensor_ops if not op.sends]
         assert Counter(op.sends for op in launches) == expected, Counter(op.sends for op in launches)
         assert {op.writes for op in launches} == {op.reads for op in waits}
         tz.print_trace(model, file=text)
         total = sum(size * count for size, count in expected.items())
-        for said in (
+        for line in (
             f"and {len(launches)} of torch's tensor parallelism, which send {total:,} of these bytes",
             "# tensor: a collective of torch's tensor parallelism",
             "rank 0 of 2 of slice 0 of 2",
         ):
-            assert rank or said in text.getvalue(), said  # which rank 0 prints
+            assert rank or line in text.getvalue(), line  # only rank 0 prints
 
 
 @pytest.mark.timeout(240)
-def test_the_trace_shows_collectives_of_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, shown, timeout=200)
+def test_a_trace_shows_the_collectives_of_slices(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, read_traces, timeout=200)
 
 
-class Counting(Mlp):
-    """Sums a number over the data ranks, as code of a user's own does."""
+class SumsOverData(Mlp):
+    """A perceptron that sums a number over the data ranks, as a user's own code may."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -387,23 +399,24 @@ class Counting(Mlp):
         return super().forward(x) + functional.all_reduce(x.detach().mean(), "sum", self.data)
 
 
-def labelled(rank: int, world_size: int) -> None:
+def label_collectives(rank: int, world_size: int) -> None:
     mesh = mesh_of(1, 2)
-    models = [sliced(plain(build), mesh, OF_MLP, tz.ZERO3) for build in (Mlp, lambda: Counting(mesh))]
-    found = []
+    builds = (Mlp, lambda: SumsOverData(mesh))
+    models = [compile_sliced(build_plain(build), mesh, MLP_STYLES, tz.ZERO3) for build in builds]
+    timelines = []
     for model in models:
         model(torch.ones(ROWS, 6, dtype=torch.float64)).sum().backward()
-        found.append(tz.traces_of(model).timeline)
-    slices, own = ([op for op in each.ops if op.is_torchs] for each in found)
-    assert [(op.moves, op.sends) for op in slices] == [(op.moves, op.sends) for op in own]
-    if rank == 0:  # others print nothing
+        timelines.append(tz.traces_of(model).timeline)
+    slices, users = ([op for op in timeline.ops if op.is_torchs] for timeline in timelines)
+    assert [(op.moves, op.sends) for op in slices] == [(op.moves, op.sends) for op in users]
+    if rank == 0:  # which alone prints
         tz.print_trace(models[1], file=(text := StringIO()))
-        assert text.getvalue().count("_c10d_functional.all_reduce") == sum(bool(op.moves) for op in own) + 1
+        assert text.getvalue().count("_c10d_functional.all_reduce") == sum(bool(op.moves) for op in users) + 1
 
 
 @pytest.mark.slow
-def test_a_users_own_collective_is_none_of_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, labelled, timeout=110)
+def test_a_users_own_collective_is_not_counted_as_one_of_slices(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, label_collectives, timeout=110)
 
 
 class Wide(nn.Module):
@@ -419,35 +432,36 @@ class Wide(nn.Module):
         return x
 
 
-OF_WIDE: Styles = {f"{name}.{number}": OF_MLP[name] for number in range(2) for name in OF_MLP}
+WIDE_STYLES: Styles = {f"{name}.{number}": MLP_STYLES[name] for number in range(2) for name in MLP_STYLES}
 
 
-def counted(rank: int, world_size: int) -> None:
+def measure_memory(rank: int, world_size: int) -> None:
     def loss(y: Tensor) -> Tensor:
         return y.square().mean()
 
     for policy in (tz.ZERO3, tz.ZERO2):
-        model, x = sliced(plain(Wide), mesh_of(2, 2), OF_WIDE, policy), torch.randn(128, 96, dtype=torch.float64)
+        model = compile_sliced(build_plain(Wide), mesh_of(2, 2), WIDE_STYLES, policy)
+        x = torch.randn(128, 96, dtype=torch.float64)
         loss(model(x)).backward()
         model.zero_grad()
         at_rest = bytes_held([*parameters_of(model), x])
         step = partial(lambda model, x: loss(model(x)).backward(), model, x)
-        # What a collective of torch holds is let go of when it has ended, which may be late.
+        # torch frees what a collective holds after it has ended, which may be late.
         measured = at_rest + min(added_at_peak(step, torch.device("cpu")) for _ in range(3))
         forecast = tz.tools.memory(tz.traces_of(model), loss=loss).peak
         assert abs(forecast / measured - 1) < 0.01, (policy.stage, forecast, measured)
 
 
 @pytest.mark.slow
-def test_the_forecast_of_memory_knows_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, counted, timeout=110)
+def test_memory_with_slices_is_forecast(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, measure_memory, timeout=110)
 
 
-# With other features
+# Other features
 
 
 class Features(nn.Module):
-    """A frozen slice, a checkpoint, and parameters that nobody slices: one tied, one alone."""
+    """A module with a frozen slice, a checkpoint, and two unsliced parameters, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,13 +475,13 @@ class Features(nn.Module):
         return first + self.blocks[1](x * self.scale)
 
 
-OF_FEATURES: Styles = {f"blocks.{number}.{name}": OF_MLP[name] for number in range(2) for name in OF_MLP}
+FEATURES_STYLES: Styles = {f"blocks.{number}.{name}": MLP_STYLES[name] for number in range(2) for name in MLP_STYLES}
 
 
-def features(rank: int, world_size: int, policy: Any, options: dict[str, Any], limit: float) -> None:
-    mesh, module = mesh_of(world_size // 2, 2), plain(Features)
-    model = sliced(module, mesh, OF_FEATURES, policy, **options)
-    train(model, module, 2, limit)
+def train_features(rank: int, world_size: int, policy: Any, options: dict[str, Any], limit: float) -> None:
+    mesh, module = mesh_of(world_size // 2, 2), build_plain(Features)
+    model = compile_sliced(module, mesh, FEATURES_STYLES, policy, **options)
+    train_both(model, module, 2, limit)
 
 
 HALF = tz.MixedPrecision(torch.float32, torch.float64)
@@ -477,53 +491,53 @@ HALF = tz.MixedPrecision(torch.float32, torch.float64)
 @pytest.mark.parametrize(
     ("world_size", "policy", "options", "limit"),
     [
-        (2, tz.ZERO3, {"recompute": "units"}, NEAR),
+        (2, tz.ZERO3, {"recompute": "units"}, TOLERANCE),
         (4, tz.ZERO3, {"mixed_precision": HALF}, 1e-4),
-        *slow((2, tz.ZERO1, {"dynamic": True}, NEAR), (2, tz.ZERO3, {"fuse": "inductor"}, NEAR)),
+        *slow((2, tz.ZERO1, {"dynamic": True}, TOLERANCE), (2, tz.ZERO3, {"fuse": "inductor"}, TOLERANCE)),
     ],
 )
-def test_features_beside_slices(
+def test_features_work_with_slices(
     ranks_pool: RanksPool, world_size: int, policy: Any, options: dict[str, Any], limit: float
 ) -> None:
-    ranks_pool.run(world_size, features, policy, options, limit, timeout=200)
+    ranks_pool.run(world_size, train_features, policy, options, limit, timeout=200)
 
 
-def accumulate(rank: int, world_size: int) -> None:
-    """``no_sync``, an average, and a loss over all ranks' items: ranks of one batch count it once."""
-    mesh, module = mesh_of(2, 2), plain(Mlp)
-    model = sliced(module, mesh, OF_MLP, tz.ZERO3)
-    average, averages = tz.EMA(model, decay=0.5), AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, module)]
+def accumulate_steps(rank: int, world_size: int) -> None:
+    """Accumulate under ``no_sync`` with ``global_mean`` and average: ranks of one batch count its items once."""
+    mesh, module = mesh_of(2, 2), build_plain(Mlp)
+    model = compile_sliced(module, mesh, MLP_STYLES, tz.ZERO3)
+    average, plain_average = tz.EMA(model, decay=0.5), AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizers = [torch.optim.SGD(trained.parameters(), 0.1) for trained in (model, module)]
     for step in range(2):
-        first, second = batch(module, step), batch(module, step + 10)
-        mine = [each.split([1, 3])[rank // 2] for each in (first, second)]
+        first, second = make_batch(module, step), make_batch(module, step + 10)
+        local = [x.split([1, 3])[rank // 2] for x in (first, second)]
         for optimizer in optimizers:
             optimizer.zero_grad()
         with model.no_sync():
-            tz.global_mean(model, model(mine[0]).square().sum(), len(mine[0])).backward()
-        tz.global_mean(model, model(mine[1]).square().sum(), len(mine[1])).backward()
-        for each in (first, second):
-            (module(each).square().sum() / ROWS).backward()
-        same(model, module, step)
+            tz.global_mean(model, model(local[0]).square().sum(), len(local[0])).backward()
+        tz.global_mean(model, model(local[1]).square().sum(), len(local[1])).backward()
+        for x in (first, second):
+            (module(x).square().sum() / ROWS).backward()
+        assert_same(model, module, step)
         for optimizer in optimizers:
             optimizer.step()
         average.update()
-        averages.update_parameters(module)
+        plain_average.update_parameters(module)
     with average.applied():
-        same_values(tz.full_state_dict(model), averages.module.state_dict())
-    same_values(tz.full_state_dict(model), module.state_dict())
+        assert_values(tz.full_state_dict(model), plain_average.module.state_dict())
+    assert_values(tz.full_state_dict(model), module.state_dict())
 
 
 @pytest.mark.slow
-def test_accumulation_and_averages_of_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, accumulate, timeout=110)
+def test_slices_accumulate_and_average_as_one_process(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, accumulate_steps, timeout=110)
 
 
-# What is refused, before anything is compiled
+# Refusals, before anything is compiled
 
 
 class Hooked(nn.Module):
-    """Puts a hook on a parameter in its first forward, as Hugging Face's plans do."""
+    """A module whose first forward registers a hook on a parameter, as Hugging Face's plans do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +551,7 @@ class Hooked(nn.Module):
 
 
 class Heads(nn.Module):
-    """A norm of each head, in slices of which each rank computes its own."""
+    """A module with a norm of each head; each rank computes the norms of its heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,71 +561,67 @@ class Heads(nn.Module):
         return self.o(self.norm(self.q(x).unflatten(-1, (-1, 2))).flatten(-2))
 
 
-def of_heads(rank: int, world_size: int) -> None:
-    """Torch's own style for parts of a sequence sums the gradients of a norm of each head."""
-    mesh, module = mesh_of(1, 2), plain(Heads)
-    model = sliced(
-        module, mesh, {"q": COLUMNS(), "norm": SequenceParallel(use_local_output=True), "o": ROWWISE()}, tz.ZERO3
-    )
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, module)]
+def train_heads(rank: int, world_size: int) -> None:
+    """Train with ``SequenceParallel`` on the norm, which sums its gradients."""
+    mesh, module = mesh_of(1, 2), build_plain(Heads)
+    styles = {"q": COLUMNS(), "norm": SequenceParallel(use_local_output=True), "o": ROWWISE()}
+    model = compile_sliced(module, mesh, styles, tz.ZERO3)
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-2) for trained in (model, module)]
     for step in range(STEPS):
-        for optimizer, each in zip(optimizers, (model, module), strict=True):
+        for optimizer, trained in zip(optimizers, (model, module), strict=True):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(step)
-            each(torch.randn(2, 8, generator=generator, dtype=torch.float64)).square().sum().backward()
+            trained(torch.randn(2, 8, generator=generator, dtype=torch.float64)).square().sum().backward()
             optimizer.step()
-        same(model, module, step)
+        assert_same(model, module, step)
 
 
 @pytest.mark.slow
-def test_a_norm_of_each_head(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, of_heads, timeout=110)
+def test_a_norm_of_each_head_trains_as_one_process(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, train_heads, timeout=110)
 
 
-def refusals(rank: int, world_size: int) -> None:
-    mesh, other = mesh_of(1, 2), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    module = plain(Mlp)
+def refuse_wrong_uses(rank: int, world_size: int) -> None:
+    mesh, cp_mesh = mesh_of(1, 2), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    module = build_plain(Mlp)
 
-    def of(part: Any, policy: Any = tz.ZERO3, on: Any = mesh, **options: Any) -> Any:
+    def tries(part: Any, policy: Any = tz.ZERO3, on: Any = mesh, **options: Any) -> Any:
         return lambda: tz.compile(part, policy, mesh=on, **options)
 
-    def parts(styles: Styles = OF_MLP, on: Any = mesh["tp"], build: Any = Mlp) -> nn.Module:
-        return parallelize_module(plain(build), on, dict(styles))
+    def sliced(styles: Styles = MLP_STYLES, on: Any = mesh["tp"], build: Any = Mlp) -> nn.Module:
+        return parallelize_module(build_plain(build), on, dict(styles))
 
-    fails(of(module), "ValueError", "dimension 'tp'", "no parameter of Mlp is a DTensor", "parallelize_module")
-    fails(of(parts(), on=other), "ValueError", "parameter 'up.weight'", "'cp' of the given mesh", "mesh['cp']")
-    fails(of(parts(), on=mesh["dp"]), "ValueError", "parameter 'up.weight' is a DTensor", "('dp', 'tp')")
+    fails(tries(module), "ValueError", "dimension 'tp'", "no parameter of Mlp is a DTensor", "parallelize_module")
+    fails(tries(sliced(), on=cp_mesh), "ValueError", "parameter 'up.weight'", "'cp' of the given mesh", "mesh['cp']")
+    fails(tries(sliced(), on=mesh["dp"]), "ValueError", "parameter 'up.weight' is a DTensor", "('dp', 'tp')")
     odd = partial(Mlp, 5)
-    fails(of(parts(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
-    for name, value in (
-        ("cpu_offload", True),
-        ("broadcast_from", 0),
-    ):
-        fails(of(parts(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallelism yet")
-    fails(of(parts(), ignored=("up",)), "ValueError", "parameter 'up.weight' is a DTensor and the policy ignores it")
-    hooked = parts()
+    fails(tries(sliced(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
+    for name, value in (("cpu_offload", True), ("broadcast_from", 0)):
+        fails(tries(sliced(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallel")
+    fails(tries(sliced(), ignored=("up",)), "ValueError", "'up.weight' is a DTensor and the policy ignores it")
+    hooked = sliced()
     hooked.last.weight.register_hook(lambda grad: grad)
-    fails(of(hooked), "ValueError", "parameter 'last.weight' has hooks on its gradient")
+    fails(tries(hooked), "ValueError", "parameter 'last.weight' has hooks on its gradient")
 
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    fails(of(parts(on=cube["tp"]), on=cube), "ValueError", "'dp' are data parallel", "one dimension for tensor")
-    turned = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
-    fails(of(parts(on=turned["tp"]), on=turned), "ValueError", "('tp', 'dp')", "give those first")
+    fails(tries(sliced(on=cube["tp"]), on=cube), "ValueError", "'dp' are data parallel", "one dimension for tensor")
+    transposed = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    fails(tries(sliced(on=transposed["tp"]), on=transposed), "ValueError", "('tp', 'dp')", "give those first")
     dims = DataParallelMeshDims(shard=("dp", "cp"))
-    fails(of(parts(), on=cube, dp_mesh_dims=dims), "ValueError", "name one dimension that shards")
+    fails(tries(sliced(), on=cube, dp_mesh_dims=dims), "ValueError", "name one dimension that shards")
     dims = DataParallelMeshDims(shard="data")
-    fails(of(parts(), dp_mesh_dims=dims), "ValueError", "dp_mesh_dims names 'data'", "('dp', 'tp')")
-    fails(of(parts(), dp_mesh_dims="dp"), "TypeError", "dp_mesh_dims is 'dp'")
-    fails(of(parts(), on=None, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "ValueError", "without a mesh")
+    fails(tries(sliced(), dp_mesh_dims=dims), "ValueError", "dp_mesh_dims names 'data'", "('dp', 'tp')")
+    fails(tries(sliced(), dp_mesh_dims="dp"), "TypeError", "dp_mesh_dims is 'dp'")
+    fails(tries(sliced(), on=None, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "ValueError", "without a mesh")
 
     transform = tz.ZeroTransform(tz.ZERO3, mesh=mesh)
-    fails(lambda: thunder.jit(parts(), transforms=[transform]), "ValueError", "thunder_zero.compile")
-    fails(lambda: tz.trace(parts(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
+    fails(lambda: thunder.jit(sliced(), transforms=[transform]), "ValueError", "thunder_zero.compile")
+    fails(lambda: tz.trace(sliced(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
     torch.manual_seed(rank)
-    differ = parallelize_module(Mlp(), mesh["tp"], dict(OF_MLP))
-    fails(of(differ), "RuntimeError", "initial value of parameter 'last.weight' differs between ranks")
+    differing = parallelize_module(Mlp(), mesh["tp"], dict(MLP_STYLES))
+    fails(tries(differing), "RuntimeError", "initial value of parameter 'last.weight' differs between ranks")
 
-    model = of(parts())()
+    model = tries(sliced())()
     x = torch.ones(2, 6, dtype=torch.float64)
     with mock.patch.object(unsliced, "all_gather_tensor", wraps=all_gather_tensor) as gathers:
         fails(lambda: tz.clip_grad_norm_(model, 1.0), "RuntimeError", "nothing to clip")
@@ -623,19 +633,15 @@ def refusals(rank: int, world_size: int) -> None:
     with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
         pass
     fails(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
-    partial_gradient = sliced(plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
+    partial_gradient = compile_sliced(build_plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
     optimizer = torch.optim.SGD(partial_gradient.parameters(), 0.1)
     partial_gradient(torch.randn(2, 8, dtype=torch.float64)).square().sum().backward()
     differs = "the gradient of parameter 'norm.weight' differs between ranks of tensor"
     fails(lambda: tz.clip_grad_norm_(partial_gradient, 1.0), "RuntimeError", differs)
     fails(optimizer.step, "RuntimeError", differs)
-    hooks = tz.compile(
-        parallelize_module(plain(Hooked), mesh["tp"], {f"mlp.{key}": of for key, of in OF_MLP.items()}),
-        tz.ZERO3,
-        mesh=mesh,
-    )
-    fails(lambda: hooks(x), "RuntimeError", "registers a hook on the gradient of parameter 'scale'")
+    hooking = tries(sliced({f"mlp.{key}": style for key, style in MLP_STYLES.items()}, build=Hooked))()
+    fails(lambda: hooking(x), "RuntimeError", "registers a hook on the gradient of parameter 'scale'")
 
 
-def test_what_is_refused_beside_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refusals, timeout=110)
+def test_wrong_uses_of_slices_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_wrong_uses, timeout=110)
