@@ -99,6 +99,13 @@ def test_each_public_name_has_one_tier() -> None:
     assert re.findall(r"`(\w+)`", row) == tz.schedule.__all__
 
 
+def test_each_extension_point_has_a_tier() -> None:
+    extending, page = ((ROOT / f"docs/{name}.md").read_text() for name in ("extending", "stable"))
+    imports = re.findall(r"^from (thunder_zero\.\w+\.\w+) import (\w+)$", extending, re.MULTILINE)
+    assert imports
+    assert [name for name in map(".".join, imports) if f"`{name}`" not in page] == []
+
+
 @pytest.mark.slow
 def test_the_wheel_trains_in_a_clean_environment(python: Path) -> None:
     done = run(python, "-I", "-c", USE, cwd=python.parent)  # without PYTHONPATH
