@@ -148,8 +148,8 @@ def test_encodings_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) 
     rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     payload = form.encode(rows.to(device))
     assert torch.equal(payload.cpu(), form.encode(rows))
-    found = form.decode(payload, torch.empty(rows.shape, device=device))
-    assert torch.equal(found.cpu(), form.decode(form.encode(rows), torch.empty_like(rows)))
+    result = form.decode(payload, torch.empty(rows.shape, device=device))
+    assert torch.equal(result.cpu(), form.decode(form.encode(rows), torch.empty_like(rows)))
 
 
 # A step
@@ -158,7 +158,7 @@ def test_encodings_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_one_process_without_waiting_for_the_device(shard: Shard, device: str, stage: int) -> None:
     """Every line that makes the host wait raises; on the CPU such reads are counted. Each bucket is one launch."""
-    right = losses(step_of(fresh(GptShape), tokens("cpu")))
+    expected = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
         model = shard(fresh(GptShape), policy_of(stage), device)
     step = step_of(model, tokens(device))
@@ -179,7 +179,7 @@ def test_it_trains_as_one_process_without_waiting_for_the_device(shard: Shard, d
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as seen:
         third = step()
-    assert relative_error(torch.stack([first, second, third]).cpu(), right) < 1e-4
+    assert relative_error(torch.stack([first, second, third]).cpu(), expected) < 1e-4
     launches = [event for event in seen.events() or () if event.name.startswith("c10d::") and "coalesced" in event.name]
     planned = [op for op in tz.traces_of(model).timeline.ops if op.kind in LAUNCHES]
     assert len(launches) == len(planned), sorted({event.name for event in seen.events() or ()})
@@ -193,11 +193,11 @@ def test_a_slow_wire_changes_nothing(shard: Shard, stage: int, no_sync: bool, mi
     """Streams are ordered and memory is kept as NCCL needs it: outputs are NaN until a sleeping stream writes them."""
     policy = policy_of(stage, **mixed)
     with communicating():
-        right = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
+        expected = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
         with slow_wire() as wire:
-            found = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
+            result = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
     assert wire.launched > 0
-    assert relative_error(found, right) < (1e-2 if mixed else 1e-5)
+    assert relative_error(result, expected) < (1e-2 if mixed else 1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -221,10 +221,10 @@ def test_the_collectives_of_nccl_are_launched(shard: Shard, stage: int, offload:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_on_the_cpu(shard: Shard, stage: int, offload: bool) -> None:
-    right = losses(step_of(fresh(GptShape), tokens("cpu")))
+    expected = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
         model = shard(fresh(GptShape), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
-    assert relative_error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
+    assert relative_error(losses(step_of(model, tokens("cuda"))), expected) < 1e-4
     for param in tz.traces_of(model).plan.params:
         own = model.get_parameter(param.path)
         rows, grad = local(own), own.grad
@@ -263,13 +263,13 @@ def test_the_host_may_write_to_an_offloaded_shard_after_forward(shard: Shard, de
         model = shard(fresh(Mlp, 64, 3), policy_of(3, cpu_offload=True), device)
     x = torch.ones(2, 64, device=device)
     with torch.set_grad_enabled(grad):
-        right = model(x).detach().clone()
+        expected = model(x).detach().clone()
         if device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
-        found = model(x).detach()
+        result = model(x).detach()
     for param in model.parameters():
         param.data.fill_(torch.nan)
-    assert torch.equal(found, right)
+    assert torch.equal(result, expected)
 
 
 # Checkpoints

@@ -71,12 +71,12 @@ def on_one_device(
 @pytest.mark.parametrize("dynamo", [False, True], ids=["thunder.jit", "tz.compile"])
 @pytest.mark.filterwarnings("ignore:cpu_offload changes nothing")
 def test_two_processes_train_as_one(processes: RanksPool, device: str, stage: int, offload: bool, dynamo: bool) -> None:
-    found = torch.stack(processes.run(2, on_one_device, device, stage, offload, dynamo)).mean(0)
-    assert relative_error(found, train(fresh(Small), all_tokens())) < 1e-4
+    result = torch.stack(processes.run(2, on_one_device, device, stage, offload, dynamo)).mean(0)
+    assert relative_error(result, train(fresh(Small), all_tokens())) < 1e-4
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_send_bytes_of_a_format(processes: RanksPool, device: str, stage: int) -> None:
-    found = torch.stack(processes.run(2, on_one_device, device, stage, False, True, tz.Int8(4))).mean(0)
-    off = relative_error(found, train(fresh(Small), all_tokens()))
+    result = torch.stack(processes.run(2, on_one_device, device, stage, False, True, tz.Int8(4))).mean(0)
+    off = relative_error(result, train(fresh(Small), all_tokens()))
     assert 1e-6 < off < 5e-2, "rounded, a little"

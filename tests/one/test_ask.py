@@ -101,7 +101,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
 
 ALONE = {"bucket_bytes": 0}
 ONE_AHEAD = ALONE | {"prefetch": 1, "in_flight_bytes": 2 * MATRIX}
-TIMES = tz.schedule.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
+TIMES = tz.schedule.Times({weight(index): 1.0 for index in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
 SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differs, parameter, words
     # why a gather starts where it does
     (3, ALONE, weight(2), "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)"),
@@ -145,11 +145,11 @@ def test_each_gather_is_where_its_bound_says() -> None:
         traces(2, bucket_bytes=0, in_flight_bytes=2 * MATRIX),
         traces(3, bucket_bytes=0, reshard_after_forward=None),
     ):
-        ops, found = of.timeline.ops, bounds(of.timeline)
-        launches = {op.writes[0]: at for at, op in enumerate(ops) if op.kind is Kind.GATHER}
-        assert found.keys() == launches.keys()
-        assert {bound for _, bound in found.values()} - {Bound.PHASE}
-        for handle, (after, bound) in found.items():
+        ops, result = of.timeline.ops, bounds(of.timeline)
+        launches = {op.writes[0]: index for index, op in enumerate(ops) if op.kind is Kind.GATHER}
+        assert result.keys() == launches.keys()
+        assert {bound for _, bound in result.values()} - {Bound.PHASE}
+        for handle, (after, bound) in result.items():
             between = {op.kind for op in ops[after + 1 : launches[handle]] if op.writes or op.kind is not Kind.COMPUTE}
             assert bound is not Bound.EARLIER
             assert not between & {Kind.COMPUTE, Kind.WAIT}
@@ -183,7 +183,7 @@ def test_a_value_made_of_the_parameter_alone_is_a_use_of_it() -> None:
 
 def test_seconds_add_up_to_the_estimate() -> None:
     of = traces(3, bucket_bytes=0)
-    shown = [tz.explain(of, weight(at), device=DEVICE) for at in range(UNITS)]
+    shown = [tz.explain(of, weight(index), device=DEVICE) for index in range(UNITS)]
     frozen = tz.explain(of, "frozen", device=DEVICE)
     exposed = [one.exposed_seconds for one in (*shown, frozen)]
     assert sum(one for one in exposed if one is not None) == pytest.approx(estimate(of, DEVICE).exposed_seconds)
@@ -195,9 +195,9 @@ def test_seconds_add_up_to_the_estimate() -> None:
 def test_zero3_beside_zero2_unit_by_unit() -> None:
     first, second = traces(2), traces(3)
     shown = diff(first, second)
-    for at in range(UNITS):
-        zero2, zero3 = shown.units[f"layers.{at}"]
-        again = int(at > 0)  # x needs no gradient
+    for index in range(UNITS):
+        zero2, zero3 = shown.units[f"layers.{index}"]
+        again = int(index > 0)  # x needs no gradient
         assert (zero2.gathers, zero3.gathers) == (1, 1 + again)
         assert (zero2.reductions, zero3.reductions) == (1, 1)
         assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + again * MATRIX // 2)
@@ -436,7 +436,7 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
         ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: shape '[7]' is invalid for input"),
     ):
         code, _, error = run(capsys, *command, f"{model_file}:{function}")
-        number = next(at for at, text in enumerate(lines, 1) if text.strip() == line)
+        number = next(index for index, text in enumerate(lines, 1) if text.strip() == line)
         assert (code, error.splitlines()[-1].startswith(f"thunder-zero: {model_file}:{number}, in ")) == (1, True), (
             error
         )
@@ -460,10 +460,10 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(doctor, "TESTED", {"torch": ("99.0", "99.1"), "lightning-thunder": ("0.0.1", "0.0.2")})
     monkeypatch.setattr(doctor, "ZeroTransform", None)
     code, out, error = run(capsys, "doctor", "--json")
-    found = json.loads(out)
-    faults = [one["what"] for one in found["findings"] if one["fault"]]
+    result = json.loads(out)
+    faults = [one["what"] for one in result["findings"] if one["fault"]]
     steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
-    assert (code, found["works"], faults) == (1, False, ["torch", *steps])
+    assert (code, result["works"], faults) == (1, False, ["torch", *steps])
     assert "newer than tested" in out
     assert error.startswith("thunder-zero: thunder_zero cannot run here: torch, a step of DDP")
 

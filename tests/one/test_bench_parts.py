@@ -92,8 +92,8 @@ def test_a_run_is_saved_and_shown(tmp_path: Path) -> None:
     assert report.cells(RESULT, ROWS[2], Memory(rest=0, peak=3 << 20)) == expected
     run.save(run.Found([RESULT], {2: memory}), {"date": "today"}, tmp_path)
     read = report.read_report(tmp_path / "bench.json")
-    found = (read.about, read.results, read.memory, read.overhead)
-    assert found == ({"date": "today"}, (RESULT,), {2: memory}, ())
+    result = (read.about, read.results, read.memory, read.overhead)
+    assert result == ({"date": "today"}, (RESULT,), {2: memory}, ())
     assert all(f"\n| {row.name} |" in report.render(read) for row in ROWS)
     save_plot([RESULT, replace(RESULT, network="loopback", world_size=4)], tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -203,10 +203,10 @@ def test_the_curves_have_the_measured_points(tmp_path: Path) -> None:
         parts = {FORWARD: Added(10, 20), LOSS: Added(20, 20), BACKWARD: Added(30, 5000), OPTIMIZER: Added(40, 50)}
         steps[stage] = (memory, Measured(memory.at_rest, 2048, parts))
         peak = memory.curve.index(memory.peak)
-        step, found = step_of(memory), points_of(step_of(memory), steps[stage][1])
-        assert [round(y * memory_table.MiB) - memory.at_rest for _, y in found] == [2048, 2058, 7048, 2078, 50]
-        assert step.edges[peak] < found[2][0] < step.edges[peak + 1]
-        assert (found[1][0], found[3][0]) == (step.borders[LOSS], step.borders[OPTIMIZER])
+        step, result = step_of(memory), points_of(step_of(memory), steps[stage][1])
+        assert [round(y * memory_table.MiB) - memory.at_rest for _, y in result] == [2048, 2058, 7048, 2078, 50]
+        assert step.edges[peak] < result[2][0] < step.edges[peak + 1]
+        assert (result[1][0], result[3][0]) == (step.borders[LOSS], step.borders[OPTIMIZER])
     save(steps, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 

@@ -54,11 +54,11 @@ def test_a_step_equals_eagers_bit_for_bit(name: str, optimizer: str) -> None:
             losses.append(loss_of(side(*given), tokens))
             losses[-1].backward()
         assert losses[0].equal(losses[1]), f"loss of step {step}"
-        for (path, mine), right in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
-            assert (mine.grad is None) == (right.grad is None), path
-            assert right.grad is None or mine.grad.equal(right.grad), f"gradient of {path} in step {step}"
+        for (path, mine), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
+            assert (mine.grad is None) == (expected.grad is None), path
+            assert expected.grad is None or mine.grad.equal(expected.grad), f"gradient of {path} in step {step}"
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad()
-        for (path, mine), right in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
-            assert mine.equal(right), f"{path} after step {step}"
+        for (path, mine), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
+            assert mine.equal(expected), f"{path} after step {step}"

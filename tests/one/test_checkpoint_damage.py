@@ -125,16 +125,16 @@ IN_METADATA: dict[str, tuple[Change, str]] = {
 }
 
 
-def damaged(good: Path, at: Path, change: Change = lambda of: None) -> Path:
+def damaged(good: Path, index: Path, change: Change = lambda of: None) -> Path:
     """Copy the good checkpoint, change its metadata, and write a manifest that fits."""
-    shutil.copytree(good, at)
-    metadata = read_metadata(at)
+    shutil.copytree(good, index)
+    metadata = read_metadata(index)
     change(metadata)
-    (at / ".metadata").write_bytes(pickle.dumps(metadata))
-    contents = {path.name: path.read_bytes() for path in at.iterdir() if path.name != manifest.NAME}
+    (index / ".metadata").write_bytes(pickle.dumps(metadata))
+    contents = {path.name: path.read_bytes() for path in index.iterdir() if path.name != manifest.NAME}
     files = [File(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()]
-    (at / manifest.NAME).write_text(manifest.to_text(replace(manifest.read(at), files=tuple(files))))
-    return at
+    (index / manifest.NAME).write_text(manifest.to_text(replace(manifest.read(index), files=tuple(files))))
+    return index
 
 
 def load(path: Path) -> str:
@@ -155,11 +155,11 @@ def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: py
     capsys.readouterr()
     for number, (name, (change, words)) in enumerate(IN_METADATA.items()):
         path = damaged(good, tmp_path / str(number), change)
-        said = [load(path)]
+        text = [load(path)]
         for command in (["inspect", path, "--verify"], ["consolidate", path, tmp_path / "m.pt", "--optimizer"]):
             assert cli.main([str(argument) for argument in command]) == 1, name
-            said.append(capsys.readouterr().err)
-        for sentence in said:
+            text.append(capsys.readouterr().err)
+        for sentence in text:
             assert words in sentence, (name, sentence)
             assert sentence.rstrip("\n").count("\n") == 0, (name, sentence)
             assert sentence.rstrip().endswith(LAST), (name, sentence)
@@ -189,20 +189,20 @@ def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
             (lambda of: of.state_dict_metadata.pop(params), "group 0 of the checkpoint's optimizer lists no param"),
         )
     ):
-        told = load(damaged(good, tmp_path / str(number), change))
-        assert words in told, told
-        assert told.endswith(LAST), told
+        text = load(damaged(good, tmp_path / str(number), change))
+        assert words in text, text
+        assert text.endswith(LAST), text
     huge = damaged(good, tmp_path / "rank", lambda of: new_key(of, "rank99999999999.extra.a"))
     assert load(huge).endswith((LAST, "nothing"))
 
 
 def test_a_manifest_of_other_types(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = damaged(good, tmp_path / "typed")
-    right = manifest.read(path)
-    first, *others = right.files
+    expected = manifest.read(path)
+    first, *others = expected.files
     for change in ({"size": "5"}, {"size": -1}, {"sha256": 5}, {"name": "../a"}, {"name": "/etc/passwd"}):
         files = (replace(first, **change), *others)
-        (path / manifest.NAME).write_text(manifest.to_text(replace(right, files=files)))
+        (path / manifest.NAME).write_text(manifest.to_text(replace(expected, files=files)))
         assert "manifest.json is damaged: it is not a manifest (TypeError" in load(path), change
         assert cli.main(["inspect", str(path)]) == 1
         assert "manifest.json is damaged" in capsys.readouterr().err

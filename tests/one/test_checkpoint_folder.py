@@ -137,7 +137,7 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
         save(tmp_path / name)
         assert folder.locate(tmp_path / "latest") == tmp_path / name
     save(tmp_path / "s2")  # again: now the last
-    assert [found.number for found in folder.list_checkpoints(tmp_path).values()].count(5) == 1
+    assert [result.number for result in folder.list_checkpoints(tmp_path).values()].count(5) == 1
     (tmp_path / "notes").mkdir()
     (tmp_path / "s3").rename(tmp_path / ".s3.replaced")  # a save died between its two renames: it is one of them
     for left in (".s1.removed", ".s5.replaced.removed", ".s7.saving", ".other7.saving"):

@@ -110,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.parametrize(("world", "stage", "to_world", "to_stage"), [*PAIRS, *slow(*MORE), *deep(*ALL)])
 def test_the_next_steps_equal_an_uninterrupted_run(
-    saved: Saved, right: dict[str, Tensor], world: int, stage: int, to_world: int, to_stage: int
+    saved: Saved, expected: dict[str, Tensor], world: int, stage: int, to_world: int, to_stage: int
 ) -> None:
     module = fresh(Small)
     with torch.no_grad():
@@ -122,19 +122,19 @@ def test_the_next_steps_equal_an_uninterrupted_run(
             group["lr"] = 9.0
     load(saved(world, stage), ranks)
     for name, value in train(ranks, module, AFTER).items():
-        assert torch.equal(value, right[name]), name
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize(("world", "stage"), [(3, 3), (2, 1), *slow((4, 2), (3, 0)), *deep((4, 1), (2, 3), (1, 0))])
-def test_no_padding_and_no_copy_is_written(saved: Saved, right: dict[str, Tensor], world: int, stage: int) -> None:
+def test_no_padding_and_no_copy_is_written(saved: Saved, expected: dict[str, Tensor], world: int, stage: int) -> None:
     """Shapes are whole, each row is written once, and a tied weight has one place under both names."""
     metadata = read_metadata(saved(world, stage))
     stored = metadata.state_dict_metadata
-    assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == right.keys()
-    for name, value in right.items():
-        found = stored[f"model.{name}"]
-        assert tuple(found.size) == tuple(value.shape)
-        written = [int(chunk.sizes.numel()) for chunk in found.chunks]
+    assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == expected.keys()
+    for name, value in expected.items():
+        result = stored[f"model.{name}"]
+        assert tuple(result.size) == tuple(value.shape)
+        written = [int(chunk.sizes.numel()) for chunk in result.chunks]
         assert sum(written) == value.numel(), name
     places = {index: place for index, place in metadata.storage_data.items() if index.offset is not None}
     for index, place in places.items():

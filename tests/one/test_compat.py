@@ -63,8 +63,8 @@ def test_thunder_imported_first_where_it_cannot_be() -> None:
     """Thunder raises its own error; importing thunder_zero raises ours, at each attempt."""
     command = [sys.executable, "-W", "ignore", "-c", THUNDER_FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    theirs, *ours = done.stdout.strip().splitlines()
+    theirs, *local = done.stdout.strip().splitlines()
     assert theirs.startswith(("AttributeError", "RuntimeError")), theirs
-    assert len(ours) == 2, ours
-    for line in ours:
-        assert line.startswith("ImportError an earlier `import thunder` failed"), ours
+    assert len(local) == 2, local
+    for line in local:
+        assert line.startswith("ImportError an earlier `import thunder` failed"), local

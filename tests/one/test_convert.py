@@ -36,10 +36,10 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def assert_same(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert found.keys() == right.keys()
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value, atol=0, rtol=0)
+def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, atol=0, rtol=0)
 
 
 def data_bytes(path: Path) -> list[int]:
@@ -83,15 +83,15 @@ def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_p
 def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
     assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
     (one,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
-    right = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
-    assert_same(load_file(one), right)
+    expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
+    assert_same(load_file(one), expected)
     (wide,) = consolidate(runs / "start", tmp_path / "wide.safetensors")
     content = wide.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     for name, tensor in weights().items():
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
-    save_file(right, tmp_path / "right.safetensors")
+    save_file(expected, tmp_path / "right.safetensors")
     tz.tools.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
     assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
 
@@ -149,10 +149,10 @@ def test_what_an_earlier_call_left_is_removed(runs: Path, tmp_path: Path) -> Non
     others += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # somebody else's of that name
     for name in others:
         (out / name).touch()
-    (ours,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
+    (local,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
     for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
-        ours.with_name(name).write_bytes(ours.read_bytes())
-        ours.with_name(name).rename(out / name)
+        local.with_name(name).write_bytes(local.read_bytes())
+        local.with_name(name).rename(out / name)
     for limit in (10, 20, None, 10):
         files = consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
         assert {path.name for path in out.iterdir()} == {*others, *(file.name for file in files)}
@@ -213,8 +213,8 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
     assert code == 1
     assert "other: it has no manifest.json" in err
     nested = "model" in state
-    for options, right in (((), 1), (("--no-verify",), 0 if nested else 1)):
-        assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == right
+    for options, expected in (((), 1), (("--no-verify",), 0 if nested else 1)):
+        assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == expected
     if nested:
         assert_same(load_file(tmp_path / "m.safetensors"), weights())
 

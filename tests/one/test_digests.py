@@ -22,13 +22,13 @@ def random_bytes(size: int) -> Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_digest_depends_on_every_byte_and_not_on_where_they_lie(size: int) -> None:
     there = torch.empty(size + 3, dtype=torch.uint8)[3:].copy_(random_bytes(size))
-    (right,) = digests_of([random_bytes(size)]).tolist()
-    assert digests_of([there, there]).tolist() == [right, right]
+    (expected,) = digests_of([random_bytes(size)]).tolist()
+    assert digests_of([there, there]).tolist() == [expected, expected]
     with mock.patch.object(writes, "MULTIPLY_INTEGERS", ()):
-        assert digests_of([there]).tolist() == [right]
+        assert digests_of([there]).tolist() == [expected]
     for place in range(0, size, max(1, size // 9)):
         there[place] ^= 1
-        assert digests_of([there]).tolist() != [right], place
+        assert digests_of([there]).tolist() != [expected], place
         there[place] ^= 1
 
 

@@ -88,8 +88,8 @@ class Mixed(nn.Module):
         y = checkpoint(self.inner, y, use_reentrant=False)
         with torch.no_grad():
             scale = y.abs().mean()
-        left, right = (y / (1 + scale)).chunk(2, dim=-1)
-        return left * torch.tensor([1.0, 2.0]), right.float().neg(), 3
+        left, expected = (y / (1 + scale)).chunk(2, dim=-1)
+        return left * torch.tensor([1.0, 2.0]), expected.float().neg(), 3
 
 
 def calls_of(model: Any) -> list[Counter[str]]:
@@ -132,10 +132,10 @@ class Viewed(nn.Module):
 def test_lines_read_what_chains_of_views_begin_with() -> None:
     module = fresh(Viewed)
     model = tz.compile(deepcopy(module), 3)
-    found, expected = model(X), module(X)
-    assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True] * 3
-    assert (found[0] is X, found[0]._is_view(), found[0].data_ptr()) == (False, True, X.data_ptr())
-    for outputs in (found, expected):
+    result, expected = model(X), module(X)
+    assert [torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True)] == [True] * 3
+    assert (result[0] is X, result[0]._is_view(), result[0].data_ptr()) == (False, True, X.data_ptr())
+    for outputs in (result, expected):
         (outputs[1].sum() + outputs[2].square().sum()).backward()
     for mine, theirs in zip(model.parameters(), module.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad)
@@ -160,9 +160,9 @@ def test_a_forecast_of_a_model_that_ran_gives_the_loss_what_forward_returns() ->
     x = torch.ones(2, 4)
     model = tz.compile(Named(4, 3), 3)
     model(x)["loss"][0].sum().backward()
-    found = tz.tools.memory(model, loss=lambda output: output["loss"][0].sum() * output["rows"])
+    result = tz.tools.memory(model, loss=lambda output: output["loss"][0].sum() * output["rows"])
     traces = tz.trace(Named(4, 3), x, policy=3, world_size=1)
-    assert found.peak == tz.tools.memory(traces, loss=lambda output: output["loss"][0].sum() * output["rows"]).peak
+    assert result.peak == tz.tools.memory(traces, loss=lambda output: output["loss"][0].sum() * output["rows"]).peak
 
 
 class Layer(nn.Module):
@@ -222,9 +222,9 @@ def test_what_is_computed_without_gradients_requires_none(make: Callable[[], nn.
         if trains_first:
             model(X).sum().backward()
         with MODES[mode]():
-            got = model(X)
-        assert (got.requires_grad, got.grad_fn, got.is_inference()) == (False, None, mode == "inference_mode")
-        torch.testing.assert_close(got, module(X).detach())
+            result = model(X)
+        assert (result.requires_grad, result.grad_fn, result.is_inference()) == (False, None, mode == "inference_mode")
+        torch.testing.assert_close(result, module(X).detach())
         assert torch.is_grad_enabled()
         out = model(X)
         assert out.requires_grad
@@ -259,9 +259,9 @@ def test_what_depends_on_the_grad_mode_is_captured_in_each(then: Callable[[Tenso
         model = tz.compile(deepcopy(module), 3)
         for mode in modes:
             with torch.no_grad() if mode == "no_grad" else nullcontext():
-                got, expected = model(X), module(X)
-            torch.testing.assert_close(got, expected)
-            assert got.requires_grad == expected.requires_grad, mode
+                result, expected = model(X), module(X)
+            torch.testing.assert_close(result, expected)
+            assert result.requires_grad == expected.requires_grad, mode
 
 
 def test_forward_may_turn_gradients_on() -> None:
@@ -278,9 +278,9 @@ def test_forward_may_turn_gradients_on() -> None:
     module = fresh(Forces)
     model = tz.compile(deepcopy(module), 3)
     with torch.no_grad():
-        got, expected = model(X), module(X)
-    assert [out.requires_grad for out in got] == [out.requires_grad for out in expected] == [False, True]
-    got[1].sum().backward()
+        result, expected = model(X), module(X)
+    assert [out.requires_grad for out in result] == [out.requires_grad for out in expected] == [False, True]
+    result[1].sum().backward()
     expected[1].sum().backward()
     for mine, right in zip(model.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
@@ -352,11 +352,11 @@ def test_inputs_that_share_memory_see_what_forward_writes(views: Callable[[Tenso
         model(*first(torch.ones(4, 4)))
         mine, theirs = (torch.arange(16.0).view(4, 4).sin() for _ in range(2))
         outputs: list[Tensor] = []
-        said = error_of(partial(keep, outputs, model, views(mine)))
+        text = error_of(partial(keep, outputs, model, views(mine)))
         if outputs:
             torch.testing.assert_close(outputs[0], module(*views(theirs)))
         else:
-            assert "share memory in another way than in the call" in said
+            assert "share memory in another way than in the call" in text
             assert first is not views
         assert torch.equal(mine, theirs)
 
@@ -572,10 +572,10 @@ def test_standard_error_is_told_what_was_compiled_and_how_long_it_took(
         assert stream.getvalue() == ""
         model = make(deepcopy(module), 3, mixed_precision=tz.MixedPrecision(output_dtype=torch.float32))
         model(X)
-        said = stream.getvalue()
-        assert re.fullmatch(pattern.format(len(X)), said)
+        text = stream.getvalue()
+        assert re.fullmatch(pattern.format(len(X)), text)
         model(X)
-        assert stream.getvalue() == said
+        assert stream.getvalue() == text
         model(X[:1])
         assert re.fullmatch(pattern.format(len(X)) + pattern.format(1), stream.getvalue())
 
@@ -619,9 +619,9 @@ def test_backward_gathers_no_parameter_for_its_shape() -> None:
     x = X.view(1, 2, 4).repeat(2, 2, 1)
     for network in (model, plain):
         network(x).sin().sum().backward()
-    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
-        torch.testing.assert_close(full(mine.grad), right.grad)
+        torch.testing.assert_close(full(mine.grad), expected.grad)
     ops = tz.traces_of(model).timeline.ops
     again = {path for op in ops if op.backward and op.kind is Kind.GATHER for path in op.params}
     assert again == {"norm.weight", "second.weight", "last.weight"}
@@ -645,8 +645,8 @@ def test_what_is_read_for_its_shape_may_have_any_values(name: str) -> None:
         read = read_for_shape(target, args)
         assert len(read) > 0
         others = [torch.full_like(arg, torch.nan) if any(arg is each for each in read) else arg for arg in args]
-        for mine, right in zip(target(*others), target(*args), strict=True):
-            assert right is None or mine.equal(right)
+        for mine, expected in zip(target(*others), target(*args), strict=True):
+            assert expected is None or mine.equal(expected)
 
 
 class Drawing(nn.Module):

@@ -72,9 +72,11 @@ def require_refused(
 
 def phases(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
     """Return the indices of the lines that start and end to gather, or to reduce, this parameter by itself."""
-    start = next(at for at, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:])
+    start = next(
+        index for index, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:]
+    )
     handle = lines[start].output.name
-    ends = (at for at, line in enumerate(lines) if line.sym.name == "zero_wait" and line.args[0].name == handle)
+    ends = (index for index, line in enumerate(lines) if line.sym.name == "zero_wait" and line.args[0].name == handle)
     return start, next(ends)
 
 
@@ -83,7 +85,7 @@ def names(line: BoundSymbol) -> set[str]:
 
 
 def without(lines: Lines, *positions: int) -> Lines:
-    return [line for at, line in enumerate(lines) if at not in positions]
+    return [line for index, line in enumerate(lines) if index not in positions]
 
 
 def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
@@ -105,8 +107,12 @@ def no_gradient(lines: Lines) -> Lines:
 
 def wrong_kind(lines: Lines) -> Lines:
     """An all-reduce would give the full mean where the optimizer has rows."""
-    at, _ = phases(lines)
-    return [*lines[:at], lines[at].from_bsym(sym=replace(lines[at].sym, name="zero_all_reduce")), *lines[at + 1 :]]
+    index, _ = phases(lines)
+    return [
+        *lines[:index],
+        lines[index].from_bsym(sym=replace(lines[index].sym, name="zero_all_reduce")),
+        *lines[index + 1 :],
+    ]
 
 
 def missing_from_its_bucket(lines: Lines) -> Lines:
@@ -158,9 +164,9 @@ def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> N
 
 def lost_free(lines: Lines) -> Lines:
     full = lines[phases(lines)[1]].output.name
-    at = next(at for at, line in enumerate(lines) if line.sym.id is prims.PrimIDs.DEL and full in names(line))
-    left = [proxy for proxy in lines[at].flat_proxy_args if proxy.name != full]
-    return [*lines[:at], lines[at].from_bsym(args=tuple(left)), *lines[at + 1 :]]
+    index = next(index for index, line in enumerate(lines) if line.sym.id is prims.PrimIDs.DEL and full in names(line))
+    left = [proxy for proxy in lines[index].flat_proxy_args if proxy.name != full]
+    return [*lines[:index], lines[index].from_bsym(args=tuple(left)), *lines[index + 1 :]]
 
 
 def shard_in_its_place(lines: Lines) -> Lines:
@@ -172,43 +178,45 @@ def shard_in_its_place(lines: Lines) -> Lines:
         args = [swap.get(arg.name, arg) if isinstance(arg, Proxy) else arg for arg in line.args]
         return line.from_bsym(args=tuple(args)) if line.sym.id is not prims.PrimIDs.DEL else line
 
-    return [read_shard(line) for at, line in enumerate(lines) if at not in (start, end)]
+    return [read_shard(line) for index, line in enumerate(lines) if index not in (start, end)]
 
 
 def coded(lines: Lines) -> dict[str, int]:
     """Return the indices of the lines that encode, send, wait for and decode a parameter, by their symbols."""
-    ours = ((at, line) for at, line in enumerate(lines) if line.sym.name.startswith("zero_"))
-    of_path = {line.sym.name: at for at, line in ours if WEIGHT in line.args[1:]}
+    local = ((index, line) for index, line in enumerate(lines) if line.sym.name.startswith("zero_"))
+    of_path = {line.sym.name: index for index, line in local if WEIGHT in line.args[1:]}
     return of_path | {"zero_wait": phases(lines[of_path["zero_all_gather"] :])[1] + of_path["zero_all_gather"]}
 
 
-def reading(lines: Lines, at: int, *args: Any) -> Lines:
-    return [*lines[:at], lines[at].from_bsym(args=args), *lines[at + 1 :]]
+def reading(lines: Lines, index: int, *args: Any) -> Lines:
+    return [*lines[:index], lines[index].from_bsym(args=args), *lines[index + 1 :]]
 
 
 def sent_as_it_is(lines: Lines) -> Lines:
-    at = coded(lines)
-    return without(reading(lines, at["zero_all_gather"], lines[at["zero_encode"]].args[0], WEIGHT), at["zero_encode"])
+    index = coded(lines)
+    return without(
+        reading(lines, index["zero_all_gather"], lines[index["zero_encode"]].args[0], WEIGHT), index["zero_encode"]
+    )
 
 
 def read_as_it_arrives(lines: Lines) -> Lines:
-    at = coded(lines)
-    full, bytes_of_it = (lines[at[name]].output for name in ("zero_decode", "zero_wait"))
+    index = coded(lines)
+    full, bytes_of_it = (lines[index[name]].output for name in ("zero_decode", "zero_wait"))
     reader = next(
-        number for number, line in enumerate(lines) if number > at["zero_decode"] and full.name in names(line)
+        number for number, line in enumerate(lines) if number > index["zero_decode"] and full.name in names(line)
     )
     args = (bytes_of_it if isinstance(arg, Proxy) and arg.name == full.name else arg for arg in lines[reader].args)
-    return without(reading(lines, reader, *args), at["zero_decode"])
+    return without(reading(lines, reader, *args), index["zero_decode"])
 
 
 def decoded_again(lines: Lines) -> Lines:
-    at = coded(lines)["zero_decode"]
-    return [*lines[: at + 1], lines[at], *lines[at + 1 :]]
+    index = coded(lines)["zero_decode"]
+    return [*lines[: index + 1], lines[index], *lines[index + 1 :]]
 
 
 def sent_by_nobody(lines: Lines) -> Lines:
-    at = coded(lines)
-    return without(lines, at["zero_all_gather"], at["zero_wait"], at["zero_decode"])
+    index = coded(lines)
+    return without(lines, index["zero_all_gather"], index["zero_wait"], index["zero_decode"])
 
 
 def test_lines_that_encode_and_decode() -> None:

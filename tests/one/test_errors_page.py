@@ -60,5 +60,5 @@ def test_the_messages_of_torch() -> None:
         assert module.out(torch.ones(2, 4)).eq(5).all()
 
 
-def holds(said: str, listed: str) -> bool:
-    return re.search(".*".join(map(re.escape, listed.split("…"))), said, re.DOTALL) is not None
+def holds(text: str, listed: str) -> bool:
+    return re.search(".*".join(map(re.escape, listed.split("…"))), text, re.DOTALL) is not None

@@ -120,10 +120,10 @@ def test_a_changed_byte_is_told_by_its_hash_wherever_it_is(tmp_path: Path) -> No
     """Also where it cannot be decoded: a header, a directory of torch's zip, a value that is pickled."""
     save_simulated(tmp_path / "run", simulated(1))
     rank, path = simulated(1)[0], tmp_path / "run" / "__0_0.distcp"
-    right = path.read_bytes()
+    expected = path.read_bytes()
     undecodable = 0
-    for place in range(0, len(right), len(right) // 100):
-        path.write_bytes(right[:place] + bytes([right[place] ^ 0x10]) + right[place + 1 :])
+    for place in range(0, len(expected), len(expected) // 100):
+        path.write_bytes(expected[:place] + bytes([expected[place] ^ 0x10]) + expected[place + 1 :])
         assert "__0_0.distcp was changed: its SHA-256 differs; use another" in error_of(lambda: load(path.parent, rank))
         metadata = read_metadata(path.parent)
         undecodable += error_of(lambda: read_checkpoint(path.parent, metadata, [rank.contents], [])) != "nothing"  # noqa: B023

@@ -116,17 +116,17 @@ def uneven() -> nn.Module:
 def test_a_refusal_speaks_of_what_there_is() -> None:
     """Of no units where there are none; of ``recompute="cheap"`` if not asked for. Inputs belong to the batch."""
     asked = tz.Policy(recompute="none", unit_of=lambda module: ())
-    cheap, found = (tz.tools.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
-    at = found.by_kind
-    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
-    assert at[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
-    assert cheap.peak < found.peak
+    cheap, result = (tz.tools.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
+    index = result.by_kind
+    batch = sum(index.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
+    assert index[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
+    assert cheap.peak < result.peak
     with pytest.raises(tz.tools.DoesNotFit) as caught:
         tz.tools.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=asked)
     text = str(caught.value)
     assert "unit" not in text
     assert f"half the batch (about {size(batch // 2)} less)" in text
-    assert f'recompute="cheap" (about {size(found.peak - cheap.peak)} less)' in text
+    assert f'recompute="cheap" (about {size(result.peak - cheap.peak)} less)' in text
 
 
 @pytest.mark.slow
@@ -172,10 +172,10 @@ def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2), **options)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
-        found, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)
-        assert (found.timeline, found.lifted, found.plan) == (expected.timeline, expected.lifted, expected.plan)
+        result, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)
+        assert (result.timeline, result.lifted, result.plan) == (expected.timeline, expected.lifted, expected.plan)
         for phase in ("forward", "backward", "epilogue"):
-            one, other = (str(getattr(traces, phase)).partition("\n")[2] for traces in (found, expected))
+            one, other = (str(getattr(traces, phase)).partition("\n")[2] for traces in (result, expected))
             assert one == other  # the first line says how long a pass took
 
 

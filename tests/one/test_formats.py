@@ -70,9 +70,9 @@ def test_a_cast_is_an_encoding_and_what_is_exact_is_not_copied() -> None:
 def test_a_block_that_is_not_finite_arrives_so(value: float) -> None:
     x = torch.ones(300)
     x[130] = value
-    found = travelled(Int8(128), x)
-    assert bool(found[128:256].isnan().all())
-    assert bool((found[:128] == 1).all() and (found[256:] == 1).all())
+    result = travelled(Int8(128), x)
+    assert bool(result[128:256].isnan().all())
+    assert bool((result[:128] == 1).all() and (result[256:] == 1).all())
 
 
 def test_reductions_are_right_in_the_mean_and_the_same_again() -> None:

@@ -55,9 +55,9 @@ def test_each_element_is_the_nearest_level_and_encodes_alike(
     x = x.masked_fill(torch.rand(shape, generator=generator) < 0.3, 0.0).to(dtype)
     payload = form.encode(x)
     assert payload.shape == (rows, form.nbytes(prod(shape[1:])))
-    right = nearest(x.float().view(rows, prod(shape[1:])), block).view(shape)
-    found = form.decode(payload, torch.empty(shape, dtype=torch.float32))
-    torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+    expected = nearest(x.float().view(rows, prod(shape[1:])), block).view(shape)
+    result = form.decode(payload, torch.empty(shape, dtype=torch.float32))
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)
     again = form.decode(payload, torch.empty(shape, dtype=dtype))
     assert torch.equal(form.encode(again), payload), "decoded values have the same bytes"
     if rows:
@@ -79,9 +79,9 @@ def test_a_block_that_is_not_finite_is_decoded_as_nan(value: float) -> None:
     form, x = tz.NF4(4), torch.ones(2, 10)
     x[0, 5] = value
     payload = form.encode(x)
-    found = form.decode(payload, torch.empty((2, 10), dtype=torch.float32))
-    assert found.isnan().nonzero().tolist() == [[0, 4], [0, 5], [0, 6], [0, 7]]
-    assert torch.equal(form.encode(found), payload)
+    result = form.decode(payload, torch.empty((2, 10), dtype=torch.float32))
+    assert result.isnan().nonzero().tolist() == [[0, 4], [0, 5], [0, 6], [0, 7]]
+    assert torch.equal(form.encode(result), payload)
 
 
 def test_bytes_and_names() -> None:
@@ -125,13 +125,13 @@ def test_frozen_matrices_that_get_smaller_are_chosen() -> None:
 
 def test_the_plan_has_the_bytes_of_rows() -> None:
     """Three of eight rows of rank 0, each of 4 bytes for a scale and 4 for eight elements; of rank 2 two."""
-    found = plan(frozen_format=tz.NF4())
-    param = found.by_name["a.weight"]
+    result = plan(frozen_format=tz.NF4())
+    param = result.by_name["a.weight"]
     assert (param.rest_shape, param.rest_dtype, param.rest_bytes) == ((8, 8), torch.uint8, 64)
     assert (param.shape, param.dtype, param.full_bytes) == ((8, 8), torch.float32, 256)
-    assert found.shard_shape(param) == (3, 8)
-    assert (found.gather_bytes(param), found.gather_receives(param)) == (2 * 3 * 8, 5 * 8)
-    assert plan().state_bytes - found.state_bytes == 2 * 3 * (32 - 8)
+    assert result.shard_shape(param) == (3, 8)
+    assert (result.gather_bytes(param), result.gather_receives(param)) == (2 * 3 * 8, 5 * 8)
+    assert plan().state_bytes - result.state_bytes == 2 * 3 * (32 - 8)
 
 
 def test_what_cannot_be_is_refused() -> None:

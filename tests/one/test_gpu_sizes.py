@@ -34,11 +34,11 @@ def schedule(policy: tz.Policy) -> Timeline:
 
 def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:
     """For each launch of this kind in a phase, by its unit and in order: the FLOPs between it and its wait."""
-    waits = {op.reads[0]: at for at, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
-    for at, op in enumerate(timeline.ops):
+    waits = {op.reads[0]: index for index, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
+    for index, op in enumerate(timeline.ops):
         if op.kind is kind and op.backward is backward:
             unit = timeline.plan.by_name[op.params[0]].unit or op.params[0].rpartition(".")[0]
-            yield unit, sum(other.flops for other in timeline.ops[at : waits[op.writes[0]]])
+            yield unit, sum(other.flops for other in timeline.ops[index : waits[op.writes[0]]])
 
 
 def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -> int:

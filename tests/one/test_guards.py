@@ -145,8 +145,8 @@ def test_each_form_of_a_call_gets_its_own_program(stage: int, by_keyword: bool) 
         return result
 
     expected = [call(plain, given).detach() for given in FORMS]
-    for at in every_pair(len(FORMS)):
-        assert torch.allclose(call(model, FORMS[at]), expected[at]), FORMS[at]
+    for index in every_pair(len(FORMS)):
+        assert torch.allclose(call(model, FORMS[index]), expected[index]), FORMS[index]
     assert len(model.graphs()[0]) == len(FORMS), "no form was compiled twice"
 
 

@@ -98,8 +98,8 @@ def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
         assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []
         model = WAYS[way](given, stage, weights=module.state_dict())
     assert isinstance(model, tz.ZeroModule)
-    for ours, theirs in zip(train(model), train(deepcopy(module)), strict=True):
-        torch.testing.assert_close(full(ours), theirs, rtol=1e-5, atol=1e-6)
+    for local, theirs in zip(train(model), train(deepcopy(module)), strict=True):
+        torch.testing.assert_close(full(local), theirs, rtol=1e-5, atol=1e-6)
     traces = tz.traces_of(model)
     assert traces.plan.policy == Policy(stage=stage)
     tz.schedule.check(traces)
@@ -338,8 +338,8 @@ def test_reshard_after_backward() -> None:
                     before = model(X)
                 counts.append(gathers.call_count)
             weight.data.add_(1)
-            told = error_of(lambda model=model: model(X))  # type: ignore[misc]
-            assert ("'layers.1.weight' was written to in the middle of an accumulation" in told) is once, told
+            text = error_of(lambda model=model: model(X))  # type: ignore[misc]
+            assert ("'layers.1.weight' was written to in the middle of an accumulation" in text) is once, text
             with torch.no_grad():
                 weight.add_(1)  # gathered again
             plain = Net()

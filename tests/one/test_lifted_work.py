@@ -65,8 +65,8 @@ def test_each_line_has_its_class_of_work(traces: tz.tools.Traces) -> None:
     }
     backward = {"matmul": Work.MATMUL, "sum": Work.REDUCTION}
     for in_backward, expected in ((False, forward), (True, backward)):
-        found = {name: {op.work for op in calls(traces, name, backward=in_backward)} for name in expected}
-        assert found == {name: {work} for name, work in expected.items()}
+        result = {name: {op.work for op in calls(traces, name, backward=in_backward)} for name in expected}
+        assert result == {name: {work} for name, work in expected.items()}
     assert {op.writes for op in traces.timeline.ops if op.work is Work.OTHER} == set(), "no line is unknown"
     assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
 

@@ -208,8 +208,8 @@ def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
     def added(loss: Callable[[Tensor], Tensor]) -> int:
         """What is alive at most in the loss, beside what forward left."""
         lines = tz.tools.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
-        (at,) = (number for number, line in enumerate(lines) if line.phase == "loss")
-        return lines[at].highest - lines[at - 1].total
+        (index,) = (number for number, line in enumerate(lines) if line.phase == "loss")
+        return lines[index].highest - lines[index - 1].total
 
     first = added(views[0])
     assert list(map(added, views + copies)) == [first] * 3 + [first + ACTIVATION] * 2

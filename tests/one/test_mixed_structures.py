@@ -92,11 +92,11 @@ def test_it_computes_as_a_module_that_casts_by_hand(put: Put, take: Put) -> None
     torch.manual_seed(0)
     module, x = Outer(put, take), torch.randn(3, 4)
     one, model = by_hand(module), shard(module)
-    found, expected = model(x), one(x.to(HALF)).float()
-    assert found.dtype is FULL
-    for loss in (found.square().mean(), expected.square().mean()):
+    result, expected = model(x), one(x.to(HALF)).float()
+    assert result.dtype is FULL
+    for loss in (result.square().mean(), expected.square().mean()):
         loss.backward()
-    assert torch.allclose(found, expected, atol=1e-2)
+    assert torch.allclose(result, expected, atol=1e-2)
     for (name, param), eager in zip(model.named_parameters(), one.parameters(), strict=True):
         assert param.grad.dtype is FULL
         assert torch.allclose(full(param.grad), eager.grad.float(), atol=1e-2), name
@@ -152,10 +152,10 @@ def test_forward_takes_named_tuples_and_dataclasses(given: Put, dtype: torch.dty
     """Whose tensors are cast as others are; it may return dataclasses."""
     x, module = torch.randn(3, 4), Gives(Data)
     expected = module(x).t
-    found = shard(module, tz.MixedPrecision(dtype, output_dtype=FULL))(given(x)).t
-    assert found.dtype is FULL
-    assert torch.equal(found, expected) is (dtype is FULL), "it computes in this dtype"
-    assert torch.allclose(found, expected, atol=5e-2)
+    result = shard(module, tz.MixedPrecision(dtype, output_dtype=FULL))(given(x)).t
+    assert result.dtype is FULL
+    assert torch.equal(result, expected) is (dtype is FULL), "it computes in this dtype"
+    assert torch.allclose(result, expected, atol=5e-2)
 
 
 @pytest.mark.slow

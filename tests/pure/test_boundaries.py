@@ -160,22 +160,22 @@ def sources(folder: Path, names_from: Path = ROOT) -> dict[str, str]:
 @cache
 def imports_of(source: str) -> frozenset[tuple[str, May]]:
     """Dotted names that the source imports (or reaches as ``torch.distributed``), and for what."""
-    found: set[tuple[str, May]] = set()
+    result: set[tuple[str, May]] = set()
 
     def visit(node: ast.AST, use: May) -> None:
         if isinstance(node, ast.Import):
-            found.update((alias.name, use) for alias in node.names)
+            result.update((alias.name, use) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: rooms are imported by their full names"
-            found.update((f"{node.module}.{alias.name}", use) for alias in node.names)
+            result.update((f"{node.module}.{alias.name}", use) for alias in node.names)
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            found.add(("torch.distributed", use))
+            result.add(("torch.distributed", use))
         for_types = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else []
         for child in ast.iter_child_nodes(node):
             visit(child, TYPES if child in for_types else use)
 
     visit(ast.parse(source), IMPORT)
-    return frozenset(found)
+    return frozenset(result)
 
 
 def faults(path: str, source: str) -> list[str]:
@@ -239,22 +239,22 @@ def counts_ranks(source: str) -> list[str]:
     """Where a source asks a plan for a number of ranks, or the arithmetic of rows, instead of a geometry."""
     asked = {"world_size", "rank", "replicas"}
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in asked)
-    found = [ast.unparse(node) for node in nodes if ast.unparse(node.value).rpartition(".")[2] in ("plan", "_plan")]
-    return found + [name for name, _ in imports_of(source) if name.startswith(SHARD_ARITHMETIC)]
+    result = [ast.unparse(node) for node in nodes if ast.unparse(node.value).rpartition(".")[2] in ("plan", "_plan")]
+    return result + [name for name, _ in imports_of(source) if name.startswith(SHARD_ARITHMETIC)]
 
 
 def test_the_plan_alone_counts_ranks() -> None:
     assert counts_ranks("a = self._plan.world_size + plan.mesh.shard.size") == ["self._plan.world_size"]
     assert counts_ranks("from thunder_zero.plan import layout") == [SHARD_ARITHMETIC]
-    found = {path: counts_ranks(text) for path, text in sources(PACKAGE, PACKAGE).items()}
-    assert {path for path, names in found.items() if names and not path.startswith("plan/")} == COUNTING
+    result = {path: counts_ranks(text) for path, text in sources(PACKAGE, PACKAGE).items()}
+    assert {path for path, names in result.items() if names and not path.startswith("plan/")} == COUNTING
 
 
 def test_a_room_reads_only_rooms_above_its_row_and_the_listing_has_their_order() -> None:
     names = [room.name.rstrip("/").removesuffix(".py") for room in ROOMS]
     assert len(names) == len(set(names))
-    for at, room in enumerate(ROOMS):
-        assert room.reads is ALL or room.reads <= set(names[:at]), room.name
+    for index, room in enumerate(ROOMS):
+        assert room.reads is ALL or room.reads <= set(names[:index]), room.name
     listing = run_path(str(ROOT / "docs/listing.py"))
     assert list(listing["ORDER"]) == list(dict.fromkeys(room.name.partition("/")[0] for room in ROOMS))
 
@@ -291,11 +291,11 @@ def lazy_names(source: str) -> dict[str, list[str]]:
 
 def typed_names(source: str) -> dict[str, list[str]]:
     """The names by module that a type checker reads of it."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
-        found.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
-    return found
+        result.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
+    return result
 
 
 @pytest.mark.parametrize("package", ["", "tools/", "compat/thunder/"])
@@ -319,7 +319,7 @@ def patches(source: str) -> list[str]:
     tree = ast.parse(source)
     named = {name for name, _ in imports_of(source)}
     named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    found = [name for name in named if name.startswith(PATCHES)]
+    result = [name for name in named if name.startswith(PATCHES)]
     theirs = {
         (alias.asname or alias.name).partition(".")[0]
         for node in ast.walk(tree)
@@ -327,7 +327,7 @@ def patches(source: str) -> list[str]:
         for alias in node.names
         if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] in ("torch", "thunder")
     }
-    return sorted(found + [ast.unparse(node) for node in written_to(tree) if root_of(node) in theirs])
+    return sorted(result + [ast.unparse(node) for node in written_to(tree) if root_of(node) in theirs])
 
 
 def written_to(tree: ast.AST) -> Iterator[ast.expr]:
@@ -356,9 +356,9 @@ def test_thunder_and_torch_are_patched_in_one_room() -> None:
     ):
         assert patches(source) == [patch]
     assert patches("import torch\nx.y = torch.zeros(3)\ntorch.zeros(3).z.sum()") == []
-    found = {path: patches(text) for path, text in sources(PACKAGE, PACKAGE).items()}
-    assert any(found[path] for path in found if path.startswith(ROOM_OF_WORKAROUNDS))
-    assert {path: names for path, names in found.items() if names and not path.startswith(ROOM_OF_WORKAROUNDS)} == {}
+    result = {path: patches(text) for path, text in sources(PACKAGE, PACKAGE).items()}
+    assert any(result[path] for path in result if path.startswith(ROOM_OF_WORKAROUNDS))
+    assert {path: names for path, names in result.items() if names and not path.startswith(ROOM_OF_WORKAROUNDS)} == {}
 
 
 def private_names(source: str) -> set[str]:
@@ -427,8 +427,8 @@ def test_private_names_of_libraries_stand_in_one_room() -> None:
 def test_private_names_of_torch_are_in_one_file() -> None:
     assert private_names("from torch._dynamo import config\nimport torch\ntorch._foreach_norm(torch.ops.aten._x)")
     home = "compat/private.py"
-    found = {path: private_names(text) for path, text in sources(PACKAGE, PACKAGE).items() if path != home}
-    assert {path: names for path, names in found.items() if names} == {}
+    result = {path: private_names(text) for path, text in sources(PACKAGE, PACKAGE).items() if path != home}
+    assert {path: names for path, names in result.items() if names} == {}
     private = run_path(str(PACKAGE / home))
     assert [name for name in private["NAMES"] if private["__getattr__"](name) is None] == []
 
@@ -458,8 +458,8 @@ def brings_thunder(name: str) -> bool:
     """By the table: ``thunder_zero`` itself does in any case, and is not meant."""
     top, *rest = name.split(".")
     if top == "thunder_zero":
-        found = [room_of(f"{'/'.join(rest[:length])}.py") for length in range(len(rest), 0, -1)]
-        room = next((room for room in found if room is not None), None)
+        result = [room_of(f"{'/'.join(rest[:length])}.py") for length in range(len(rest), 0, -1)]
+        room = next((room for room in result if room is not None), None)
         return room is None or room.thunder is not NOT
     if name.startswith("tests.harness."):
         source = (TESTS / "harness" / f"{rest[1]}.py").read_text()
@@ -484,4 +484,4 @@ def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder() -> None:
         ("tests/pure/test_a.py", "from tests.harness.models import Mlp", "tests.harness.models.Mlp"),
     ):
         assert faults_of_test(path, source) == [imported]
-    assert {path: found for path, source in sources(TESTS).items() if (found := faults_of_test(path, source))} == {}
+    assert {path: result for path, source in sources(TESTS).items() if (result := faults_of_test(path, source))} == {}

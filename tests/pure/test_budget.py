@@ -23,7 +23,7 @@ CHOICES = st.builds(UnitCost, left=st.integers(0, 9), peak=st.integers(0, 20), c
 
 
 def fits(chosen: tuple[UnitCost, ...], budget: int) -> bool:
-    return all(sum(one.left for one in chosen[:at]) + choice.peak <= budget for at, choice in enumerate(chosen))
+    return all(sum(one.left for one in chosen[:index]) + choice.peak <= budget for index, choice in enumerate(chosen))
 
 
 def least_cost(units: list[list[UnitCost]], budget: int) -> float | None:
@@ -70,7 +70,7 @@ def test_the_bytes_alive_of_a_schedule(stage: int) -> None:
     """Two units of 8 x 8 numbers, 256 bytes each; the other values have 8 bytes."""
     timeline = run(model(Policy(stage, reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
     alive = alive_bytes(timeline)
-    gathers = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
+    gathers = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
     full = timeline.full_bytes(timeline.ops[gathers[0]])
     assert alive[gathers[0]] == full
     both = 2 if stage == 2 else 1  # ZeRO-2 holds both when the second is gathered

@@ -110,9 +110,9 @@ def test_a_launch_and_a_wait_hold_compute_up() -> None:
     cost = costs_of(timeline, DEVICE)[0]
     assert cost == Cost(sent_bytes=200, wire=(Lane.SHARD, 2.0), load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
-    found = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
+    result = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
     # beside the wire, compute has half of the core for 2 s; the wire is done when compute has 0.5 s to go
-    assert found == [
+    assert result == [
         ("compute", 0, 2.5, False),
         ("shard", 2.5, 4.5, False),
         ("compute", 2.5, 5.0, False),
@@ -145,9 +145,9 @@ def test_a_ring_under_way_takes_its_share_of_the_core() -> None:
 
 @given(st.floats(0, 1), st.lists(st.floats(0.01, 5), min_size=1, max_size=6), st.integers(1, 4))
 def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wires: int) -> None:
-    found = ends(load, *compute, wires=wires)
-    computed = sum(end - start for lane, start, end in found if lane == "compute")
-    end = max(end for _, _, end in found)
+    result = ends(load, *compute, wires=wires)
+    computed = sum(end - start for lane, start, end in result if lane == "compute")
+    end = max(end for _, _, end in result)
     assert computed >= sum(compute) * (1 - 1e-9)
     assert computed <= sum(compute) + load * 2 * wires + 1e-6
     assert end >= max(2 * wires, sum(compute)) * (1 - 1e-9)

@@ -62,8 +62,8 @@ def test_the_table_of_devices() -> None:
     units = {"MiB": 1 << 20, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
 
     def sizes(cell: str) -> list[float]:
-        found = re.findall(r"([\d.]+) ([MGT]i?B(?:/s)?)", cell.replace(",", ""))
-        return [float(number) * units[unit] for number, unit in found]
+        result = re.findall(r"([\d.]+) ([MGT]i?B(?:/s)?)", cell.replace(",", ""))
+        return [float(number) * units[unit] for number, unit in result]
 
     for name, peaks, memory, inside, across, *_ in rows:
         one = DEVICES[name]

@@ -28,8 +28,8 @@ def test_a_row_that_no_longer_fits_is_told(tmp_path: Path) -> None:
         (replace(ROW, tests=()), "names no test"),
         (replace(ROW, tests=("test_code.py::test_two",)), "there is no test_code.py::test_two"),
     ):
-        (told,) = outdated([row], tmp_path)
-        assert words in told, told
+        (text,) = outdated([row], tmp_path)
+        assert words in text, text
     ROW.plant(tmp_path)
     assert (tmp_path / "code.py").read_text().startswith("ONE = 2")
 

@@ -18,7 +18,7 @@ def test_a_curve_has_a_step_for_each_value_and_marks_the_highest() -> None:
 
 
 def test_bars_that_touch_are_one_and_waits_are_told_apart() -> None:
-    many = [(at / 100, (at + 1) / 100, False) for at in range(100)]
+    many = [(index / 100, (index + 1) / 100, False) for index in range(100)]
     assert lanes({"compute": many}, "x").count("<rect") == 1
     picture = lanes({"compute": [(0.0, 1.0, False), (1.0, 2.0, True)], "wire": [(1.0, 2.0, False)]}, "x")
     lefts = [float(left) for left in re.findall(r'<rect x="([\d.]+)"', picture)]

@@ -252,8 +252,8 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
 def test_means_are_handed_on_where_the_next_reduction_starts() -> None:
     policy = replace(ALONE, stage=2, bucket_bytes=MiB, in_flight_bytes=MiB)
     after = sink_waits(bucket(model(policy, "a.w", "a.v", "b.w", replicas=3)))
-    ours = (op for op in after.ops if op.backward and op.kind in (Kind.REDUCE, Kind.WAIT))
-    order = [f"{op.kind} {' '.join(op.params)} {after.launches.get(op.reads[0], op).over}" for op in ours]
+    local = (op for op in after.ops if op.backward and op.kind in (Kind.REDUCE, Kind.WAIT))
+    order = [f"{op.kind} {' '.join(op.params)} {after.launches.get(op.reads[0], op).over}" for op in local]
     assert order == split("""
         reduce b.w shard; wait b.w shard; reduce b.w replicate
         reduce a.v a.w shard; wait a.v a.w shard; reduce a.v a.w replicate

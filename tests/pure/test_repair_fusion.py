@@ -20,9 +20,9 @@ THREE = Policy(stage=3, reshard_after_forward=True)
 def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:
     """The scheduled timeline without its frees, in which the given operation of backward reads ``extra`` too."""
     ops = [op for op in timeline.ops if op.kind is not Kind.FREE]
-    positions = [at for at, op in enumerate(ops) if op.backward and op.kind is Kind.COMPUTE and op.writes]
-    at = positions[reader]
-    ops[at] = replace(ops[at], reads=(*ops[at].reads, extra))
+    positions = [index for index, op in enumerate(ops) if op.backward and op.kind is Kind.COMPUTE and op.writes]
+    index = positions[reader]
+    ops[index] = replace(ops[index], reads=(*ops[index].reads, extra))
     return timeline.with_ops(ops)
 
 

@@ -13,7 +13,7 @@ from thunder_zero.tools.planner.training_plan import MeshShape, meshes
 def longer(signs: str, marks: list[int], copies: int) -> str:
     period = find_period(signs, marks)
     assert period is not None
-    return "".join(signs[at] for at in positions(len(signs), period, copies))
+    return "".join(signs[index] for index in positions(len(signs), period, copies))
 
 
 def test_a_period_that_occurs_twice_is_repeated() -> None:

@@ -52,17 +52,17 @@ BACKWARD = (
 )
 
 
-def op(text: str, at: int = 0, *, backward: bool = False) -> Op:
+def op(text: str, index: int = 0, *, backward: bool = False) -> Op:
     kind, values, params = re.fullmatch(r"(\w+)([^:]*):?(.*)", text).groups()
     writes, reads = (tuple(names.split()) for names in values.split("<-"))
     repeatable = kind == Kind.COMPUTE and bool(writes)
-    return Op(Kind(kind), reads, writes, tuple(params.split()), backward, repeatable, source=(at,))
+    return Op(Kind(kind), reads, writes, tuple(params.split()), backward, repeatable, source=(index,))
 
 
 OPS = [
-    op(text, at, backward=phase is BACKWARD)
+    op(text, index, backward=phase is BACKWARD)
     for phase in (FORWARD, BACKWARD)
-    for at, (_, text) in enumerate(phase)
+    for index, (_, text) in enumerate(phase)
     if text
 ]
 TIMELINE = Timeline(tuple(OPS), {}, PLAN)
@@ -71,7 +71,7 @@ TIMELINE = Timeline(tuple(OPS), {}, PLAN)
 @cache
 def phase(*, backward: bool) -> tuple[Row, ...]:
     code = [code for code, _ in (BACKWARD if backward else FORWARD)]
-    lines = [SourceLine(text, at) for at, text in enumerate(code) if not text.startswith("#")]
+    lines = [SourceLine(text, index) for index, text in enumerate(code) if not text.startswith("#")]
     return rows(lines, TIMELINE, backward=backward)
 
 
@@ -104,8 +104,8 @@ def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
 
 
 def test_gradients_are_named_as_such() -> None:
-    found = [(row.kind, row.params, row.gradients) for row in phase(backward=True)]
-    assert found == [
+    result = [(row.kind, row.params, row.gradients) for row in phase(backward=True)]
+    assert result == [
         (Kind.REDUCE, ("h.0.w",), True),
         (Kind.WAIT, ("h.0.w",), True),
         (Kind.COMPUTE, ("h.0.b",), True),  # makes the gradient that is reduced next
@@ -116,9 +116,9 @@ def test_gradients_are_named_as_such() -> None:
 
 def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
     """Rows of a phase with a line for each of these operations; several in one are separated by ";"."""
-    ops = [op(text, at, backward=backward) for at, line in enumerate(texts) for text in split(line)]
+    ops = [op(text, index, backward=backward) for index, line in enumerate(texts) for text in split(line)]
     forward = OPS[:1] if backward else []
-    lines = [SourceLine(f"line {at}", at) for at in range(len(texts))]
+    lines = [SourceLine(f"line {index}", index) for index in range(len(texts))]
     return rows(lines, TIMELINE.with_ops([*forward, *ops]), backward=backward)
 
 
@@ -138,7 +138,9 @@ def test_a_unit_s_rows_leave_out_the_others() -> None:
 
 
 def test_lines_that_concern_no_parameter_become_one() -> None:
-    texts = [f"gather f{at} <- t_w: h.0.w" if at in (3, 12, 14) else f"compute t{at} <- x" for at in range(20)]
+    texts = [
+        f"gather f{index} <- t_w: h.0.w" if index in (3, 12, 14) else f"compute t{index} <- x" for index in range(20)
+    ]
     shown = select(rows_of(*texts), PLAN, None, "parameters")
     assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, Gap(8), 12, 13, 14]
     texts[4], texts[13] = "wait w <- f3: h.0.w", "compute y <- w"
@@ -147,7 +149,7 @@ def test_lines_that_concern_no_parameter_become_one() -> None:
 
 
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
-    lines = [SourceLine("x", at) for at in range(11)]
+    lines = [SourceLine("x", index) for index in range(11)]
     with pytest.raises(ValueError, match=r"operations at positions \[11\], but the trace has no lines there"):
         rows(lines, TIMELINE, backward=False)
     with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
