@@ -1,4 +1,4 @@
-"""``explain``, ``diff``, ``save_timeline``, profiler labels, ``thunder-zero trace`` and ``doctor``."""
+"""``explain``, ``diff``, ``save_timeline``, profiler labels, ``thunder-zero trace`` and ``doctor`` say what holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEVICE = Device("one", {"float32": 1.0}, 1e18, 1 << 30, intra_node=Link(0.1))  #
 
 
 class Deep(nn.Module):
-    """Layers of one matrix, a norm that no trained parameter follows, a frozen and an unused parameter."""
+    """Linear layers, a frozen parameter, an unused parameter and a buffer."""
 
     def __init__(self, units: int = UNITS) -> None:
         super().__init__()
@@ -66,31 +66,33 @@ def in_words(shown: object) -> str:
     return " ".join(text.split())
 
 
-def op_at(line: Any, of: tz.tools.Traces) -> Op:
+def op_at(line: Any, program: tz.tools.Traces) -> Op:
     (op,) = (
         op
-        for op in of.timeline.ops
+        for op in program.timeline.ops
         if op.backward is (line.phase == "backward") and op.source[0] == line.position and op.kind is not Kind.FREE
     )
     return op
 
 
-def test_a_parameter_of_zero3_line_by_line() -> None:
-    of = traces(3, bucket_bytes=0)
-    shown = tz.explain(of, weight(2))
+def test_explain_names_each_line_of_a_zero3_parameter() -> None:
+    program = traces(3, bucket_bytes=0)
+    shown = tz.explain(program, weight(2))
     assert (shown.rows, shown.resting_bytes) == ((0, WIDTH // 2), MATRIX // 2)
-    assert [one.launch.phase for one in shown.gathers] == ["forward", "backward"]
-    for one in shown.gathers:
-        assert op_at(one.launch, of).params == op_at(one.wait, of).params == one.bucket == (weight(2),)
-        view = "aten.t(" if one.launch.phase == "forward" else "aten.mm("  # of the transposed: the weight itself
-        assert view in one.first_read.code
-        assert op_at(one.last_read, of).flops == 2 * ROWS * WIDTH**2
-        assert one.free.code.startswith("del ")
-        assert one.free.phase == one.launch.phase
-        assert (one.nbytes, one.sent_bytes, one.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
-        assert 2 * MATRIX <= one.gathered_at_most <= max(gathered_bytes(of.timeline))
-    assert op_at(shown.gradient.wait, of).kind is Kind.WAIT
-    assert op_at(shown.gradient.made, of).writes == op_at(shown.gradient.launch, of).reads
+    assert [gather.launch.phase for gather in shown.gathers] == ["forward", "backward"]
+    for gather in shown.gathers:
+        assert (
+            op_at(gather.launch, program).params == op_at(gather.wait, program).params == gather.bucket == (weight(2),)
+        )
+        view = "aten.t(" if gather.launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
+        assert view in gather.first_read.code
+        assert op_at(gather.last_read, program).flops == 2 * ROWS * WIDTH**2
+        assert gather.free.code.startswith("del ")
+        assert gather.free.phase == gather.launch.phase
+        assert (gather.nbytes, gather.sent_bytes, gather.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
+        assert 2 * MATRIX <= gather.gathered_at_most <= max(gathered_bytes(program.timeline))
+    assert op_at(shown.gradient.wait, program).kind is Kind.WAIT
+    assert op_at(shown.gradient.made, program).writes == op_at(shown.gradient.launch, program).reads
     assert (shown.sent_bytes, shown.received_bytes) == (3 * MATRIX // 2, 3 * MATRIX // 2)
     assert shown.exposed_seconds is None
     text = in_words(shown)
@@ -102,7 +104,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
 ALONE = {"bucket_bytes": 0}
 ONE_AHEAD = ALONE | {"prefetch": 1, "in_flight_bytes": 2 * MATRIX}
 TIMES = tz.schedule.Times({weight(index): 1.0 for index in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
-SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differs, parameter, words
+REASONS: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, policy's fields, parameter, words
     # why a gather starts where it does
     (3, ALONE, weight(2), "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)"),
     (3, ALONE | {"prefetch": 1}, weight(2), "after the wait for layers.1.weight, one unit ahead (Policy.prefetch)"),
@@ -119,7 +121,7 @@ SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differ
     (3, {"keep_unsharded": ("layers.1",)}, weight(1), "Policy.keep_unsharded names its unit"),
     (3, {"replicate_below_bytes": MATRIX + 1}, weight(1), "its 64 B are below Policy.replicate_below_bytes=65"),
     (3, {"replicated": ("layers.1",)}, weight(1), "Policy.replicated names it"),
-    # its gradient, and what has none
+    # when its gradient travels, and why some have none
     (3, {}, weight(0), "at the end of backward, behind all of its compute"),
     (3, ALONE | {"in_flight_bytes": MATRIX}, weight(4), "before the next gradient is made: with it, more than 64 B"),
     (3, ONE_AHEAD, weight(4), "before gathers start ahead: with them, more than 128 B would be in flight"),
@@ -131,21 +133,20 @@ SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differ
 )
 
 
-def test_why_each_line_is_where_it_is() -> None:
-    for stage, differs, path, words in SAID:
-        find = traces.__wrapped__ if "times" in differs else traces  # times have no hash
-        assert words in in_words(tz.explain(find(stage, **differs), path))
+def test_explain_gives_the_reason_for_each_place() -> None:
+    for stage, fields, path, words in REASONS:
+        find = traces.__wrapped__ if "times" in fields else traces  # times have no hash
+        assert words in in_words(tz.explain(find(stage, **fields), path))
 
 
-def test_each_gather_is_where_its_bound_says() -> None:
-    """Between the place after which it starts and its launch, nothing computes."""
-    for of in (
+def test_nothing_computes_between_the_bound_of_a_gather_and_its_launch() -> None:
+    for program in (
         traces(3, bucket_bytes=0),
         traces(1, bucket_bytes=0, prefetch=1),
         traces(2, bucket_bytes=0, in_flight_bytes=2 * MATRIX),
         traces(3, bucket_bytes=0, reshard_after_forward=None),
     ):
-        ops, result = of.timeline.ops, bounds(of.timeline)
+        ops, result = program.timeline.ops, bounds(program.timeline)
         launches = {op.writes[0]: index for index, op in enumerate(ops) if op.kind is Kind.GATHER}
         assert result.keys() == launches.keys()
         assert {bound for _, bound in result.values()} - {Bound.PHASE}
@@ -155,72 +156,75 @@ def test_each_gather_is_where_its_bound_says() -> None:
             assert not between & {Kind.COMPUTE, Kind.WAIT}
 
 
-def test_each_stage_gathers_and_frees_when_it_promises() -> None:
+def test_each_stage_gathers_and_frees_as_it_promises() -> None:
     assert tz.explain(traces(1), weight(2)).gathers[0].free is None
-    (once,) = tz.explain(traces(2), weight(2)).gathers
-    assert (once.first_read.phase, once.last_read.phase, once.free.phase) == ("forward", "backward", "backward")
+    (gather,) = tz.explain(traces(2), weight(2)).gathers
+    assert (gather.first_read.phase, gather.last_read.phase, gather.free.phase) == ("forward", "backward", "backward")
     assert len(tz.explain(traces(3, keep_unsharded=("layers.1",)), weight(1)).gathers) == 1
     deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
     assert (deferred.wait, deferred.sent_bytes, deferred.nbytes) == (None, 0, MATRIX)
 
 
-def test_without_a_backward_nothing_waits_for_one() -> None:
+def test_a_program_without_backward_is_explained_without_one() -> None:
     with torch.no_grad():
-        of = tz.trace(Deep(2), torch.ones(ROWS, WIDTH), policy=3, world_size=2)
-    text = in_words(tz.explain(of, weight(0)))
+        program = tz.trace(Deep(2), torch.ones(ROWS, WIDTH), policy=3, world_size=2)
+    text = in_words(tz.explain(program, weight(0)))
     assert text.count("there is no backward") == 3
     assert "backward does not" not in text
 
 
-def test_a_value_made_of_the_parameter_alone_is_a_use_of_it() -> None:
+def test_a_value_computed_from_a_parameter_alone_counts_as_its_use() -> None:
     half = tz.MixedPrecision(torch.bfloat16)
     module, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.ones(3, 4)
-    of = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
-    (gather,) = tz.explain(of, "0.weight").gathers
+    program = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
+    (gather,) = tz.explain(program, "0.weight").gathers
     assert gather.last_read.phase == gather.free.phase
     assert gather.last_read.position < gather.free.position
 
 
 def test_seconds_add_up_to_the_estimate() -> None:
-    of = traces(3, bucket_bytes=0)
-    shown = [tz.explain(of, weight(index), device=DEVICE) for index in range(UNITS)]
-    frozen = tz.explain(of, "frozen", device=DEVICE)
-    exposed = [one.exposed_seconds for one in (*shown, frozen)]
-    assert sum(one for one in exposed if one is not None) == pytest.approx(estimate(of, DEVICE).exposed_seconds)
+    program = traces(3, bucket_bytes=0)
+    shown = [tz.explain(program, weight(index), device=DEVICE) for index in range(UNITS)]
+    frozen = tz.explain(program, "frozen", device=DEVICE)
+    exposed = [report.exposed_seconds for report in (*shown, frozen)]
+    assert sum(report for report in exposed if report is not None) == pytest.approx(
+        estimate(program, DEVICE).exposed_seconds
+    )
     assert "compute waits" in in_words(shown[0])
-    for one in shown[0].gathers:
-        assert one.wire_seconds == pytest.approx(10 * MATRIX / 2)
+    for report in shown[0].gathers:
+        assert report.wire_seconds == pytest.approx(10 * MATRIX / 2)
 
 
-def test_zero3_beside_zero2_unit_by_unit() -> None:
+def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
     first, second = traces(2), traces(3)
     shown = diff(first, second)
     for index in range(UNITS):
         zero2, zero3 = shown.units[f"layers.{index}"]
-        again = int(index > 0)  # x needs no gradient
-        assert (zero2.gathers, zero3.gathers) == (1, 1 + again)
+        regathers = int(index > 0)  # x needs no gradient
+        assert (zero2.gathers, zero3.gathers) == (1, 1 + regathers)
         assert (zero2.reductions, zero3.reductions) == (1, 1)
-        assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + again * MATRIX // 2)
+        assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + regathers * MATRIX // 2)
         assert (zero2.gathered_at_most, zero3.gathered_at_most) == (MATRIX, MATRIX)
-    for of, total in zip((first, second), shown.total, strict=True):
-        assert total.sent_bytes == sum(map(of.timeline.bytes_sent, of.timeline.ops))
-        assert total.gathered_at_most == max(gathered_bytes(of.timeline))
-        assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
+    for program, total in zip((first, second), shown.total, strict=True):
+        assert total.sent_bytes == sum(map(program.timeline.bytes_sent, program.timeline.ops))
+        assert total.gathered_at_most == max(gathered_bytes(program.timeline))
+        assert total.gathers == sum(op.kind is Kind.GATHER for op in program.timeline.ops)
         assert (total.recomputed, total.recomputed_flops) == (0, 0)
     assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
-def test_work_done_again_belongs_to_its_unit() -> None:
+def test_diff_counts_recomputed_flops_for_their_unit() -> None:
     units = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
     module, x = nn.Sequential(*units), torch.ones(ROWS, 8)
     policy = tz.Policy(3, recompute="none", unit_of=lambda module: ("0", "1"))
-    plain, again = (
-        tz.trace(module, x, policy=replace(policy, recompute=how), world_size=2) for how in ("none", "units")
+    plain, recomputing = (
+        tz.trace(module, x, policy=replace(policy, recompute=recompute), world_size=2)
+        for recompute in ("none", "units")
     )
-    shown = diff(plain, again)
-    estimates = [estimate(of, DEVICE) for of in (plain, again)]
-    assert estimates[0].model_seconds == estimates[1].model_seconds  # it is no work of the model
+    shown = diff(plain, recomputing)
+    estimates = [estimate(program, DEVICE) for program in (plain, recomputing)]
+    assert estimates[0].model_seconds == estimates[1].model_seconds  # recomputation is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
     assert shown.total[1].recomputed_flops == estimates[1].flops - estimates[0].flops == more
     assert [pair[0].recomputed_flops for pair in shown.units.values()] == [0, 0]
@@ -228,24 +232,24 @@ def test_work_done_again_belongs_to_its_unit() -> None:
     assert "; also recompute none -> units" in in_words(shown)
 
 
-def test_wrong_arguments_get_a_sentence() -> None:
-    of, zero3 = traces(3), cast(Any, "zero3")
+def test_wrong_arguments_are_refused_in_a_sentence() -> None:
+    program, zero3 = traces(3), cast(Any, "zero3")
     three, two, rooted = traces(3, units=3), traces(3, units=2), traces(3, units=2, unit_of=lambda module: ())
     rows: tuple[tuple[Callable[[], object], str], ...] = (
         (
-            lambda: tz.explain(of, "layer.3.weight"),
+            lambda: tz.explain(program, "layer.3.weight"),
             "no parameter 'layer.3.weight'; the nearest names are 'layers.3.",
         ),
-        (lambda: tz.explain(of, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
-        (lambda: tz.explain(of, weight(0), device="h9"), "there is no device 'h9'; give one of a100, h100"),
-        (lambda: tz.tools.save_timeline("no.json", of, device="h9"), "there is no device 'h9'; give one of a100"),
+        (lambda: tz.explain(program, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
+        (lambda: tz.explain(program, weight(0), device="h9"), "there is no device 'h9'; give one of a100, h100"),
+        (lambda: tz.tools.save_timeline("no.json", program, device="h9"), "there is no device 'h9'; give one of a100"),
         (lambda: diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
         (lambda: diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
         (
-            lambda: diff(of, traces(3, synced=False)),
+            lambda: diff(program, traces(3, synced=False)),
             "one of the programs runs under no_sync and the other does not",
         ),
-        (lambda: diff(of, zero3), "diff takes Traces, got str"),
+        (lambda: diff(program, zero3), "diff takes Traces, got str"),
     )
     for call, words in rows:
         fails(call, "TypeError" if "got str" in words else "ValueError", words)
@@ -255,33 +259,35 @@ def events_of(path: Path, category: str) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == category]
 
 
-def test_a_timeline_for_perfetto_is_the_estimate(tmp_path: Path) -> None:
-    of, path = traces(3, bucket_bytes=0), tmp_path / "trace.json"
-    tz.tools.save_timeline(path, of, device=DEVICE)
-    forecast = estimate(of, DEVICE)
+def test_a_timeline_for_perfetto_has_the_numbers_of_the_estimate(tmp_path: Path) -> None:
+    program, path = traces(3, bucket_bytes=0), tmp_path / "trace.json"
+    tz.tools.save_timeline(path, program, device=DEVICE)
+    forecast = estimate(program, DEVICE)
     slices = events_of(path, "forecast")
-    assert max(one["ts"] + one["dur"] for one in slices) == pytest.approx(forecast.seconds * 1e6)
-    on_wire = [one for one in slices if one["tid"] == 1]
-    assert {one["name"] for one in on_wire} >= {f"{kind} {weight(2)}" for kind in ("gather", "reduce")}
-    assert sum(one["args"]["sent_bytes"] for one in on_wire) == forecast.sent_bytes
-    waits = [one for one in slices if one["name"].startswith("wait for ")]
-    assert sum(one["dur"] for one in waits) == pytest.approx(forecast.exposed_seconds * 1e6)
-    computes = [one for one in slices if one["tid"] == 0 and one not in waits]
-    assert sum(one["args"]["flops"] for one in computes) == forecast.flops
-    assert weight(2) in {one["name"] for one in computes}
+    assert max(item["ts"] + item["dur"] for item in slices) == pytest.approx(forecast.seconds * 1e6)
+    on_wire = [item for item in slices if item["tid"] == 1]
+    assert {item["name"] for item in on_wire} >= {f"{kind} {weight(2)}" for kind in ("gather", "reduce")}
+    assert sum(item["args"]["sent_bytes"] for item in on_wire) == forecast.sent_bytes
+    waits = [item for item in slices if item["name"].startswith("wait for ")]
+    assert sum(item["dur"] for item in waits) == pytest.approx(forecast.exposed_seconds * 1e6)
+    computes = [item for item in slices if item["tid"] == 0 and item not in waits]
+    assert sum(item["args"]["flops"] for item in computes) == forecast.flops
+    assert weight(2) in {item["name"] for item in computes}
     counts = [event["args"]["bytes"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
-    assert max(counts) == max(gathered_bytes(of.timeline))
+    assert max(counts) == max(gathered_bytes(program.timeline))
 
 
 @pytest.mark.usefixtures("group")
-def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> None:
-    profile, both = tmp_path / "profile.json", tmp_path / "both.json"
+def test_a_profile_has_labels_and_is_shown_beside_the_forecast(tmp_path: Path) -> None:
+    profile, combined = tmp_path / "profile.json", tmp_path / "both.json"
     model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(3, reshard_after_forward=True)])
     model(torch.ones(ROWS, WIDTH)).sum().backward()
     with torch.profiler.profile() as profiler:
         model(torch.ones(ROWS, WIDTH)).sum().backward()
     profiler.export_chrome_trace(str(profile))
-    spans = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events_of(profile, "user_annotation"))
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"]) for event in events_of(profile, "user_annotation")
+    )
     labels = [name for *_, name in spans if not name.startswith("Profiler")]
     forward = [
         *(f"gather {weight(0)}", f"wait for gather {weight(0)}"),
@@ -296,20 +302,19 @@ def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> 
     reduced = next(end for _, end, name in spans if name == f"reduce {weight(1)}")
     unit_ends = max(span for span in spans if span[2] == "unit layers.1")[1]
     assert unit_ends <= min(start for start, *_ in spans if start > reduced), "when its gradients are made"
-    tz.tools.save_timeline(both, traces(3, units=2), device=DEVICE, measured=profile)
-    forecast, measured = events_of(both, "forecast"), events_of(both, "user_annotation")
-    first = [min(one["ts"] for one in events if one["name"] == labels[0]) for events in (forecast, measured)]
+    tz.tools.save_timeline(combined, traces(3, units=2), device=DEVICE, measured=profile)
+    forecast, measured = events_of(combined, "forecast"), events_of(combined, "user_annotation")
+    first = [min(event["ts"] for event in events if event["name"] == labels[0]) for events in (forecast, measured)]
     assert first[0] == pytest.approx(first[1])
-    assert {one["pid"] for one in forecast}.isdisjoint(one["pid"] for one in measured)
+    assert {event["pid"] for event in forecast}.isdisjoint(event["pid"] for event in measured)
     assert len(measured) == len(spans)
     for text, words in (("[1]", "has no list of traceEvents; give what profile.export_chrome"), ("{", "is no JSON")):
         profile.write_text(text)
-        fails(lambda: tz.tools.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
+        fails(lambda: tz.tools.save_timeline(combined, traces(3), device=DEVICE, measured=profile), "ValueError", words)
 
 
 def test_a_label_ends_with_backward(tmp_path: Path) -> None:
-    """Also of a unit whose reductions were launched before the wait for its gather. A label that ends in the next
-    profile crashes."""
+    # A label that ends in the next profile crashes.
     labels, x, profile = Labels(traces(3).plan), torch.ones(2, requires_grad=True), tmp_path / "profile.json"
     with torch.profiler.profile() as profiler:
         y = x * 2
@@ -318,7 +323,7 @@ def test_a_label_ends_with_backward(tmp_path: Path) -> None:
         with torch.profiler.record_function("after"):
             labels.end()
     profiler.export_chrome_trace(str(profile))
-    spans = {one["name"]: one for one in events_of(profile, "user_annotation")}
+    spans = {event["name"]: event for event in events_of(profile, "user_annotation")}
     unit = spans["unit layers.0"]
     assert unit["ts"] + unit["dur"] <= spans["after"]["ts"]
 
@@ -382,8 +387,8 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     assert code == 0
     assert "\n# forward, ZeRO-2, rank 3 of 4" in out
     printed = {}
-    for how in (("--all",), (), ("--frontend", "thunder")):
-        code, printed[how], _ = run(capsys, "trace", place, "--world-size", 4, *how)
+    for options in (("--all",), (), ("--frontend", "thunder")):
+        code, printed[options], _ = run(capsys, "trace", place, "--world-size", 4, *options)
         assert code == 0
     assert [[word in out for word in ("torch.ops.aten", " aten.", "C0")] for out in printed.values()] == [
         [True, False, True],
@@ -417,7 +422,7 @@ REFUSED = (
 )
 
 
-def test_a_wrong_place_gets_a_sentence(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_place_is_refused_in_a_sentence(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for place, options, sentence in REFUSED:
         code, _, error = run(capsys, "trace", model_file.parent / place, *options)
         assert (code, error.count("\n")) == (1, 1)
@@ -449,8 +454,8 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
     assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
 
 
-def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations, "SECONDS", 1e6)  # a slow machine says how long it compiles
+def test_doctor_reports_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "SECONDS", 1e6)  # a slow machine would print how long it compiles
     code, out, error = run(capsys, "doctor")
     assert (code, error) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
@@ -461,24 +466,24 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(doctor, "ZeroTransform", None)
     code, out, error = run(capsys, "doctor", "--json")
     result = json.loads(out)
-    faults = [one["what"] for one in result["findings"] if one["fault"]]
+    faults = [finding["what"] for finding in result["findings"] if finding["fault"]]
     steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
     assert (code, result["works"], faults) == (1, False, ["torch", *steps])
     assert "newer than tested" in out
     assert error.startswith("thunder-zero: thunder_zero cannot run here: torch, a step of DDP")
 
 
-def test_the_page_shows_what_is_printed(
+def test_the_page_shows_the_output_of_its_programs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text()
     fences = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
     program, printed = fences.findall(text)[:2]
-    asked, output = fences.findall(text.partition("## Ask a line")[2])[:2]
+    second_program, output = fences.findall(text.partition("## Ask a line")[2])[:2]
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(program, str(PAGE), "exec"), names)
     assert capsys.readouterr().out == printed
-    exec(compile(asked, str(PAGE), "exec"), names)
+    exec(compile(second_program, str(PAGE), "exec"), names)
     assert capsys.readouterr().out == output
     assert (tmp_path / "trace.json").exists()

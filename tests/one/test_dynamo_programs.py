@@ -1,4 +1,4 @@
-"""What tz.compile makes of dynamo's graphs: lines of torch's operators, from one joint graph for all programs."""
+"""``tz.compile`` turns dynamo's graphs into lines of torch's operators, from one joint graph for all programs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Observed(nn.Module):
-    """Notes what is set in the process while it runs as Python, between two graphs."""
+    """Records process-wide settings in Python code between two graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,17 +56,16 @@ class Observed(nn.Module):
         return z.tanh()
 
 
-def test_settings_of_the_process_are_changed_while_something_compiles_alone() -> None:
-    """Of a forward that compiles, too, the code that runs has what everybody else has."""
+def test_process_wide_settings_change_only_while_a_graph_compiles() -> None:
     plain = Observed()
-    model, usual = tz.compile(plain), (torch._dynamo.config.recompile_limit, True)
+    model, settings = tz.compile(plain), (torch._dynamo.config.recompile_limit, True)
     with mock.patch.object(gc, "disable", wraps=gc.disable) as stopped:
         model(X).sum().backward()
         compiling = stopped.call_count
         for _ in range(3):
             model(X).sum().backward()
-    assert plain.seen == [usual] * 4
-    assert compiling >= 4, "of two functions, two programs, and a backward for each"
+    assert plain.seen == [settings] * 4
+    assert compiling >= 4, "two functions, two programs, and a backward for each"
     assert stopped.call_count == compiling, "nothing compiles again"
 
 
@@ -93,14 +92,13 @@ class Mixed(nn.Module):
 
 
 def calls_of(model: Any) -> list[Counter[str]]:
-    """How often each phase calls what."""
+    """Count the lines of forward and of backward by name."""
     traces = tz.traces_of(model)
     assert traces.backward is not None
     return [Counter(line.sym.name for line in phase.bound_symbols) for phase in (traces.forward, traces.backward)]
 
 
 def test_a_graph_becomes_lines_of_torchs_operators() -> None:
-    """The numbers and gradients of eager mode; no Python is interpreted, and no line is Thunder's own operator."""
     module = fresh(Mixed)
     with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
         model = tz.compile(deepcopy(module), 3)
@@ -110,15 +108,15 @@ def test_a_graph_becomes_lines_of_torchs_operators() -> None:
     assert (number, torch.equal(left, expected[0]), torch.equal(right, expected[1])) == (3, True, True)
     for outputs in ((left, right), expected):
         (outputs[0].sum() + outputs[1].square().sum()).backward()
-    for mine, theirs in zip(model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    for param, expected_param in zip(model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected_param.grad)
     forward, backward = calls_of(model)
-    assert (forward["tanh"], backward["tanh"], backward["tanh_backward"]) == (1, 1, 1), "the checkpoint runs again"
+    assert (forward["tanh"], backward["tanh"], backward["tanh_backward"]) == (1, 1, 1), "the checkpoint is recomputed"
     assert not [name for name in (*forward, *backward) if name in ("linear", "ltorch", "native_dropout")]
 
 
 class Viewed(nn.Module):
-    """Views of views: of a parameter, of what it computes, and of an input, which are returned."""
+    """Reads views of views: of a parameter, of values, and of an input that it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,16 +127,18 @@ class Viewed(nn.Module):
         return x.t().t(), y.tanh().t().t(), y.view(8).view(2, 2, 2)
 
 
-def test_lines_read_what_chains_of_views_begin_with() -> None:
+def test_lines_read_the_base_of_a_chain_of_views() -> None:
     module = fresh(Viewed)
     model = tz.compile(deepcopy(module), 3)
     result, expected = model(X), module(X)
-    assert [torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True)] == [True] * 3
+    assert [torch.equal(value, expected_value) for value, expected_value in zip(result, expected, strict=True)] == [
+        True
+    ] * 3
     assert (result[0] is X, result[0]._is_view(), result[0].data_ptr()) == (False, True, X.data_ptr())
     for outputs in (result, expected):
         (outputs[1].sum() + outputs[2].square().sum()).backward()
-    for mine, theirs in zip(model.parameters(), module.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    for value, expected_value in zip(model.parameters(), module.parameters(), strict=True):
+        assert torch.equal(value.grad.full_tensor(), expected_value.grad)
     forward, backward = calls_of(model)
     assert (forward["t"], forward["reshape"]) == (1 + 4, 1), "outputs keep their two views"
     assert (backward["t"], backward["reshape"]) == (2, 2)
@@ -152,7 +152,7 @@ def test_lines_have_the_users_source() -> None:
     assert "eval_with_key" not in text
 
 
-def test_a_forecast_of_a_model_that_ran_gives_the_loss_what_forward_returns() -> None:
+def test_a_forecast_of_a_model_that_ran_passes_forwards_output_to_the_loss() -> None:
     class Named(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return {"loss": [super().forward(x).square()], "rows": len(x)}
@@ -166,7 +166,7 @@ def test_a_forecast_of_a_model_that_ran_gives_the_loss_what_forward_returns() ->
 
 
 class Layer(nn.Module):
-    """A linear layer, and what a function makes of it."""
+    """A linear layer and a function."""
 
     def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -188,7 +188,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def test_one_joint_graph_serves_all_programs() -> None:
-    """Reducing, deferring, without gradients, in inference mode, in evaluation: PyTorch traces once."""
 
     class Asks(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -214,8 +213,7 @@ def test_one_joint_graph_serves_all_programs() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: Halves(4)], ids=["one graph", "two graphs"])
-def test_what_is_computed_without_gradients_requires_none(make: Callable[[], nn.Module], mode: str) -> None:
-    """Whether training captured the graph before or not."""
+def test_outputs_computed_without_gradients_require_none(make: Callable[[], nn.Module], mode: str) -> None:
     module = fresh(make)
     for trains_first in (False, True):
         model = tz.compile(deepcopy(module), 3)
@@ -253,7 +251,7 @@ ASKING: list[Callable[[Tensor], Tensor]] = [asks_by_another_name, asks_a_tensor,
 
 
 @pytest.mark.parametrize("then", ASKING, ids=lambda then: then.__name__)
-def test_what_depends_on_the_grad_mode_is_captured_in_each(then: Callable[[Tensor], Tensor]) -> None:
+def test_code_that_depends_on_the_grad_mode_is_captured_in_each_mode(then: Callable[[Tensor], Tensor]) -> None:
     module = Layer(then)
     for modes in (("no_grad", "grad", "no_grad"), ("grad", "no_grad")):
         model = tz.compile(deepcopy(module), 3)
@@ -282,12 +280,11 @@ def test_forward_may_turn_gradients_on() -> None:
     assert [out.requires_grad for out in result] == [out.requires_grad for out in expected] == [False, True]
     result[1].sum().backward()
     expected[1].sum().backward()
-    for mine, right in zip(model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), right.grad)
+    for param, expected_param in zip(model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected_param.grad)
 
 
 def test_a_checkpointed_batch_norm_trains() -> None:
-    """What reads statistics that forward writes is saved; forward writes them once, as under torch.compile."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -302,8 +299,7 @@ def test_a_checkpointed_batch_norm_trains() -> None:
     assert model.layers[1].num_batches_tracked == 1
 
 
-def test_what_raises_with_gradients_on_runs_without() -> None:
-    """Writes to a leaf, and to an output of unbind."""
+def test_writes_that_autograd_forbids_run_without_gradients() -> None:
 
     class Writes(nn.Module):
         def __init__(self) -> None:
@@ -334,7 +330,6 @@ def keep(outputs: list[Tensor], model: Any, inputs: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("views", SHARING)
 def test_inputs_that_share_memory_see_what_forward_writes(views: Callable[[Tensor], Sequence[Tensor]]) -> None:
-    """Whatever inputs shared when dynamo captured the graph."""
 
     class Writes(nn.Module):
         def __init__(self) -> None:
@@ -350,18 +345,18 @@ def test_inputs_that_share_memory_see_what_forward_writes(views: Callable[[Tenso
     for first in SHARING:
         model = tz.compile(deepcopy(module), 3)
         model(*first(torch.ones(4, 4)))
-        mine, theirs = (torch.arange(16.0).view(4, 4).sin() for _ in range(2))
+        base, expected_base = (torch.arange(16.0).view(4, 4).sin() for _ in range(2))
         outputs: list[Tensor] = []
-        text = error_of(partial(keep, outputs, model, views(mine)))
+        text = error_of(partial(keep, outputs, model, views(base)))
         if outputs:
-            torch.testing.assert_close(outputs[0], module(*views(theirs)))
+            torch.testing.assert_close(outputs[0], module(*views(expected_base)))
         else:
             assert "share memory in another way than in the call" in text
             assert first is not views
-        assert torch.equal(mine, theirs)
+        assert torch.equal(base, expected_base)
 
 
-def test_names_of_parameters_hide_none_of_the_programs() -> None:
+def test_names_of_parameters_hide_no_names_of_the_programs() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -379,7 +374,7 @@ def test_names_of_parameters_hide_none_of_the_programs() -> None:
     model(X).sum().backward()
 
 
-def test_tensors_made_in_inference_mode_are_taken() -> None:
+def test_inputs_made_in_inference_mode_are_accepted() -> None:
     module = fresh(lambda: nn.Linear(4, 4))
     model = tz.compile(deepcopy(module), 3)
     model(X).sum().backward()
@@ -387,7 +382,7 @@ def test_tensors_made_in_inference_mode_are_taken() -> None:
         torch.testing.assert_close(model(X + 1), module(X + 1))
 
 
-# What was wrong, or refused, where Thunder differentiated
+# Programs that Thunder's own differentiation computed wrongly or refused
 
 
 def doubles_half(y: Tensor) -> Tensor:
@@ -408,7 +403,7 @@ def test_gradients_go_through_writes_and_lists(then: Callable[[Tensor], Tensor])
     assert_same_as_eager(fresh(Layer, then), X)
 
 
-def test_attention_of_torch() -> None:
+def test_torchs_attention_trains_as_in_eager_mode() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -426,7 +421,7 @@ def drops_in_a_checkpoint(y: Tensor) -> Tensor:
 
 
 def drops_much_in_a_checkpoint(y: Tensor) -> Tensor:
-    """The mask takes more bytes than the state of the generator, which is kept in its place."""
+    """Draw a mask of more bytes than the generator's state, so that the state is saved instead."""
     return checkpoint(lambda z: dropout(z.repeat(400, 1), 0.5).exp(), y, use_reentrant=False)
 
 
@@ -435,9 +430,8 @@ RANDOM: list[Callable[[Tensor], Tensor]] = [drops_in_a_checkpoint, drops_much_in
 
 @pytest.mark.parametrize("then", RANDOM, ids=lambda then: then.__name__)
 def test_backward_has_the_random_numbers_of_forward(then: Callable[[Tensor], Tensor]) -> None:
-    """Those of eager mode, too: each line draws as many as torch's kernel does. Of another length, too."""
     torch._dynamo.reset()
-    for rows in (2, 3):  # dynamo remembers what it saw of the class: a symbol
+    for rows in (2, 3):  # at the second length dynamo makes a symbol
         model = assert_same_as_eager(fresh(Layer, then), X[:1].repeat(rows, 1))
         states = "run_with_rng_state" in str(tz.traces_of(model).backward)
         assert states == (then is drops_much_in_a_checkpoint)
@@ -450,8 +444,7 @@ def test_smoothed_losses_leave_ignored_targets_out(weighted: bool) -> None:
     assert_same_as_eager(fresh(Layer, lambda y: cross_entropy(y, target, weight, label_smoothing=0.1)), X)
 
 
-def test_reentrant_checkpoints() -> None:
-    """Dynamo captures them as it does the others."""
+def test_reentrant_checkpoints_train_as_in_eager_mode() -> None:
     assert_same_as_eager(fresh(Layer, lambda y: checkpoint(torch.tanh, y, use_reentrant=True)), X)
 
 
@@ -466,10 +459,10 @@ def test_mixed_precision_casts_at_the_borders() -> None:
     torch.testing.assert_close(out, expected)
 
 
-# What a compilation says
+# Messages of compilations
 
 
-def test_a_module_that_thunder_cannot_trace_is_led_to_compile() -> None:
+def test_an_error_of_thunder_jit_recommends_tz_compile() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -486,7 +479,7 @@ def test_a_module_that_thunder_cannot_trace_is_led_to_compile() -> None:
 
 
 class Embeds(nn.Module):
-    """Looks tokens up."""
+    """An embedding and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -497,11 +490,11 @@ class Embeds(nn.Module):
         return self.layer(y)
 
 
-@pytest.mark.parametrize("way", ["tz.compile", "thunder.jit"])
-def test_an_error_of_a_program_names_the_users_line_and_the_parameter(way: str) -> None:
+@pytest.mark.parametrize("entry", ["tz.compile", "thunder.jit"])
+def test_an_error_of_a_program_names_the_users_line_and_the_parameter(entry: str) -> None:
     module = fresh(Embeds)
     transforms = [tz.ZeroTransform(stage=3)]
-    model: Any = tz.compile(module, 3) if way == "tz.compile" else thunder.jit(module, transforms=transforms)
+    model: Any = tz.compile(module, 3) if entry == "tz.compile" else thunder.jit(module, transforms=transforms)
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([1, 9]))
@@ -511,10 +504,10 @@ def test_an_error_of_a_program_names_the_users_line_and_the_parameter(way: str) 
         "tz.compile": r"in y = torch\.ops\.aten\.embedding\.default\(",
         "thunder.jit": r"in t\d+ = torch\.nn\.functional\.embedding\(",
     }
-    assert re.match(line[way], code)
+    assert re.match(line[entry], code)
     assert re.match(r"from /.*\.py:\d+: ", source)
     assert parameter.startswith("which reads 'table.weight'")
-    assert "# the user's line" in note or way == "thunder.jit"
+    assert "# the user's line" in note or entry == "thunder.jit"
 
 
 def test_errors_of_the_user_pass() -> None:
@@ -534,7 +527,7 @@ def test_errors_of_the_user_pass() -> None:
     ],
     ids=["tz.compile", "thunder.jit"],
 )
-def test_lengths_that_change_are_warned_of(make: Callable[[nn.Module], Any]) -> None:
+def test_changing_lengths_raise_a_warning(make: Callable[[nn.Module], Any]) -> None:
     model = make(fresh(lambda: nn.Linear(4, 4)))
     with model.no_sync():  # another program, for the same shape
         model(X)
@@ -551,19 +544,17 @@ class Terminal(StringIO):
         return True
 
 
-@pytest.mark.parametrize("way", ["tz.compile", "thunder.jit"])
-def test_standard_error_is_told_what_was_compiled_and_how_long_it_took(
-    monkeypatch: pytest.MonkeyPatch, way: str
+@pytest.mark.parametrize("entry", ["tz.compile", "thunder.jit"])
+def test_each_slow_compilation_is_reported_on_standard_error_unless_progress_is_off(
+    monkeypatch: pytest.MonkeyPatch, entry: str
 ) -> None:
-    """Later programs, too, also where a cast hides forward's signature; on a terminal also while they are compiled.
-    Nothing of what takes less than a second, and if the user wants none."""
     jit = lambda module, stage, **options: thunder.jit(module, transforms=[tz.ZeroTransform(stage, **options)])  # noqa: E731
-    make: Callable[..., Any] = tz.compile if way == "tz.compile" else jit
+    make: Callable[..., Any] = tz.compile if entry == "tz.compile" else jit
     module = fresh(lambda: nn.Linear(4, 4))
     compiled = r"compiled forward and backward of Linear for \({0}, 4\): [\d.]+ s\n"
     line = {Terminal: rf"compiling Linear for \({{0}}, 4\) \.\.\.\r{compiled}", StringIO: compiled}
-    for kind, pattern in line.items():
-        stream = kind()
+    for stream_type, pattern in line.items():
+        stream = stream_type()
         monkeypatch.setattr("sys.stderr", stream)
         monkeypatch.setattr(compilations, "SECONDS", 100.0)
         make(deepcopy(module), 3)(X)
@@ -594,14 +585,14 @@ class Masking(nn.Module):
         return h
 
 
-def test_writes_through_masks_are_choices_in_one_graph() -> None:
+def test_writes_through_masks_need_no_graph_break() -> None:
     model = assert_same_as_eager(fresh(Masking), X, torch.tensor([True, False]))
     assert len(model.graphs()) == 1
     assert model.mask.grad.full_tensor().any()
 
 
 class Convolves(nn.Module):
-    """The first convolution's input needs no gradient, so its backward reads the weight's shape alone."""
+    """The input of the first convolution needs no gradient, so backward reads only the shape of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -619,16 +610,16 @@ def test_backward_gathers_no_parameter_for_its_shape() -> None:
     x = X.view(1, 2, 4).repeat(2, 2, 1)
     for network in (model, plain):
         network(x).sin().sum().backward()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(full(mine.grad), expected.grad)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(full(param.grad), expected.grad)
     ops = tz.traces_of(model).timeline.ops
-    again = {path for op in ops if op.backward and op.kind is Kind.GATHER for path in op.params}
-    assert again == {"norm.weight", "second.weight", "last.weight"}
+    gathered = {path for op in ops if op.backward and op.kind is Kind.GATHER for path in op.params}
+    assert gathered == {"norm.weight", "second.weight", "last.weight"}
 
 
 @pytest.mark.parametrize("name", ["convolution", "layer norm", "group norm"])
-def test_what_is_read_for_its_shape_may_have_any_values(name: str) -> None:
+def test_the_values_of_arguments_read_for_their_shape_do_not_matter(name: str) -> None:
     x = torch.randn(2, 4, 6)
     weight, bias = torch.randn(4, 4, 3), torch.randn(6)
     mean, rstd = torch.randn(2, 4, 1), torch.rand(2, 4, 1)
@@ -644,9 +635,11 @@ def test_what_is_read_for_its_shape_may_have_any_values(name: str) -> None:
     for target, args in calls[name]:
         read = read_for_shape(target, args)
         assert len(read) > 0
-        others = [torch.full_like(arg, torch.nan) if any(arg is each for each in read) else arg for arg in args]
-        for mine, expected in zip(target(*others), target(*args), strict=True):
-            assert expected is None or mine.equal(expected)
+        poisoned = [
+            torch.full_like(arg, torch.nan) if any(arg is arg_read for arg_read in read) else arg for arg in args
+        ]
+        for result, expected in zip(target(*poisoned), target(*args), strict=True):
+            assert expected is None or result.equal(expected)
 
 
 class Drawing(nn.Module):
@@ -660,7 +653,7 @@ class Drawing(nn.Module):
         return self.a(x) * torch.tensor(np.random.rand(4), dtype=torch.float32)
 
 
-def test_numpy_draws_what_it_draws_in_eager_mode() -> None:
+def test_numpy_draws_the_numbers_of_eager_mode() -> None:
     module = fresh(Drawing)
     model = tz.compile(deepcopy(module), 3)
     outs = []
@@ -685,7 +678,7 @@ class Hooking(nn.Module):
         return self.a(x)
 
 
-def test_hooks_of_submodules_are_called_from_when_they_are_registered() -> None:
+def test_hooks_of_submodules_are_called_once_they_are_registered() -> None:
     module = fresh(Hooking)
     model = tz.compile(deepcopy(module), 3)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Under thunder.jit each call gets the program of its form; what no program can serve twice is refused."""
+"""Under ``thunder.jit`` each call gets the program of its form; code that no program can repeat is refused."""
 
 from __future__ import annotations
 
@@ -70,23 +70,23 @@ class Color(Enum):
 Pair = namedtuple("Pair", "mask number")
 
 
-def amount(given: Any) -> Any:
-    """A number that differs from form to form, by Python's branches on types, truth, lengths and None."""
-    if given is None:
+def amount(value: Any) -> Any:
+    """Return a number that differs from form to form: branch on types, truth, lengths and None."""
+    if value is None:
         return 1
-    if isinstance(given, Tensor | bool | int | float):
-        return given if not isinstance(given, bool) else (20 if given else 30)
-    if isinstance(given, dict | UserDict):
-        return 2 if not given else 3 + 5 * sum(amount(given[key]) * len(key) for key in given)
-    if isinstance(given, list | tuple):
-        return len(given) + (6 if isinstance(given, list) else 7) + sum([amount(item) for item in given])
-    if isinstance(given, Data | Box | Slots):
-        return 8 + amount(given.mask)
-    if isinstance(given, Color | torch.dtype):
-        return 41 if given is Color.RED or given is torch.float32 else 43
-    if isinstance(given, set):
-        return 51 if "a" in given else 53
-    return len(given) * 10  # a string
+    if isinstance(value, Tensor | bool | int | float):
+        return value if not isinstance(value, bool) else (20 if value else 30)
+    if isinstance(value, dict | UserDict):
+        return 2 if not value else 3 + 5 * sum(amount(value[key]) * len(key) for key in value)
+    if isinstance(value, list | tuple):
+        return len(value) + (6 if isinstance(value, list) else 7) + sum([amount(item) for item in value])
+    if isinstance(value, Data | Box | Slots):
+        return 8 + amount(value.mask)
+    if isinstance(value, Color | torch.dtype):
+        return 41 if value is Color.RED or value is torch.float32 else 43
+    if isinstance(value, set):
+        return 51 if "a" in value else 53
+    return len(value) * 10  # a string
 
 
 class Net(nn.Module):
@@ -104,9 +104,9 @@ class Net(nn.Module):
     def scaled(self, x: Tensor) -> Tensor:
         return 3 * x
 
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+    def forward(self, x: Tensor, value: Any = None) -> Tensor:
         y: Tensor = self.layer(x)
-        return y * amount(given) if self.call is None else self.call(self, y, given)
+        return y * amount(value) if self.call is None else self.call(self, y, value)
 
 
 FORMS: tuple[Any, ...] = (
@@ -140,11 +140,11 @@ def test_each_form_of_a_call_gets_its_own_program(stage: int, by_keyword: bool) 
     model = shard(Net(), stage)
     model.load_original_state_dict(plain.state_dict())
 
-    def call(of: nn.Module, given: Any) -> Tensor:
-        result: Tensor = of(X, given=given) if by_keyword else of(X, given)
+    def call(module: nn.Module, value: Any) -> Tensor:
+        result: Tensor = module(X, value=value) if by_keyword else module(X, value)
         return result
 
-    expected = [call(plain, given).detach() for given in FORMS]
+    expected = [call(plain, value).detach() for value in FORMS]
     for index in every_pair(len(FORMS)):
         assert torch.allclose(call(model, FORMS[index]), expected[index]), FORMS[index]
     assert len(model.graphs()[0]) == len(FORMS), "no form was compiled twice"
@@ -155,9 +155,8 @@ def added(number: Any) -> Callable[[Any], Any]:
 
 
 def test_forms_are_equal_where_a_program_may_serve_again() -> None:
-    """Thunder looks at tensors, and at the numbers and strings that forward reads."""
     shared = [T]
-    for value, same, other in (
+    for value, same, different in (
         (Box(T), Box(2 * T), Box()),
         (Data(1), Data(2), Data("a")),
         (float("nan"), 1.0, 1),
@@ -176,8 +175,8 @@ def test_forms_are_equal_where_a_program_may_serve_again() -> None:
         (T, 2 * T, Tensor),
         (factorial(), factorial(), None),
     ):
-        assert form_of(value) == form_of(same) != form_of(other)
-    assert form_of([shared, shared]) != form_of([[T], [T]]), "parts may be one object"
+        assert form_of(value) == form_of(same) != form_of(different)
+    assert form_of([shared, shared]) != form_of([[T], [T]]), "two parts may be the same object"
     first, second = object(), object()
     assert form_of(first) == form_of(first) != form_of(second)
     assert form_of(first.__repr__) != form_of(second.__repr__)
@@ -187,11 +186,11 @@ def test_forms_are_equal_where_a_program_may_serve_again() -> None:
     nodes = [Box() for _ in range(40)]
     for node in nodes:
         node.mask = nodes
-    form_of(nodes)  # of as many parts, not of all paths to them
+    form_of(nodes)  # ends: it visits each part at most once, not each path
 
 
 def test_a_guard_keeps_no_argument_alive() -> None:
-    model, refs = shard(Net(lambda self, y, given: y)), []
+    model, refs = shard(Net(lambda self, y, value: y)), []
     for make in (nn.Identity, lambda: added(torch.ones(2)), lambda: Hashed(torch.ones(2)), type("Empty", (), {})):
         argument = make()
         refs.append(ref(argument))
@@ -201,45 +200,47 @@ def test_a_guard_keeps_no_argument_alive() -> None:
     assert [reference() for reference in refs] == [None] * 4
 
 
-NUMBERS: Sequence[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = (  # made of a number, and read
-    (lambda n: {"n": n}, lambda given: given["n"]),
-    (lambda n: [n], lambda given: given[0]),
-    (lambda n: Data([{"n": n}]), lambda given: given.mask[0]["n"]),
-    (Box, lambda given: given.mask),
-    (lambda n: Hashed(n), lambda given: given.number),
+NUMBERS: Sequence[
+    tuple[Callable[[Any], Any], Callable[[Any], Any]]
+] = (  # an argument made from a number, and how forward reads it
+    (lambda n: {"n": n}, lambda value: value["n"]),
+    (lambda n: [n], lambda value: value[0]),
+    (lambda n: Data([{"n": n}]), lambda value: value.mask[0]["n"]),
+    (Box, lambda value: value.mask),
+    (lambda n: Hashed(n), lambda value: value.number),
     (lambda n: [n], max),
     (lambda n: [n], sum),
-    (lambda n: [[n]], lambda given: len(str(given))),
-    (lambda n: [n], lambda given: 2 if given == [1] else 3),
-    (lambda n: Data(n), lambda given: 2 if given == Data(1) else 3),
-    (lambda n: {"n": n}, lambda given: {**given}["n"]),
-    (Box, lambda given: vars(given)["mask"]),
-    (lambda n: deque([n]), lambda given: given[0]),
-    (lambda n: {n}, lambda given: 2 if 1 in given else 3),
+    (lambda n: [[n]], lambda value: len(str(value))),
+    (lambda n: [n], lambda value: 2 if value == [1] else 3),
+    (lambda n: Data(n), lambda value: 2 if value == Data(1) else 3),
+    (lambda n: {"n": n}, lambda value: {**value}["n"]),
+    (Box, lambda value: vars(value)["mask"]),
+    (lambda n: deque([n]), lambda value: value[0]),
+    (lambda n: {n}, lambda value: 2 if 1 in value else 3),
     (lambda n: "a" * n, len),
 )
 
 
-def test_a_number_or_string_that_forward_reads_chooses_the_program_and_others_do_not() -> None:
+def test_only_numbers_and_strings_that_forward_reads_choose_the_program() -> None:
     for make, read in NUMBERS:
-        model = shard(Net(lambda self, y, given, read=read: y * read(given)))
+        model = shard(Net(lambda self, y, value, read=read: y * read(value)))
         with torch.no_grad():
-            first, second, again = (model(X, make(number)) for number in (1, 200, 1))
-        assert torch.equal(first, again)
+            first, second, repeated = (model(X, make(number)) for number in (1, 200, 1))
+        assert torch.equal(first, repeated)
         assert not torch.equal(first, second)
-    model = shard(Net(lambda self, y, given: y * len(given)))
+    model = shard(Net(lambda self, y, value: y * len(value)))
     for number in range(6):
         model(X, {"text": [f"a{number}", "b"], "step": Box(number), "array": np.ones(number)})
     assert len(model.graphs()[0]) == 1
 
 
-def test_a_form_that_changes_all_the_time_is_warned_of_by_name() -> None:
-    model = shard(Net(lambda self, y, given: y if self.items is None else 2 * y))
+def test_a_warning_names_an_argument_whose_form_keeps_changing() -> None:
+    model = shard(Net(lambda self, y, value: y if self.items is None else 2 * y))
     for count in range(3):
-        model(X, given=[0] * count)
-    with pytest.warns(UserWarning, match=r"compiled for 4 forms of argument 'given', and each costs a compilation"):
-        model(X, given=[0] * 3)
-    model = shard(Net(lambda self, y, given: y if self.items is None else 2 * y))
+        model(X, value=[0] * count)
+    with pytest.warns(UserWarning, match=r"compiled for 4 forms of argument 'value', and each costs a compilation"):
+        model(X, value=[0] * 3)
+    model = shard(Net(lambda self, y, value: y if self.items is None else 2 * y))
     for _ in range(3):
         model.plain.items.append(0)
         model(X)
@@ -248,12 +249,12 @@ def test_a_form_that_changes_all_the_time_is_warned_of_by_name() -> None:
         model(X)
 
 
-def test_what_changes_without_a_sign_is_refused_where_it_is_read() -> None:
-    model = shard(Net(lambda self, y, given: y * float(next(iter(given)))))
-    for given in (np.ones(2), iter([1.0]), (item for item in "12")):
-        with refused(NotImplementedError, f"reads a value of type {type(given).__name__}", "thunder_zero.compile"):
-            model(X, given)
-    model = shard(Net(lambda self, y, given: y * next(self.numbers)))
+def test_values_that_change_unnoticed_are_refused_when_read() -> None:
+    model = shard(Net(lambda self, y, value: y * float(next(iter(value)))))
+    for value in (np.ones(2), iter([1.0]), (item for item in "12")):
+        with refused(NotImplementedError, f"reads a value of type {type(value).__name__}", "thunder_zero.compile"):
+            model(X, value)
+    model = shard(Net(lambda self, y, value: y * next(self.numbers)))
     model.plain.numbers = iter([1.0, 2.0])  # type: ignore[assignment]
     with refused(NotImplementedError, "reads a value of type list_iterator", "thunder_zero.compile"):
         model(X)
@@ -276,7 +277,7 @@ def twice(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def by_default(numbers: list[int] = []) -> int:  # noqa: B006 (which is what is tested)
+def by_default(numbers: list[int] = []) -> int:  # noqa: B006 (the test changes the default)
     return 3 + len(numbers)
 
 
@@ -317,7 +318,7 @@ CHANGES: Sequence[tuple[str, Callable[..., Any], Callable[[Net], Any]]] = (
 
 @pytest.mark.parametrize("name", [name for name, *_ in CHANGES])
 def test_attributes_and_globals_that_change_are_read_again(name: str) -> None:
-    ((forward, change),) = ((forward, change) for each, forward, change in CHANGES if each == name)
+    ((forward, change),) = ((forward, change) for case, forward, change in CHANGES if case == name)
     set_global(None)
     CONFIG["mask"] = Settings.mask = None
     set_cell(None)
@@ -373,7 +374,7 @@ DECIDE_BY_A_NUMBER: Sequence[Callable[..., Any]] = (
     lambda self, y, _: y * [1, 2][y.argmax().item()],
     lambda self, y, _: y[:, : y.argmax().item()],
     lambda self, y, _: y * float(f"{y.sum().item():.2f}"),
-    lambda self, y, _: y * float("%.2f" % y.sum().item()),  # noqa: UP031 (which asks by another way)
+    lambda self, y, _: y * float("%.2f" % y.sum().item()),  # noqa: UP031 (another way to read a number)
     lambda self, y, _: y * round(y.sum().item()),
     lambda self, y, _: y * torch.ones(y.argmax().item()).sum(),
     lambda self, y, _: y * torch.tensor(y.sum().item()),
@@ -399,7 +400,7 @@ def test_a_branch_that_a_program_would_keep_for_ever_is_refused(stage: int) -> N
                 shard(Net(forward), stage)(X)
 
 
-def test_a_number_of_a_tensor_that_decides_nothing_is_a_line() -> None:
+def test_a_tensors_number_that_decides_nothing_becomes_a_line() -> None:
     plain = Net(
         lambda self, y, _: (
             (y * y.sum().item() + abs(y.max().item() + 1) * 2)
@@ -436,7 +437,7 @@ CHANGE_WHAT_THEY_READ: Sequence[tuple[str, Callable[..., Any]]] = (
 CALLS: list[int] = []
 
 
-def test_a_forward_that_changes_what_it_reads_in_each_call_is_refused() -> None:
+def test_a_forward_that_changes_its_own_inputs_in_each_call_is_refused() -> None:
     for name, forward in CHANGE_WHAT_THEY_READ:
         with refused(NotImplementedError, f"forward changes {name!r}, which it reads", "thunder_zero.compile"):
             shard(Net(forward))(X)
@@ -447,7 +448,7 @@ def test_a_forward_that_changes_what_it_reads_in_each_call_is_refused() -> None:
         assert torch.allclose(model(X[:1]), model(X)[:1])
 
 
-def test_a_trace_that_failed_leaves_nothing_behind() -> None:
+def test_a_failed_trace_leaves_nothing_behind() -> None:
     def forward(self: Net, y: Tensor, _: Any) -> Tensor:
         if self.mask is None:
             raise ValueError("there is no mask; set one")

@@ -1,4 +1,4 @@
-"""The ways in are the same thing, and every field of the policy changes something that can be seen."""
+"""All entries make equal models, and every field of the policy has a visible effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import thunder
 
 
 class Net(nn.Module):
-    """Four equal layers, each a unit; the last one shares the first one's weight. A buffer; 4 x 7 rows."""
+    """Four equal layers of 7 rows, each a unit; the last layer has the first layer's weight. A buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def compiled(module: nn.Module, plugins: Any) -> Any:
     return thunder.compile(module, plugins=plugins, recipe=tz.Recipe())
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+ENTRIES: dict[str, Callable[..., Any]] = {
     "transform": lambda module, *a, **k: thunder.jit(module, transforms=[tz.ZeroTransform(*a, **k)]),
     "zero": lambda module, *a, **k: tz.zero(thunder.jit(module), *a, **k),
     "plugin": lambda module, *a, **k: compiled(module, tz.Zero(*a, **k)),
@@ -63,7 +63,7 @@ NAME = "plugin's name"
 
 
 def train(model: Any, steps: int = 2) -> list[Tensor]:
-    """Losses and what is trained, after some steps of AdamW."""
+    """Train some steps with AdamW. Return the losses and the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     losses = []
     for _ in range(steps):
@@ -76,30 +76,31 @@ def train(model: Any, steps: int = 2) -> list[Tensor]:
 
 
 def fill(module: nn.Module) -> None:
-    """What reset_parameters does not write: the buffer."""
+    """Initialize the buffer, which has no ``reset_parameters``."""
     if isinstance(module, Net):
         module.scale.fill_(2.0)
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("way", "stage"), [(NAME, 3), ("zero", 1), *slow(("transform", 2), ("plugin", 1), (NAME, 2))])
-def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
-    """Also of a module on the meta device."""
+@pytest.mark.parametrize(
+    ("entry", "stage"), [(NAME, 3), ("zero", 1), *slow(("transform", 2), ("plugin", 1), (NAME, 2))]
+)
+def test_all_entries_make_equal_models(entry: str, stage: int) -> None:
     torch.manual_seed(0)
     module = Net()
     fill(module)
-    if way == NAME:
+    if entry == NAME:
         model = compiled(deepcopy(module), f"zero{stage}")
     else:
         with torch.device("meta"):
-            filled, given = Net(), Net()
+            filled, module_on_meta = Net(), Net()
         torch.manual_seed(0)
-        values = tz.full_state_dict(WAYS[way](filled, stage, init=fill))
+        values = tz.full_state_dict(ENTRIES[entry](filled, stage, init=fill))
         assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []
-        model = WAYS[way](given, stage, weights=module.state_dict())
+        model = ENTRIES[entry](module_on_meta, stage, weights=module.state_dict())
     assert isinstance(model, tz.ZeroModule)
-    for local, theirs in zip(train(model), train(deepcopy(module)), strict=True):
-        torch.testing.assert_close(full(local), theirs, rtol=1e-5, atol=1e-6)
+    for local, expected in zip(train(model), train(deepcopy(module)), strict=True):
+        torch.testing.assert_close(full(local), expected, rtol=1e-5, atol=1e-6)
     traces = tz.traces_of(model)
     assert traces.plan.policy == Policy(stage=stage)
     tz.schedule.check(traces)
@@ -107,8 +108,8 @@ def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("way", WAYS)
-def test_the_policy_that_is_meant(way: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_entries_accept_a_policy_a_stage_and_fields(entry: str) -> None:
     for args, kwargs, policy in [
         ((), {}, tz.ZERO3),
         ((tz.ZERO2,), {}, tz.ZERO2),
@@ -120,12 +121,12 @@ def test_the_policy_that_is_meant(way: str) -> None:
         ((), {"stage": 2, "check_gradients": True}, Policy(2, check_gradients=True)),
         ((replace(tz.ZERO2, bucket_bytes=8),), {}, Policy(2, bucket_bytes=8)),
     ]:
-        assert sharded_model(WAYS[way](Net(), *args, **kwargs)).state.plan.policy == policy  # type: ignore[arg-type]
+        assert sharded_model(ENTRIES[entry](Net(), *args, **kwargs)).state.plan.policy == policy  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("group")
 def test_one_recipe_and_one_plugin_for_two_modules() -> None:
-    """Thunder's recipes keep their plugins: the second module must get its own, and only that."""
+    # Thunder's recipes keep their plugins: the second module must get only its own plugin.
     recipe, plugin = tz.Recipe(), tz.Zero(stage=2)
     models = [
         thunder.compile(Net(), plugins="zero1", recipe=recipe),
@@ -140,11 +141,11 @@ def test_one_recipe_and_one_plugin_for_two_modules() -> None:
     assert tz.traces_of(models[1]).plan.policy == tz.ZERO2
 
 
-# Every field of the policy: what it changes, in traces of rank 0 of 4 or in its plan.
+# What each field of the policy changes, in the traces or the plan of rank 0 of 4
 
 
 def wide() -> nn.Module:
-    """Two units of two linear layers; backward reads both factors of the product between them."""
+    """Build two units of two linear layers, with a product between them whose factors backward reads."""
     return Chain(*(ResidualBlock(7, lambda h: h.exp() * h) for _ in range(2)))
 
 
@@ -157,7 +158,7 @@ def launches(policy: Policy, kind: Kind, backward: bool = False) -> list[Op]:
 
 
 def gathers(policy: Policy, backward: bool = False) -> list[tuple[str, ...]]:
-    """The parameters of each gather of a phase."""
+    """Return the parameters of each gather of a phase."""
     return [op.params for op in launches(policy, Kind.GATHER, backward)]
 
 
@@ -165,16 +166,16 @@ regathers = partial(gathers, backward=True)
 
 
 def gathered_and_reduced(policy: Policy) -> tuple[int, int, bool, bool]:
-    """How many gathers forward and backward launch; whether some gradient is reduced whole, whether one in rows."""
+    """Count the gathers of forward and of backward. Return also whether gradients are reduced in full, and in rows."""
     backward = str(traces(policy).backward)
-    whole, rows = ("zero_all_reduce" in backward, "zero_reduce_scatter" in backward)
-    return len(gathers(policy)), len(regathers(policy)), whole, rows
+    in_full, rows = ("zero_all_reduce" in backward, "zero_reduce_scatter" in backward)
+    return len(gathers(policy)), len(regathers(policy)), in_full, rows
 
 
 def travelling(policy: Policy) -> list[set[str]]:
-    """The parameters that are gathered in forward, and those whose gradients are reduced."""
+    """Return the parameters gathered in forward, and the parameters whose gradients are reduced."""
     ops = launches(policy, Kind.GATHER), launches(policy, Kind.REDUCE, backward=True)
-    return [{path for op in each for path in op.params} for each in ops]
+    return [{path for op in phase for path in op.params} for phase in ops]
 
 
 def sharded(policy: Policy) -> set[str]:
@@ -182,7 +183,7 @@ def sharded(policy: Policy) -> set[str]:
 
 
 def most_ahead(policy: Policy) -> int:
-    """The most gathers that are under way while a line of forward computes."""
+    """Return the largest number of gathers in flight while forward computes."""
     flying, most = 0, 0
     for op in traces(policy).forward_timeline.ops:
         flying += (op.kind is Kind.GATHER) - (op.kind is Kind.WAIT)
@@ -192,27 +193,33 @@ def most_ahead(policy: Policy) -> int:
 
 
 def bytes_of_layer_1(policy: Policy) -> list[int]:
-    """What rank 0, which owns two of seven rows of weight and bias, sends to gather and to reduce them."""
+    """Return the bytes that rank 0, with two of seven rows, sends to gather and to reduce the second layer."""
     ops = launches(policy, Kind.GATHER), launches(policy, Kind.REDUCE, backward=True)
-    return [sum(traces(policy).timeline.bytes_sent(op) for op in each if "layers.1.bias" in op.params) for each in ops]
+    return [
+        sum(traces(policy).timeline.bytes_sent(op) for op in phase if "layers.1.bias" in op.params) for phase in ops
+    ]
 
 
 def bytes_of_weights(policy: Policy) -> list[int]:
-    """What rank 0, which owns two of seven rows, sends to gather the second layer's weight, and to reduce its gradient.
-    In a format 14 elements take 4 bytes for their scale and 16 for themselves."""
+    """Return the bytes that rank 0 sends to gather the second weight, and to reduce its gradient.
+
+    Rank 0 has two of seven rows. Encoded, 14 elements take 16 bytes, and 4 bytes for their scale.
+    """
     param = traces(policy).plan.by_name["layers.1.weight"]
     return [traces(policy).plan.gather_bytes(param), traces(policy).plan.reduce_bytes(param)]
 
 
 def bytes_of_frozen_weight(policy: Policy) -> int:
-    """What rank 0, which owns two of seven rows, sends to gather a frozen weight: a row has 4 bytes for its scale and 4
-    for its seven elements in 4 bits."""
+    """Return the bytes that rank 0, with two of seven rows, sends to gather a frozen weight.
+
+    Encoded, a row has 4 bytes for its scale and 4 for its seven elements of 4 bits.
+    """
     plan = make_plan(Net().requires_grad_(False), policy, Mesh.of(4))
     return plan.gather_bytes(plan.by_name["layers.1.weight"])
 
 
-def computed_again(policy: Policy) -> list[int]:
-    """How many exp and how many linear layers backward computes."""
+def count_recomputed(policy: Policy) -> list[int]:
+    """Count the ``exp`` and the linear layers that backward computes."""
     trace = traces(policy, wide).backward
     assert trace is not None
     names = [line.sym.name for line in trace.bound_symbols]
@@ -220,26 +227,26 @@ def computed_again(policy: Policy) -> list[int]:
 
 
 def checked(policy: Policy) -> set[str]:
-    """The parameters whose gradients backward checks."""
+    """Return the parameters whose gradients backward checks."""
     text = "\n".join(line for line in str(traces(policy).backward).splitlines() if "zero_check_finite" in line)
     return {path for path in PATHS if f'"{path}"' in text}
 
 
 def ended_at_once(timeline: Timeline) -> Timeline:
-    """A pass: each reduction is waited for where it starts."""
+    """Wait for each reduction right after its launch. A pass."""
     waits = {op.reads[0]: op for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
     pairs = [(op, waits[op.writes[0]]) if op.kind is Kind.REDUCE else (op,) for op in timeline.ops]
     return timeline.with_ops(op for pair in pairs for op in pair if len(pair) > 1 or op not in waits.values())
 
 
 def without_first_wait(timeline: Timeline) -> Timeline:
-    """A pass that loses a gradient."""
+    """Drop the first wait for a reduction. A wrong pass."""
     lost = next(op for op in timeline.ops if timeline.ends(op, Kind.REDUCE))
     return timeline.with_ops(op for op in timeline.ops if op is not lost)
 
 
 def reductions_at_once(policy: Policy) -> int:
-    """The most reductions that are under way."""
+    """Return the largest number of reductions in flight."""
     flying, most = set[str](), 0
     for op in traces(policy).timeline.ops:
         flying |= set(op.writes) if op.kind is Kind.REDUCE else set()
@@ -258,10 +265,14 @@ LAYERS = [(f"layers.{number}.weight", f"layers.{number}.bias") for number in ran
 PATHS = {path for layer in LAYERS for path in layer}
 WEIGHTS = {path for path in PATHS if path.endswith("weight")}
 WEIGHT = 7 * 7 * 4  # bytes; with its bias more
-AGAIN = [("layers.0.weight",), ("layers.2.weight",), ("layers.1.weight",)]  # what backward reads, when it needs it
+REGATHERED = [
+    ("layers.0.weight",),
+    ("layers.2.weight",),
+    ("layers.1.weight",),
+]  # in the order in which backward reads them
 KEPT = {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.3.bias"}
 HALF = tz.MixedPrecision(torch.bfloat16, overrides={"layers.1": tz.MixedPrecision(torch.bfloat16, torch.float64)})
-# Field: its other fields, what to look at, and what is seen for which values.
+# field -> policy with its other fields, what to look at, and the result for some values
 SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] = {
     "stage": (
         TEXTBOOK,
@@ -290,13 +301,13 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
         lambda policy: [paths for paths in gathers(policy) if "layers.0.weight" in paths],
         [(False, LAYERS[:1]), (True, [LAYERS[0], ("layers.0.weight",)])],
     ),
-    # At the peak three units are alive, and so the last three are kept that backward reads.
-    "reshard_after_forward": (tz.ZERO3, regathers, [(None, []), (True, AGAIN)]),
-    # Nothing; or all but linear layers; or all but the last layer.
-    "recompute": (tz.ZERO3, computed_again, [("none", [0, 0]), ("cheap", [2, 0]), ("units", [2, 1])]),
-    # The second of two units is computed again, but for its last layer.
-    "recompute_units": (replace(tz.ZERO3, recompute="none"), computed_again, [((), [0, 0]), (("1",), [1, 1])]),
-    "keep_unsharded": (TEXTBOOK, regathers, [((), AGAIN), (("layers.1",), AGAIN[:2])]),
+    # At the peak three units are alive, so three of backward's units are kept unsharded.
+    "reshard_after_forward": (tz.ZERO3, regathers, [(None, []), (True, REGATHERED)]),
+    # Recompute nothing; or all but linear layers; or all but the last layer.
+    "recompute": (tz.ZERO3, count_recomputed, [("none", [0, 0]), ("cheap", [2, 0]), ("units", [2, 1])]),
+    # The second of two units is recomputed, except for its last layer.
+    "recompute_units": (replace(tz.ZERO3, recompute="none"), count_recomputed, [((), [0, 0]), (("1",), [1, 1])]),
+    "keep_unsharded": (TEXTBOOK, regathers, [((), REGATHERED), (("layers.1",), REGATHERED[:2])]),
     "cpu_offload": (
         TEXTBOOK,
         lambda policy: "zero_wait_offloaded" in str(traces(policy).backward),
@@ -312,9 +323,9 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
 
 @pytest.mark.parametrize("field", SEEN)
 def test_a_field_of_the_policy_changes_something(field: str) -> None:
-    others, look, cases = SEEN[field]
+    policy, look, cases = SEEN[field]
     for value, expected in cases:
-        assert look(replace(others, **{field: value})) == expected, (field, value)
+        assert look(replace(policy, **{field: value})) == expected, (field, value)
 
 
 def test_every_field_of_the_policy_changes_something() -> None:
@@ -326,11 +337,11 @@ def test_every_field_of_the_policy_changes_something() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_reshard_after_backward() -> None:
-    """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
+    # Here: whether the second micro-batch of an accumulation gathers. Bytes: tests/ranks/test_accumulation.py.
     counts: list[int] = []
     gather = SingleRank.all_gather
-    for once in (False, True):
-        model = WAYS["transform"](Net(), replace(tz.ZERO2, reshard_after_backward=not once))
+    for keeps in (False, True):
+        model = ENTRIES["transform"](Net(), replace(tz.ZERO2, reshard_after_backward=not keeps))
         weight = model.get_parameter("layers.1.weight")
         with model.no_sync():
             for _ in range(2):
@@ -339,7 +350,7 @@ def test_reshard_after_backward() -> None:
                 counts.append(gathers.call_count)
             weight.data.add_(1)
             text = error_of(lambda model=model: model(X))  # type: ignore[misc]
-            assert ("'layers.1.weight' was written to in the middle of an accumulation" in text) is once, text
+            assert ("'layers.1.weight' was written to in the middle of an accumulation" in text) is keeps, text
             with torch.no_grad():
                 weight.add_(1)  # gathered again
             plain = Net()
@@ -352,26 +363,26 @@ def test_reshard_after_backward() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_broadcast_from() -> None:
-    """Whether weights and buffers travel; what arrives: tests/ranks/test_bad_input.py."""
+    # Here: whether weights and buffers travel. What arrives: tests/ranks/test_bad_input.py.
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
-        WAYS["transform"](Net())
+        ENTRIES["transform"](Net())
         assert not broadcast.called
-        WAYS["transform"](Net(), broadcast_from=0)
+        ENTRIES["transform"](Net(), broadcast_from=0)
     assert [call.args[0].nbytes for call in broadcast.call_args_list] == [WEIGHT, 28] * 3 + [28, 4]
 
 
 def test_transport() -> None:
-    """Which transport a model gets; what one of the user's sends: tests/ranks/test_transport.py."""
-    made: list[tuple[int, int]] = []
+    # Here: which transport a model gets. What a user's transport sends: tests/ranks/test_transport.py.
+    calls: list[tuple[int, int]] = []
 
     def make(group: dist.ProcessGroup, role: int) -> Transport:
-        made.append((group.size(), role))
+        calls.append((group.size(), role))
         return PerTensor(group, role)
 
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         tz.compile(Net(), 3, transport=make)(X)
-        assert set(made) == {(2, 0)}
+        assert set(calls) == {(2, 0)}
         fails(lambda: tz.compile(Net(), 3, transport=lambda group, role: group), "Policy.transport made a ProcessGroup")
         fails(
             lambda: tz.compile(Net(), 3, transport=int), "Policy.transport raised TypeError", "a function of a process"
@@ -380,7 +391,7 @@ def test_transport() -> None:
         dist.destroy_process_group()
 
 
-def test_a_pass_of_the_users_is_proved() -> None:
+def test_a_users_pass_is_checked() -> None:
     fails(
         lambda: traces(replace(TEXTBOOK, passes=(without_first_wait,))),
         "ScheduleError: after the pass without_first_wait of Policy.passes",

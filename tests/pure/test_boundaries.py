@@ -1,6 +1,6 @@
-"""The rooms of the package and what each may import: the architecture, as a table that is checked.
+"""The rooms of the package, and which rooms and libraries each may import.
 
-Read from the source (``ast``). Imports inside functions count like those at the top.
+The tests read the source (``ast``). Imports inside functions count as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE, TESTS = ROOT / "thunder_zero", ROOT / "tests"
 
 
 class May(IntEnum):
-    """How far a room may go with a library."""
+    """How a room may use a library."""
 
     NOT = 0
     TYPES = 1  # under `if TYPE_CHECKING:` only
@@ -32,8 +32,8 @@ class May(IntEnum):
 NOT, TYPES, IMPORT = May
 
 NOTHING: frozenset[str] = frozenset()
-ALL = frozenset({"every room"})  # but for extras
-EXTRAS = frozenset({"lightning"})  # libraries that the base install lacks: each for the room of its name alone
+ALL = frozenset({"every room"})  # except for the rooms of extras
+EXTRAS = frozenset({"lightning"})  # libraries that the base install lacks: only the room of its name may import each
 
 
 def rooms(names: str) -> frozenset[str]:
@@ -50,7 +50,7 @@ class Room:
 
 
 # fmt: off
-ROOMS = (  # bottom up: each reads rooms above its row only; those below the line are tools, which core never reads
+ROOMS = (  # each room reads only rooms above its row; rooms below the line are tools, which the core never reads
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
     Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
@@ -148,18 +148,18 @@ def room_of(path: str) -> Room | None:
 
 
 def name_of(room: Room) -> str:
-    """As rows name what they read."""
+    """Return the name of a room as ``Room.reads`` has it."""
     return room.name.removesuffix("/").removesuffix(".py")
 
 
 def sources(folder: Path, names_from: Path = ROOT) -> dict[str, str]:
-    """The text of each module, by its path."""
+    """Return the text of each module, by its path."""
     return {str(file.relative_to(names_from)): file.read_text() for file in sorted(folder.rglob("*.py"))}
 
 
 @cache
 def imports_of(source: str) -> frozenset[tuple[str, May]]:
-    """Dotted names that the source imports (or reaches as ``torch.distributed``), and for what."""
+    """Return the dotted names that a source imports, or reaches as ``torch.distributed``, and how it uses them."""
     result: set[tuple[str, May]] = set()
 
     def visit(node: ast.AST, use: May) -> None:
@@ -179,18 +179,18 @@ def imports_of(source: str) -> frozenset[tuple[str, May]]:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """What the file imports and its room may not."""
+    """Describe the imports of a file that its room may not have."""
     room = room_of(path)
     if room is None:
         return [f"{path} has no row in ROOMS"]
     return [
         f"{path} imports {name}{' for types' if use is TYPES else ''}"
         for name, use in sorted(imports_of(source))
-        if not allowed(path, room, name, use)
+        if not is_allowed(path, room, name, use)
     ]
 
 
-def allowed(path: str, room: Room, name: str, use: May) -> bool:
+def is_allowed(path: str, room: Room, name: str, use: May) -> bool:
     top, inside, *_ = [*name.split("."), ""]
     if top == "torch":
         return use <= (room.distributed if inside == "distributed" else room.torch)
@@ -201,8 +201,8 @@ def allowed(path: str, room: Room, name: str, use: May) -> bool:
         read = room_of(f"{named}/__init__.py" if (PACKAGE / named).is_dir() else f"{named}.py")
         home = name_of(read) if read is not None else inside
         is_around = f"{name_of(room)}/".startswith(f"{home}/")
-        may = is_around or any(f"{home}/".startswith(f"{read}/") for read in (name_of(room), *room.reads))
-        return may or (room.reads is ALL and home not in EXTRAS)
+        is_read = is_around or any(f"{home}/".startswith(f"{read}/") for read in (name_of(room), *room.reads))
+        return is_read or (room.reads is ALL and home not in EXTRAS)
     return top not in EXTRAS or path.startswith(f"{top}/")
 
 
@@ -230,23 +230,23 @@ def test_a_room_imports_only_what_it_may() -> None:
 
 
 SHARD_ARITHMETIC = "thunder_zero.plan.layout"
-COUNTING = {  # transports know shapes and their own group, no plan; a TrainingPlan has a world size of its own
+COUNTING = {  # transports have a group and no plan; a TrainingPlan has its own world size
     *("comm/native.py", "comm/pairwise.py", "tools/planner/training_plan.py"),
 }
 
 
-def counts_ranks(source: str) -> list[str]:
-    """Where a source asks a plan for a number of ranks, or the arithmetic of rows, instead of a geometry."""
-    asked = {"world_size", "rank", "replicas"}
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in asked)
+def counted_ranks(source: str) -> list[str]:
+    """Return where a source reads a plan's number of ranks, or imports the arithmetic of rows."""
+    counts = {"world_size", "rank", "replicas"}
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in counts)
     result = [ast.unparse(node) for node in nodes if ast.unparse(node.value).rpartition(".")[2] in ("plan", "_plan")]
     return result + [name for name, _ in imports_of(source) if name.startswith(SHARD_ARITHMETIC)]
 
 
-def test_the_plan_alone_counts_ranks() -> None:
-    assert counts_ranks("a = self._plan.world_size + plan.mesh.shard.size") == ["self._plan.world_size"]
-    assert counts_ranks("from thunder_zero.plan import layout") == [SHARD_ARITHMETIC]
-    result = {path: counts_ranks(text) for path, text in sources(PACKAGE, PACKAGE).items()}
+def test_the_plan_alone_counted_ranks() -> None:
+    assert counted_ranks("a = self._plan.world_size + plan.mesh.shard.size") == ["self._plan.world_size"]
+    assert counted_ranks("from thunder_zero.plan import layout") == [SHARD_ARITHMETIC]
+    result = {path: counted_ranks(text) for path, text in sources(PACKAGE, PACKAGE).items()}
     assert {path for path, names in result.items() if names and not path.startswith("plan/")} == COUNTING
 
 
@@ -260,7 +260,10 @@ def test_a_room_reads_only_rooms_above_its_row_and_the_listing_has_their_order()
 
 
 def import_order(files: dict[str, str]) -> list[str]:
-    """Modules, given their sources by dotted names, each after those that it imports, for types too.
+    """Sort modules, so that each comes after its imports, including imports for types.
+
+    Args:
+        files: sources by dotted names.
 
     Raises:
         CycleError: modules import each other in a circle.
@@ -283,14 +286,14 @@ def test_no_modules_import_each_other() -> None:
 
 
 def lazy_names(source: str) -> dict[str, list[str]]:
-    """The names by module that a package imports when they are used, by its table."""
+    """Return the names, by module, that a package imports lazily, according to its table."""
     table = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
     tables = [ast.literal_eval(node.value) for node in table if ast.unparse(node.targets[0]) == "NAMES"]
     return {module: list(names) for table in tables for module, names in table.items()}
 
 
 def typed_names(source: str) -> dict[str, list[str]]:
-    """The names by module that a type checker reads of it."""
+    """Return the names, by module, that a package imports for type checkers."""
     result: dict[str, list[str]] = {}
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
@@ -304,10 +307,10 @@ def test_a_type_checker_reads_the_names_that_a_package_has(package: str) -> None
     assert typed_names(source) == lazy_names(source) != {}
 
 
-# Thunder and torch are patched in one room
+# Only one room patches Thunder and torch
 
 ROOM_OF_WORKAROUNDS = "compat/"
-PATCHES = (  # beginnings of names that stand there alone
+PATCHES = (  # prefixes of names that only this room may use
     *("torch._", "torch.library", "torch.autograd.Variable._", "torch.distributed.distributed_c10d."),
     *("thunder.core.jit_ext.register_general_jit_lookaside", "thunder.torch._torch_to_thunder_function_map"),
     *("thunder.core.interpreter._", "atexit"),
@@ -315,23 +318,23 @@ PATCHES = (  # beginnings of names that stand there alone
 
 
 def patches(source: str) -> list[str]:
-    """The private names that a source uses, and what it assigns to attributes of Thunder or torch."""
+    """Return the private names that a source uses, and the attributes of Thunder or torch that it assigns."""
     tree = ast.parse(source)
     named = {name for name, _ in imports_of(source)}
     named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     result = [name for name in named if name.startswith(PATCHES)]
-    theirs = {
+    modules = {
         (alias.asname or alias.name).partition(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] in ("torch", "thunder")
     }
-    return sorted(result + [ast.unparse(node) for node in written_to(tree) if root_of(node) in theirs])
+    return sorted(result + [ast.unparse(node) for node in written_to(tree) if root_of(node) in modules])
 
 
 def written_to(tree: ast.AST) -> Iterator[ast.expr]:
-    """The attributes and items that are assigned to or deleted, and what ``setattr`` is given."""
+    """Yield attributes and items that are assigned or deleted, and the objects that ``setattr`` changes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node
@@ -362,7 +365,7 @@ def test_thunder_and_torch_are_patched_in_one_room() -> None:
 
 
 def private_names(source: str) -> set[str]:
-    """The private modules and names of torch that a source uses; its operators are named as torch names them."""
+    """Return the private modules and names of torch that a source uses. Names of operators are not private."""
     tree = ast.parse(source)
     named = {name for name, _ in imports_of(source)}
     named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -377,7 +380,7 @@ BY_NAME = ("getattr", "hasattr", "setattr", "delattr", "attrgetter")
 
 
 def foreign_names(source: str, own: frozenset[str] = NOTHING) -> set[str]:
-    """The private attributes, arguments, and names of libraries that a source uses, and that the package has not."""
+    """Return the private attributes, arguments and names in a source that are neither in ``own`` nor allowed."""
     is_private = re.compile(r"_[a-zA-Z]").match
     named: set[str | None] = set()
     for node in ast.walk(ast.parse(source)):
@@ -393,7 +396,7 @@ def foreign_names(source: str, own: frozenset[str] = NOTHING) -> set[str]:
 
 
 def own_names(source: str) -> set[str]:
-    """The names that a source gives to functions, classes, arguments, variables, and attributes of its objects."""
+    """Return the functions, classes, arguments, variables and attributes of ``self`` that a source defines."""
     named: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -408,7 +411,7 @@ def own_names(source: str) -> set[str]:
 
 
 def test_private_names_of_libraries_stand_in_one_room() -> None:
-    """A private name that the package itself has, too, is not found."""
+    # A private name that the package defines as well escapes this test.
     for line, name in (
         ("proxy._shape = shape", "_shape"),
         ("thunder.core.proxies.TensorProxy(_shape=shape)", "_shape"),
@@ -442,7 +445,7 @@ def test_a_version_of_thunder_is_named_in_one_room() -> None:
 
 
 def test_a_workaround_opens_with_its_need() -> None:
-    """The file, or each section of a file with several of them."""
+    # A section of a file counts as a workaround if the file has several.
     needs = run_path(str(ROOT / "docs/listing.py"))["needs_by_name"]()
     room = PACKAGE / ROOM_OF_WORKAROUNDS
     files = {str(path.relative_to(room)) for path in room.rglob("*.py") if path.name != "__init__.py"}
@@ -455,7 +458,7 @@ def test_a_workaround_opens_with_its_need() -> None:
 
 @cache
 def brings_thunder(name: str) -> bool:
-    """By the table: ``thunder_zero`` itself does in any case, and is not meant."""
+    """Return whether an import brings Thunder, by the table of rooms."""
     top, *rest = name.split(".")
     if top == "thunder_zero":
         result = [room_of(f"{'/'.join(rest[:length])}.py") for length in range(len(rest), 0, -1)]
@@ -468,7 +471,7 @@ def brings_thunder(name: str) -> bool:
 
 
 def faults_of_test(path: str, source: str) -> list[str]:
-    """What a module of the tests imports and may not: another room's tests; Thunder, if the tests are pure."""
+    """Return forbidden imports of a test module: other test modules, and Thunder if the tests are pure."""
     names = sorted(name for name, _ in imports_of(source))
     others = [name for name in names if name.startswith("tests.") and not name.startswith("tests.harness.")]
     return others + [name for name in names if path.startswith("tests/pure/") and brings_thunder(name)]

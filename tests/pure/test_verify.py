@@ -1,4 +1,4 @@
-"""The proofs can fail: each fault planted in a good timeline is caught by the rule that it breaks."""
+"""The checks of schedules catch each fault that is planted in a good timeline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lifted(stage: int) -> Timeline:
 
 
 def deferring(timeline: Timeline) -> Timeline:
-    """Return the lifted timeline under ``no_sync``: the reduction of each gradient is deferred."""
+    """Return the timeline under ``no_sync``, which defers the reduction of each gradient."""
     mean = {op.reads[0]: op.writes[0] for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
     ops = (
         replace(op, kind=Kind.DEFER, writes=(mean[op.writes[0]],)) if op.kind is Kind.REDUCE else op
@@ -63,28 +63,28 @@ def scheduled(name: str) -> Timeline:
     return run(LIFTED[name])
 
 
-# Changes to a timeline, at a place: a position, or words
+# Changes of a timeline at a place, which is a position or a phrase
 
 
 def find(t: Timeline, place: str | int) -> int:
-    """Return the index of an operation, given words for it.
+    """Return the position of an operation that a phrase names.
 
-    "gather a.w" is the first such gather ("gather a.w again" the last), "reads y0" the first reader, "writes y0" the
-    writer; "backward" is where backward begins, "return" the end.
+    "gather a.w" is the first gather of a.w, "gather a.w again" the last. "reads y0" is the first reader, "writes y0"
+    the writer, "backward" the first operation of backward, and "return" the last operation.
     """
     if isinstance(place, int):
         return place
     if place == "return":
         return len(t.ops) - 1
-    what, name, again = (*place.split(), "", "")[:3]
+    verb, name, last = (*place.split(), "", "")[:3]
 
     def is_meant(op: Op) -> bool:
-        if what in ("reads", "writes"):
-            return name in (op.reads if what == "reads" else op.writes)
-        return op.backward if what == "backward" else op.kind == what and name in op.params
+        if verb in ("reads", "writes"):
+            return name in (op.reads if verb == "reads" else op.writes)
+        return op.backward if verb == "backward" else op.kind == verb and name in op.params
 
     result = [index for index, op in enumerate(t.ops) if is_meant(op)]
-    return result[-1 if again else 0]
+    return result[-1 if last else 0]
 
 
 def without(t: Timeline, *places: str | int) -> Timeline:
@@ -93,21 +93,20 @@ def without(t: Timeline, *places: str | int) -> Timeline:
 
 
 def with_ops(t: Timeline, place: str | int, *ops: Op) -> Timeline:
-    """Return the timeline with operations in front of a place."""
+    """Insert operations before a place."""
     index = find(t, place)
     values = {name: Value(4, "float32") for op in ops for name in op.writes if name not in t.values}
     return t.with_ops([*t.ops[:index], *ops, *t.ops[index:]], values)
 
 
 def moved(t: Timeline, place: str | int, to: str | int, behind: int = 0) -> Timeline:
-    """Return the timeline with an operation moved in front of another, or so many places behind that."""
+    """Move an operation before another one, or ``behind`` places further."""
     index, to = find(t, place), find(t, to) + behind
     return without(with_ops(t, to, t.ops[index]), index + 1 if to <= index else index)
 
 
 def copied(t: Timeline, place: str | int, to: str | int = "", **fields: object) -> Timeline:
-    """Return the timeline with a changed copy of an operation in front of another; by default right behind the
-    original."""
+    """Insert a changed copy of an operation before ``to``; by default right after the original."""
     index = find(t, place)
     return with_ops(t, to or index + 1, replace(t.ops[index], **fields))  # type: ignore[arg-type]
 
@@ -118,13 +117,13 @@ def changed(t: Timeline, place: str | int, **fields: object) -> Timeline:
 
 
 def reading(t: Timeline, place: str | int, names: Mapping[str, str]) -> Timeline:
-    """Return the timeline in which an operation reads other values instead of some; "" stands for no value."""
+    """Replace values that an operation reads. "" stands for no value."""
     reads = (names.get(name, name) for name in t.ops[find(t, place)].reads)
     return changed(t, place, reads=tuple(dict.fromkeys(filter(None, reads))))
 
 
 def emitted(timeline: Timeline) -> Timeline:
-    """Return a schedule as it is read back from the lines that run: copies have no mark, and forward has a return."""
+    """Return the schedule as read back from the lines that run: copies have no mark, and forward has a return."""
     unmarked = timeline.with_ops(replace(op, repeated=False) for op in timeline.ops)
     return with_ops(unmarked, "backward", Op(Kind.COMPUTE, ("y8",)))
 
@@ -133,7 +132,7 @@ def emitted(timeline: Timeline) -> Timeline:
 
 
 def returning(t: Timeline, **gradients: str) -> Timeline:
-    """Return the timeline that returns other values, or none (""), as gradients of parameters of unit b."""
+    """Replace the returned gradients of parameters of unit b. "" returns no gradient."""
     new = {f"b.{name}": value for name, value in gradients.items()}
     pairs = tuple((path, new.get(path, value)) for path, value in t.gradients)
     swap = {old: new[path] for path, old in t.gradients if path in new}
@@ -169,7 +168,7 @@ def gathered_twice(t: Timeline) -> Timeline:
 
 
 def freed_before_a_view_by_a_view(t: Timeline) -> Timeline:
-    """Read back from Thunder's lines, a free names the last view."""
+    # In Thunder's lines a free names the last view.
     by_view = changed(t, "free a.w", reads=("c0.0",))
     check(emitted(by_view))
     return moved(by_view, "free a.w", "writes c0.0", 1)
@@ -180,7 +179,7 @@ def second_reduction(t: Timeline) -> Timeline:
 
 
 Fault = Callable[[Timeline], Timeline]
-Faults = Sequence[tuple[Fault, str]]  # what is changed, and words of the error: by check_schedule | by check
+Faults = Sequence[tuple[Fault, str]]  # a change, and words of the error: of check_schedule | of check
 GATHER_REPLICATED = (
     Op(Kind.GATHER, ("t_a.scalar",), ("h",), ("a.scalar",), source=(999,)),
     Op(Kind.WAIT, ("h",), ("scalar",), ("a.scalar",), source=(998,)),
@@ -247,7 +246,7 @@ LIMITS: Faults = (
     (lambda t: moved(t, "gather b.w", "wait a.w"), "bytes in flight; in_flight_bytes is 12"),
     (lambda t: moved(t, "writes mean_c.w", "return"), "puts 1[46] bytes in flight; in_flight_bytes is 12"),
 )
-ONLY_BY_LIFTED: Faults = (  # only a comparison with what was lifted finds these
+ONLY_BY_LIFTED: Faults = (  # only a comparison with the lifted timeline finds these
     (lambda t: copied(t, "writes d4", writes=("other",)), "runs position .* of the lifted trace twice"),  # random
     (lambda t: changed(t, "writes y0", source=(2, 3)), "must come from one line of the trace"),
     (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different phase than"),
@@ -283,8 +282,6 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "plant", "words", "in_lines"), CASES)
 def test_a_planted_fault_is_caught(name: str, plant: Fault, words: str, in_lines: bool) -> None:
-    """Faults are planted in a schedule beside what was lifted, and in the lines that run, where the proof knows who is
-    trained."""
     good = scheduled(name)
     bad = plant(good)
     assert bad != good
@@ -297,7 +294,7 @@ def test_a_planted_fault_is_caught(name: str, plant: Fault, words: str, in_lines
             check(plant(emitted(good)), trained=trained)
 
 
-def test_another_line_without_outputs_is_no_return() -> None:
+def test_only_the_last_line_without_outputs_is_the_return() -> None:
     look = Op(Kind.COMPUTE, ("y0",), backward=True, source=(999,))
     before = with_ops(ZERO3, "return", look)
     good = run(before)
@@ -311,7 +308,7 @@ def test_a_lifetime_that_does_not_end_is_an_error_only_after_the_last_pass() -> 
         check_schedule(ZERO3, ZERO3)
 
 
-def test_the_public_check_takes_what_has_a_timeline_and_nothing_else() -> None:
+def test_the_public_check_takes_only_objects_with_a_timeline() -> None:
     check(SimpleNamespace(timeline=scheduled("ZeRO-3")))
     with pytest.raises(ScheduleError, match="is never waited for"):
         check(SimpleNamespace(timeline=ZERO3.with_ops(op for op in ZERO3.ops if op.kind is not Kind.WAIT)))
@@ -344,7 +341,7 @@ def test_an_error_names_the_operations_and_the_parameter() -> None:
 
 
 def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
-    """Draw a random change to a random operation: how, which, and the timeline with it."""
+    """Draw a change of an operation. Return its name, the operation, and the changed timeline."""
     index, to = data.draw(st.integers(0, len(good.ops) - 1)), data.draw(st.integers(0, len(good.ops)))
     op = good.ops[index]
     names = sorted({name for op in good.ops for name in (*op.reads, *op.writes)})
@@ -364,17 +361,13 @@ def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
         "phase": lambda: changed(good, index, backward=not op.backward),
         "repeated": lambda: changed(good, index, repeated=not op.repeated),
     }
-    how = data.draw(st.sampled_from(list(changes)), label="how")
-    return how, op, changes[how]()
+    change = data.draw(st.sampled_from(list(changes)), label="how")
+    return change, op, changes[change]()
 
 
 @given(timelines(), st.data())
-def test_what_passes_computes_what_it_should(timeline: Timeline, data: st.DataObject) -> None:
-    """A random change to a good timeline either is caught or does no harm.
-
-    In a collective, a wait or a free that holds without what was lifted, too, except for which value is the full
-    gradient.
-    """
+def test_a_random_change_is_caught_or_harmless(timeline: Timeline, data: st.DataObject) -> None:
+    # ``check`` knows no lifted timeline. It sees changes of collectives, waits and frees, but not of computations.
     good = run(timeline)
     unmarked = good.with_ops(replace(op, repeated=False) for op in good.ops)
     trained = {path for path, _ in good.gradients}
@@ -386,8 +379,8 @@ def test_what_passes_computes_what_it_should(timeline: Timeline, data: st.DataOb
             pass
         else:
             assert same_results(bad, timeline)
-        how, op, bad = one_change(unmarked, data)
-        if op.kind is Kind.COMPUTE or (how, op.kind) == ("read", Kind.REDUCE):
+        change, op, bad = one_change(unmarked, data)
+        if op.kind is Kind.COMPUTE or (change, op.kind) == ("read", Kind.REDUCE):
             continue
         try:
             check(bad, trained=trained)
