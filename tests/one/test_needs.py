@@ -1,6 +1,6 @@
-"""What each workaround of ``thunder_zero/compat`` is for is still wrong without it: else it can go.
+"""Each workaround in ``thunder_zero/compat`` is still needed: without it, the behaviour that it mends is wrong.
 
-A row fails on the versions that the need is known for once it is gone; on others it is skipped.
+A row fails if the need is gone in a version that it is known for; rows for other versions are skipped.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ONES = torch.ones(1, 1)
 
 
 class Lists(nn.Module):
-    """Its output tells in which order its parameters come."""
+    """A module whose output depends on the order of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Lists(nn.Module):
 
 
 class Counts(nn.Module):
-    """Counts its calls."""
+    """A module that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Counts(nn.Module):
 
 
 class Reads(nn.Module):
-    """Reads an attribute that is None at first."""
+    """A module that reads an attribute, which is None at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,32 +106,32 @@ class Reads(nn.Module):
 
 @dataclass
 class Pair:
-    """What forward may be given."""
+    """A dataclass of tensors, as an argument of forward."""
 
     first: Tensor
     second: Tensor
 
 
-def frames(module: nn.Module) -> int:
-    """How many frames Thunder interprets to trace a module."""
+def count_frames(module: nn.Module) -> int:
+    """Return how many frames Thunder interprets to trace a module."""
     with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
         thunder.jit(module)(X)
     return run.call_count
 
 
 def builtins_are_interpreted() -> bool:
-    alone = frames(nn.Linear(4, 4))
+    alone = count_frames(nn.Linear(4, 4))
     with replaced(shortcuts.PATCHES):
-        return alone > 2 * frames(nn.Linear(4, 4))
+        return alone > 2 * count_frames(nn.Linear(4, 4))
 
 
 def hooks_take_longer() -> bool:
-    hooked, swapped = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    hooked, subclassed = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
     hooked[0].register_forward_pre_hook(lambda module, args: casts._cast(args, torch.float32, module))
     hooked[0].register_forward_hook(lambda module, args, output: casts._cast(output, torch.float32, module))
-    swapped[0].__class__ = casts._subclass("0", nn.Linear, torch.float32, torch.float32)
+    subclassed[0].__class__ = casts._subclass("0", nn.Linear, torch.float32, torch.float32)
     with replaced(shortcuts.PATCHES):
-        return 2 * frames(hooked) > 3 * frames(swapped)
+        return 2 * count_frames(hooked) > 3 * count_frames(subclassed)
 
 
 def lookasides_are_one_table() -> bool:
@@ -139,8 +139,8 @@ def lookasides_are_one_table() -> bool:
 
 
 def no_hook_comes_before_the_trace() -> bool:
-    of_traces = [name for name in vars(Transform) if name.startswith("transform_trace")]
-    return of_traces == ["transform_traces_pre_prologue", "transform_trace_post_optimization"]
+    hooks = [name for name in vars(Transform) if name.startswith("transform_trace")]
+    return hooks == ["transform_traces_pre_prologue", "transform_trace_post_optimization"]
 
 
 def a_dataclass_cannot_be_cast() -> bool:
@@ -211,18 +211,18 @@ def smoothing_counts_ignored_targets() -> bool:
 Function = Callable[[Tensor], Tensor]
 
 
-def gradient(of: Function) -> Tensor | None:
+def gradient_of(function: Function) -> Tensor | None:
     x = X.clone().requires_grad_()
-    y = of(x)
+    y = function(x)
     if y.requires_grad:
         (y * torch.ones_like(y).cumsum(-1)).sum().backward()
     return x.grad
 
 
 def is_wrong(written: Function, meant: Function | None = None) -> bool:
-    """Whether Thunder's gradient is another than eager's, of what it means where eager refuses to write."""
-    found, right = gradient(thunder.jit(written)), gradient(meant or written)
-    return found is None or right is None or not torch.allclose(found, right)
+    """Return whether Thunder's gradient of ``written`` differs from eager's of ``meant``, by default ``written``."""
+    actual, expected = gradient_of(thunder.jit(written)), gradient_of(meant or written)
+    return actual is None or expected is None or not torch.allclose(actual, expected)
 
 
 def divided(x: Tensor) -> Tensor:
@@ -252,10 +252,10 @@ def complex_factors_lack_a_conjugate() -> bool:
     return is_wrong(lambda x: torch.view_as_real(x * torch.polar(torch.ones(4), torch.ones(4)))[..., 1])
 
 
-def draws_again(of: Function) -> bool:
-    """Whether backward has another mask than forward."""
+def draws_again(function: Function) -> bool:
+    """Return whether backward draws another mask than forward."""
     x = torch.ones(64, requires_grad=True)
-    y = thunder.jit(of)(x)
+    y = thunder.jit(function)(x)
     (mask,) = torch.autograd.grad(y.sum(), x)
     return not torch.equal(y == 0, mask == 0)
 
@@ -271,17 +271,17 @@ def a_dropout_draws_again() -> bool:
 # Operators
 
 
-def lines_of_backward(of: Callable[..., Tensor], *inputs: Tensor) -> list[str]:
-    """The names of what a compiled backward computes."""
-    compiled = thunder.jit(of)
-    compiled(*(given.clone().requires_grad_() for given in inputs))
+def lines_of_backward(function: Callable[..., Tensor], *inputs: Tensor) -> list[str]:
+    """Return the names of the operations of a compiled backward."""
+    compiled = thunder.jit(function)
+    compiled(*(tensor.clone().requires_grad_() for tensor in inputs))
     lines = thunder.last_backward_traces(compiled)[-1].bound_symbols
     return [line.sym.name for line in lines if isinstance(line.output, TensorProxy) and "unpack" not in line.sym.name]
 
 
 def activations_are_decomposed() -> bool:
-    each: tuple[Function, ...] = (F.gelu, F.silu, lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, (4,)))
-    return all(len(lines_of_backward(one, X)) > 3 for one in each)
+    functions: tuple[Function, ...] = (F.gelu, F.silu, lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, (4,)))
+    return all(len(lines_of_backward(function, X)) > 3 for function in functions)
 
 
 def attention_is_decomposed() -> bool:
@@ -293,14 +293,14 @@ def convolutions_are_padded() -> bool:
 
 
 def executors_are_asked_for_parts() -> bool:
-    asked = OperatorExecutor("asked")
-    with mock.patch.object(asked, "can_fuse", return_value=False) as ask:
-        thunder.jit(F.gelu, executors=[asked])(X.clone().requires_grad_())
-    return bool(ask.called)
+    executor = OperatorExecutor("asked")
+    with mock.patch.object(executor, "can_fuse", return_value=False) as can_fuse:
+        thunder.jit(F.gelu, executors=[executor])(X.clone().requires_grad_())
+    return bool(can_fuse.called)
 
 
 def the_default_recipe_lists_none() -> bool:
-    with redirect_stdout(StringIO()):  # how to install nvFuser
+    with redirect_stdout(StringIO()):  # Thunder prints how to install nvFuser
         return None in BaseRecipe().setup_executors()
 
 
@@ -316,13 +316,13 @@ def aliases_are_unsorted() -> bool:
 
     compiled = thunder.jit(writes)
     compiled(X)
-    trace = next(one for one in thunder.last_traces(compiled) if "update_aliases" in str(one))
+    trace = next(trace for trace in thunder.last_traces(compiled) if "update_aliases" in str(trace))
     pairs = zip(trace.bound_symbols, trace_repairs.sort_aliases(trace).bound_symbols, strict=True)
     return any(str(line) != str(in_order) for line, in_order in pairs)
 
 
 def a_cut_counts_no_elements() -> bool:
-    """To compute a large sum again takes three small tensors; Thunder would rather save the sum."""
+    """A large sum can be recomputed from three small tensors, but Thunder saves the sum."""
     trace = TraceCtx()
     with tracectx(trace):
         shapes = (64, 1), (1, 64), (64, 1)
@@ -337,7 +337,7 @@ def a_cut_counts_no_elements() -> bool:
 
 
 class Scales(nn.Module):
-    """Its backward needs what can be computed again from a parameter and from what it needs, too."""
+    """A module whose backward needs a value that can be recomputed from a parameter and another value that it needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,8 +352,8 @@ def a_fuser_reads_what_forward_gathered() -> bool:
     policy = tz.Policy(stage=3, recompute="none", reshard_after_forward=True)
     with mock.patch.object(room, "repair_fusion", wraps=repair_fusion) as repair:
         tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex], frontend="thunder")
-        (given,) = (call.args[0] for call in repair.call_args_list)
-    return repair_fusion(given) is not given
+        (trace,) = (call.args[0] for call in repair.call_args_list)
+    return repair_fusion(trace) is not trace
 
 
 # Parts
@@ -362,7 +362,7 @@ Named = namedtuple("Named", "first second")
 
 
 class Around(nn.Module):
-    """A part, called in one of several ways."""
+    """A module that calls its part by a given function."""
 
     def __init__(self, part: nn.Module, call: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -426,8 +426,8 @@ def gloo_has_threads_after_its_group() -> bool:
     if not THREADS.exists():
         pytest.skip("reads the names of threads from Linux")
     with group_of_one("cpu"):
-        held = everyone()
-        dist.all_reduce(torch.ones(1), group=held)
+        group = everyone()
+        dist.all_reduce(torch.ones(1), group=group)
     return any("gloo" in (thread / "comm").read_text() for thread in THREADS.iterdir())
 
 
@@ -436,8 +436,8 @@ def gloo_takes_a_core_when_woken() -> bool:
         pytest.skip("reads the scheduling of threads from Linux")
     before = set(THREADS.iterdir())
     with group_of_one("cpu"):
-        made = set(THREADS.iterdir()) - before
-        return bool(made) and all(os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER for thread in made)
+        started = set(THREADS.iterdir()) - before
+        return bool(started) and all(os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER for thread in started)
 
 
 def a_failed_launch_stays_queued() -> bool:
@@ -453,14 +453,14 @@ def a_failed_launch_stays_queued() -> bool:
 
 def nobody_is_told_of_failed_steps() -> bool:
     called: list[object] = []
-    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(1))])  # takes sparse gradients alone
+    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(1))])  # refuses dense gradients
     optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
     registers = [name for name in dir(torch.optim.Optimizer) if re.match(r"register_step_.*hook$", name)]
     for name in registers:
-        getattr(optimizer, name)(lambda *given: called.append(given))
+        getattr(optimizer, name)(lambda *args: called.append(args))
     with pytest.raises(RuntimeError, match="dense"):
         optimizer.step()
-    return len(called) == 1 < len(registers)  # before the step
+    return len(called) == 1 < len(registers)  # only the hook before the step
 
 
 def every_step_calls_the_hooks_of_all_optimizers() -> bool:
@@ -474,14 +474,14 @@ def every_step_calls_the_hooks_of_all_optimizers() -> bool:
 
 
 def only_the_first_gradients_placements_count() -> bool:
-    """The collectives of torch's own handler with a replicated gradient first."""
+    """With a replicated gradient first, torch's handler gathers no other gradient."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
         grads = [DTensor.from_local(torch.ones(2), mesh, [placement]) for placement in (Replicate(), Shard(0))]
-        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as whole:
+        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as full_tensor:
             found_inf_reduce_handler(UNSCALE, (grads, torch.zeros(()), torch.ones(())), {})
-        return [call.args[0].placements for call in whole.call_args_list] == [(Replicate(),)]
+        return [call.args[0].placements for call in full_tensor.call_args_list] == [(Replicate(),)]
     finally:
         dist.destroy_process_group()
 
@@ -518,18 +518,18 @@ def no_public_name_gives_a_jitted_module() -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """Why a workaround is there.
+    """A reason for a workaround.
 
     Attributes:
         workaround: its name in ``docs/listing.py``: a file in ``thunder_zero/compat``, or a section of it.
-        is_there: shows the plain behaviour; whether it is still wrong.
-        of: the package that it is the behaviour of.
-        what: which of several needs of one workaround.
+        is_there: returns whether the behaviour without the workaround is still wrong.
+        package: the package whose behaviour it is.
+        what: tells apart several needs of one workaround.
     """
 
     workaround: str
     is_there: Callable[[], bool]
-    of: str = "lightning-thunder"
+    package: str = "lightning-thunder"
     what: str = ""
 
     def __str__(self) -> str:
@@ -613,9 +613,9 @@ MORE = (
 
 @pytest.mark.parametrize("need", [*NEEDS, *slow(*MORE)], ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_the_need_is_there(need: Need) -> None:
-    if not imports.known(need.of):
-        pytest.skip(f"the need for compat/{need} is known for {need.of} {imports.KNOWN[need.of]} only")
+def test_each_workaround_is_still_needed(need: Need) -> None:
+    if not imports.known(need.package):
+        pytest.skip(f"the need for compat/{need} is known for {need.package} {imports.KNOWN[need.package]} only")
     assert need.is_there(), f"the need for compat/{need} is gone: delete it"
 
 

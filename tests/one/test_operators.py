@@ -1,4 +1,4 @@
-"""Attention, convolutions, activations and norms on the CPU: one line of a trace each way, with eager torch's bits."""
+"""On the CPU, attention, convolutions, activations and norms are one line of each trace, with eager torch's bits."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ BFLOAT16, FLOAT16, DOUBLE = torch.bfloat16, torch.float16, torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """A call, tensors for it, and the lines of both phases that it becomes."""
+    """A call, its arguments, and the lines that it becomes in both phases."""
 
     call: Callable[..., Tensor]
-    given: Sequence[Tensor]
+    args: Sequence[Tensor]
     lines: Sequence[str]
 
 
-def outcome(call: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of the tensors that require one."""
-    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
+def run_both_ways(call: Callable[..., Tensor], args: Sequence[Tensor]) -> list[Tensor]:
+    """Return the output, and the gradients of the arguments that require one."""
+    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in args]
     output = call(*leaves)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
     grad = torch.empty_like(output).copy_(grad)  # with the output's strides
     return [output, *torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], grad)]
 
 
-def jitted(call: Callable[..., Tensor]) -> Any:
+def jit(call: Callable[..., Tensor]) -> Any:
     return thunder.jit(call, executors=[*OURS, *thunder.get_default_executors()])
 
 
@@ -67,7 +67,7 @@ def traces_of(model: Any) -> tuple[TraceCtx, TraceCtx]:
     return thunder.last_traces(model)[-1], thunder.last_backward_traces(model)[-1]
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, learned: bool = True) -> Tensor:
+def draw(*shape: int, dtype: torch.dtype = torch.float32, learned: bool = True) -> Tensor:
     return torch.randn(shape, generator=DRAW).to(dtype).requires_grad_(learned)
 
 
@@ -81,36 +81,36 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 
 
 def attention(mask: Tensor | None = None, dtype: torch.dtype = torch.float32, keys: int = 13, **options: Any) -> Case:
-    """Of tensors whose memory is (batch, length, heads, width), as that of a GPT's."""
-    given = [drawn(BATCH, length, HEADS, WIDTH, dtype=dtype).transpose(1, 2) for length in (QUERIES, keys, keys)]
+    """Build a case of tensors whose memory is (batch, length, heads, width), as in a GPT."""
+    args = [draw(BATCH, length, HEADS, WIDTH, dtype=dtype).transpose(1, 2) for length in (QUERIES, keys, keys)]
     lines = [FLASH, FLASH_BACKWARD] + [MASK_BACKWARD] * (mask is not None and mask.requires_grad)
-    return Case(partial(attend, **options), given if mask is None else [*given, mask], lines)
+    return Case(partial(attend, **options), args if mask is None else [*args, mask], lines)
 
 
-def added(*shape: int) -> Tensor:
-    return drawn(*shape, learned=False)
+def draw_mask(*shape: int) -> Tensor:
+    return draw(*shape, learned=False)
 
 
-def seen(*shape: int) -> Tensor:
-    return added(*shape) > -0.5
+def draw_bool_mask(*shape: int) -> Tensor:
+    return draw_mask(*shape) > -0.5
 
 
-def blind(mask: Tensor, nothing: float) -> Tensor:
-    """The mask, which now hides all keys from one query."""
+def hide_all_keys(mask: Tensor, nothing: float) -> Tensor:
+    """Hide all keys from one query, in place, and return the mask."""
     mask[4] = nothing
     return mask
 
 
 ATTENTION = {
     "causal": attention(keys=QUERIES, is_causal=True),
-    "bool mask": attention(seen(QUERIES, 13)),
+    "bool mask": attention(draw_bool_mask(QUERIES, 13)),
     "float64, causal, fewer keys": attention(None, DOUBLE, 5, is_causal=True),
     "bfloat16, causal, more keys": attention(None, BFLOAT16, is_causal=True),
-    "bool mask in bfloat16, a row sees nothing": attention(blind(seen(QUERIES, 13), False), BFLOAT16),
-    "float mask of all dimensions": attention(added(BATCH, HEADS, QUERIES, 13)),
-    "float mask of one column": attention(added(QUERIES, 1)),
-    "float32 mask in float64": attention(added(1, 1, QUERIES, 13), DOUBLE),
-    "transposed mask, scale": attention(added(13, QUERIES).t(), scale=0.3),
+    "bool mask in bfloat16, a row sees nothing": attention(hide_all_keys(draw_bool_mask(QUERIES, 13), False), BFLOAT16),
+    "float mask of all dimensions": attention(draw_mask(BATCH, HEADS, QUERIES, 13)),
+    "float mask of one column": attention(draw_mask(QUERIES, 1)),
+    "float32 mask in float64": attention(draw_mask(1, 1, QUERIES, 13), DOUBLE),
+    "transposed mask, scale": attention(draw_mask(13, QUERIES).t(), scale=0.3),
 }
 
 # Convolutions.
@@ -130,15 +130,17 @@ def convolution(
     lines: Sequence[str] = (OF_INPUT, OF_WEIGHT),
     **options: Any,
 ) -> Case:
-    """``frozen`` and ``last``: which of input, weight and bias (x, w, b) have no gradient, and channels last in memory;
-    ``channels``: of the result, 0 without a bias."""
+    """Build a case. ``frozen`` and ``last`` say which of x, w and b require no gradient and have channels last.
+
+    ``channels`` is the length of the bias; 0 for none.
+    """
     shapes = {"x": image, "w": weight} | ({"b": (channels,)} if channels else {})
-    given = {name: drawn(*shape, dtype=dtype, learned=name not in frozen) for name, shape in shapes.items()}
-    given |= {name: given[name].contiguous(memory_format=torch.channels_last) for name in last}
-    return Case(partial(call, **options), list(given.values()), lines)
+    args = {name: draw(*shape, dtype=dtype, learned=name not in frozen) for name, shape in shapes.items()}
+    args |= {name: args[name].contiguous(memory_format=torch.channels_last) for name in last}
+    return Case(partial(call, **options), list(args.values()), lines)
 
 
-# Only the gradients that are needed are computed; that of the bias comes with the weight's.
+# Only needed gradients are computed; the bias's comes with the weight's.
 CONVOLUTIONS = {
     "a stride for each, no bias": convolution(stride=(1, 2), padding=(0, 1), channels=0),
     "float64, padding, no gradient of the bias": convolution(padding=1, dtype=DOUBLE, frozen="b"),
@@ -166,10 +168,10 @@ CONVOLUTIONS = {
 # Activations and norms.
 
 
-def of_rows(
+def rowwise(
     call: Callable[..., Tensor], lines: Sequence[str], dtype: torch.dtype = torch.float32, *others: Tensor
 ) -> Case:
-    return Case(call, [drawn(2, 3, WIDTH, dtype=dtype), *others], lines)
+    return Case(call, [draw(2, 3, WIDTH, dtype=dtype), *others], lines)
 
 
 def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -177,15 +179,15 @@ def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) ->
 
 
 ACTIVATIONS = {
-    "gelu": of_rows(F.gelu, GELU, BFLOAT16),
-    "gelu, tanh": of_rows(lambda x: F.gelu(x, approximate="tanh"), GELU),
-    "silu": of_rows(F.silu, SILU, BFLOAT16),
-    "softmax": of_rows(lambda x: F.softmax(x, -1), SOFTMAX, BFLOAT16),
-    "softmax, its own dtype": of_rows(lambda x: torch.softmax(x, 1, dtype=x.dtype), SOFTMAX, DOUBLE),
-    "norm of another view": of_rows(lambda x: norm(x.transpose(0, 1)), NORM, DOUBLE),
-    "norm, two dimensions": of_rows(lambda x: F.layer_norm(x, (3, WIDTH), eps=0.1), NORM, BFLOAT16),
-    "norm with a weight": of_rows(norm, NORM, BFLOAT16, drawn(WIDTH, dtype=BFLOAT16)),
-    "norm with weight and bias": of_rows(norm, NORM, torch.float32, drawn(WIDTH), drawn(WIDTH)),
+    "gelu": rowwise(F.gelu, GELU, BFLOAT16),
+    "gelu, tanh": rowwise(lambda x: F.gelu(x, approximate="tanh"), GELU),
+    "silu": rowwise(F.silu, SILU, BFLOAT16),
+    "softmax": rowwise(lambda x: F.softmax(x, -1), SOFTMAX, BFLOAT16),
+    "softmax, its own dtype": rowwise(lambda x: torch.softmax(x, 1, dtype=x.dtype), SOFTMAX, DOUBLE),
+    "norm of another view": rowwise(lambda x: norm(x.transpose(0, 1)), NORM, DOUBLE),
+    "norm, two dimensions": rowwise(lambda x: F.layer_norm(x, (3, WIDTH), eps=0.1), NORM, BFLOAT16),
+    "norm with a weight": rowwise(norm, NORM, BFLOAT16, draw(WIDTH, dtype=BFLOAT16)),
+    "norm with weight and bias": rowwise(norm, NORM, torch.float32, draw(WIDTH), draw(WIDTH)),
 }
 CASES = {**ATTENTION, **CONVOLUTIONS, **ACTIVATIONS}
 FAST = ("causal", "bool mask", "norm with weight and bias")
@@ -194,110 +196,108 @@ FAST = ("causal", "bool mask", "norm with weight and bias")
 @pytest.mark.parametrize("name", [*FAST, *slow(*(name for name in CASES if name not in FAST))])
 def test_outputs_and_gradients_have_eagers_bits_and_strides(name: str) -> None:
     case = CASES[name]
-    model = jitted(case.call)
-    for found, right in zip(outcome(model, case.given), outcome(case.call, case.given), strict=True):
-        assert torch.equal(found, right)
-        assert found.dtype == right.dtype
-        assert found.stride() == right.stride()
+    model = jit(case.call)
+    for actual, expected in zip(run_both_ways(model, case.args), run_both_ways(case.call, case.args), strict=True):
+        assert torch.equal(actual, expected)
+        assert actual.dtype == expected.dtype
+        assert actual.stride() == expected.stride()
     assert names_of_lines(*traces_of(model)) == list(case.lines)
-    assert_lines_say_the_truth(model)
+    assert_lines_describe_results(model)
 
 
-def assert_lines_say_the_truth(model: Any) -> None:
-    """The shapes and dtypes in the trace, and those of a run on the meta device, are those of a run on the CPU."""
+def assert_lines_describe_results(model: Any) -> None:
+    """Compare shapes and dtypes in the trace, and of a run on the meta device, with those of a run on the CPU."""
     for line in our_lines(*traces_of(model)):
         call = line._call_ctx[line.sym.name]
-        on_cpu, on_meta = (tree_iter(call(*(like(arg, device) for arg in line.args))) for device in ("cpu", "meta"))
-        for output, real, meta in zip(line.flat_outs, on_cpu, on_meta, strict=True):
-            if "layer_norm" not in line.sym.name:  # on meta torch gives its means another dtype
-                assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
-            assert (tuple(output.shape), to_torch_dtype(output.dtype)) == (tuple(real.shape), real.dtype)
-            assert meta.stride() == real.stride() or "attention" not in line.sym.name
+        runs = [call(*(to_tensor(arg, device) for arg in line.args)) for device in ("cpu", "meta")]
+        on_cpu, on_meta = map(tree_iter, runs)
+        for output, result, meta in zip(line.flat_outs, on_cpu, on_meta, strict=True):
+            if "layer_norm" not in line.sym.name:  # on the meta device its means have another dtype
+                assert (meta.shape, meta.dtype) == (result.shape, result.dtype)
+            assert (tuple(output.shape), to_torch_dtype(output.dtype)) == (tuple(result.shape), result.dtype)
+            assert meta.stride() == result.stride() or "attention" not in line.sym.name
 
 
-def like(arg: Any, device: str) -> Any:
-    """A tensor for a proxy; what is no proxy as it is."""
+def to_tensor(arg: Any, device: str) -> Any:
+    """Return zeros like a proxy, and anything else unchanged."""
     if not isinstance(arg, TensorProxy):
         return arg
     return torch.zeros(tuple(arg.shape), dtype=to_torch_dtype(arg.dtype), device=device)
 
 
 DECOMPOSED = {
-    "silu in place": of_rows(lambda x: F.silu(x * 1, inplace=True), []),
-    "softmax in another dtype": of_rows(lambda x: F.softmax(x, -1, dtype=FLOAT16), [], BFLOAT16),
-    "norm with a bias alone": of_rows(lambda x, bias: norm(x, None, bias), [], torch.float32, drawn(WIDTH)),
+    "silu in place": rowwise(lambda x: F.silu(x * 1, inplace=True), []),
+    "softmax in another dtype": rowwise(lambda x: F.softmax(x, -1, dtype=FLOAT16), [], BFLOAT16),
+    "norm with a bias alone": rowwise(lambda x, bias: norm(x, None, bias), [], torch.float32, draw(WIDTH)),
     "attention where flash is disabled": replace(attention(), lines=SOFTMAX),
 }
 
 
 @pytest.mark.slow
-def test_the_rest_is_decomposed_by_thunder() -> None:
+def test_other_calls_are_decomposed_by_thunder() -> None:
     for name, case in DECOMPOSED.items():
-        model = jitted(case.call)
+        model = jit(case.call)
         with sdpa_kernel(SDPBackend.MATH):
-            found, right = outcome(model, case.given), outcome(case.call, case.given)
+            actual, expected = run_both_ways(model, case.args), run_both_ways(case.call, case.args)
         assert names_of_lines(*traces_of(model)) == case.lines, name
-        assert [(one.dtype, one.shape) for one in found] == [(one.dtype, one.shape) for one in right], name
+        assert [(y.dtype, y.shape) for y in actual] == [(y.dtype, y.shape) for y in expected], name
 
 
-# Attention where eager does otherwise.
+# Attention that eager torch decomposes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((QUERIES, 13), torch.float32),
-        ((BATCH, HEADS, QUERIES, 13), BFLOAT16),
-        ((BATCH, 1, 1, 13), FLOAT16),
-    ],
+    [((QUERIES, 13), torch.float32), ((BATCH, HEADS, QUERIES, 13), BFLOAT16), ((BATCH, 1, 1, 13), FLOAT16)],
 )
 def test_a_learned_mask_gets_its_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Eager decomposes here; ours is as near to float64 as that."""
-    mask = blind(added(*shape), float("-inf")) if shape == (QUERIES, 13) else added(*shape)
+    """Eager torch decomposes this call; ours is as close to float64 as eager."""
+    mask = hide_all_keys(draw_mask(*shape), float("-inf")) if shape == (QUERIES, 13) else draw_mask(*shape)
     case = attention(mask.to(dtype).requires_grad_(), dtype)
-    model = jitted(case.call)
-    exact = outcome(case.call, [tensor.double() for tensor in case.given])
-    for found, right in zip(outcome(model, case.given), exact, strict=True):
-        assert relative_error(found.detach().double(), right.detach()) < (1e-2 if dtype.itemsize == 2 else 1e-6)
+    model = jit(case.call)
+    exact = run_both_ways(case.call, [tensor.double() for tensor in case.args])
+    for actual, expected in zip(run_both_ways(model, case.args), exact, strict=True):
+        assert relative_error(actual.detach().double(), expected.detach()) < (1e-2 if dtype.itemsize == 2 else 1e-6)
     assert names_of_lines(*traces_of(model)) == case.lines
-    assert_lines_say_the_truth(model)
+    assert_lines_describe_results(model)
 
 
-def from_a_parameter(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Before autodiff Thunder does not know that this mask is learned."""
+def attend_with_a_learned_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attend with a mask of which Thunder learns only in autodiff that it needs a gradient."""
     return attend(query, key, value, torch.zeros(QUERIES, 13) + 2 * mask.expand(BATCH, 1, -1, -1))
 
 
-NOT_CONTIGUOUS = [drawn(BATCH, HEADS, WIDTH, QUERIES).transpose(2, 3) for _ in range(3)]  # torch's kernel misreads them
+# torch's kernel reads these wrongly
+NOT_CONTIGUOUS = [draw(BATCH, HEADS, WIDTH, QUERIES).transpose(2, 3) for _ in range(3)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "given"),
-    [(from_a_parameter, [*attention().given, drawn(1, 1, QUERIES, 13)]), (attend, NOT_CONTIGUOUS)],
+    ("call", "args"),
+    [(attend_with_a_learned_mask, [*attention().args, draw(1, 1, QUERIES, 13)]), (attend, NOT_CONTIGUOUS)],
     ids=["a mask that depends on a parameter", "rows that are not contiguous"],
 )
-def test_attention_is_right_where_eager_decomposes(call: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
-    model = jitted(call)
-    found, right = outcome(model, given), outcome(call, given)
-    assert max(relative_error(mine.detach(), its.detach()) for mine, its in zip(found, right, strict=True)) < 1e-6
+def test_attention_is_right_where_eager_decomposes(call: Callable[..., Tensor], args: Sequence[Tensor]) -> None:
+    model = jit(call)
+    for actual, expected in zip(run_both_ways(model, args), run_both_ways(call, args), strict=True):
+        assert relative_error(actual.detach(), expected.detach()) < 1e-6
     assert names_of_lines(*traces_of(model))[:2] == [FLASH, FLASH_BACKWARD]
 
 
 @pytest.mark.slow
-def test_an_empty_batch_runs_the_same_lines() -> None:
-    """Ranks with other batches run the same programs: where a mask is a parameter, backward gathers it again."""
-    mask = drawn(1, HEADS, QUERIES, QUERIES)
-    model = jitted(attend)
-    output, *grads, its_grad = outcome(model, [*[drawn(0, HEADS, QUERIES, WIDTH)] * 3, mask])
-    assert {tuple(one.shape) for one in (output, *grads)} == {(0, HEADS, QUERIES, WIDTH)}
-    assert torch.equal(its_grad, torch.zeros_like(mask))
+def test_an_empty_batch_runs_the_same_program() -> None:
+    """All ranks must run the same program: if the mask is a parameter, backward gathers it."""
+    mask = draw(1, HEADS, QUERIES, QUERIES)
+    model = jit(attend)
+    output, *grads, mask_grad = run_both_ways(model, [*[draw(0, HEADS, QUERIES, WIDTH)] * 3, mask])
+    assert {tuple(tensor.shape) for tensor in (output, *grads)} == {(0, HEADS, QUERIES, WIDTH)}
+    assert torch.equal(mask_grad, torch.zeros_like(mask))
     assert names_of_lines(*traces_of(model)) == [FLASH, FLASH_BACKWARD, MASK_BACKWARD]
 
 
 FULL = (BATCH, HEADS, QUERIES, WIDTH)
-OTHER = {
+REFUSED_BY_TORCH = {
     "dropout": ((FULL, FULL, FULL), None, 0.1),
     "three dimensions": ((FULL[1:], FULL[1:], FULL[1:]), None, 0.0),
     "heads are broadcast": ((FULL, (BATCH, 1, QUERIES, WIDTH), (BATCH, 1, QUERIES, WIDTH)), None, 0.0),
@@ -306,21 +306,21 @@ OTHER = {
 }
 
 
-def proxy(*shape: int, device: str = "cpu") -> TensorProxy:
+def make_proxy(*shape: int, device: str = "cpu") -> TensorProxy:
     return TensorProxy(shape=shape, device=Device(device), dtype=thunder.float32, requires_grad=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*")  # torch says why
-def test_attention_that_torchs_kernel_refuses_stays_as_it_is() -> None:
-    """So does attention on CUDA, and to nothing."""
-    for name, (shapes, mask, dropout_p) in OTHER.items():
+@pytest.mark.filterwarnings("ignore:.*")  # torch warns why
+def test_attention_that_torchs_kernel_refuses_is_not_claimed() -> None:
+    """Attention on CUDA, and attention without keys, are not claimed either."""
+    for name, (shapes, mask, dropout_p) in REFUSED_BY_TORCH.items():
         with tracectx(TraceCtx()):
-            query, key, value = (proxy(*shape) for shape in shapes)
-            assert not is_flash(query, key, value, None if mask is None else proxy(*mask), dropout_p), name
+            query, key, value = (make_proxy(*shape) for shape in shapes)
+            assert not is_flash(query, key, value, None if mask is None else make_proxy(*mask), dropout_p), name
         q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
             F.scaled_dot_product_attention(q, k, v, None if mask is None else torch.zeros(mask), dropout_p)
     for device, keys, claimed in (("cpu", 5, True), ("meta", 5, True), ("cuda:0", 5, False), ("cpu", 0, False)):
         with tracectx(TraceCtx()):
-            query, key = proxy(*FULL, device=device), proxy(BATCH, HEADS, keys, WIDTH, device=device)
+            query, key = make_proxy(*FULL, device=device), make_proxy(BATCH, HEADS, keys, WIDTH, device=device)
             assert is_flash(query, key, key) is claimed, (device, keys)

@@ -1,6 +1,6 @@
-"""Traces show that the stages are real: what forward saves for backward, when parameters are gathered and freed.
+"""Traces show what each stage saves for backward, and when it gathers and frees parameters.
 
-Dependencies are computed from Thunder's own lines, not from the package's timeline.
+Dependencies are computed from Thunder's lines, not from the package's timeline.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ COLLECTIVES = {
 
 
 @cache
-def traces(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> tz.tools.Traces:
+def trace_model(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> tz.tools.Traces:
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         return tz.trace(fresh(kind), TOKENS, policy=policy, world_size=WORLD_SIZE)
 
 
-def launches(trace: TraceCtx | None) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Symbol and parameters of every launch, in order; all our symbols must have a known name."""
+def launches_of(trace: TraceCtx | None) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the symbol and parameters of every launch, in order. Fail if one of our symbols has an unknown name."""
     assert trace is not None
     for bsym in trace.bound_symbols:
         if bsym.sym.name in ("zero_enter", "zero_reduce_deferred"):
-            continue  # a place; what travels only where an accumulation has left something
+            continue  # a marker; a reduction only after an accumulation
         if bsym.sym.name.startswith("zero_"):
             assert bsym.sym.name in COLLECTIVES
             if not is_wait(bsym):
@@ -71,24 +71,24 @@ def launches(trace: TraceCtx | None) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield bsym.sym.name.removesuffix("_coalesced"), paths
 
 
-def collectives(trace: TraceCtx | None) -> list[tuple[str, str]]:
-    """Symbol and parameter, for each parameter that travels."""
-    return [(name, path) for name, paths in launches(trace) for path in paths]
+def collectives_of(trace: TraceCtx | None) -> list[tuple[str, str]]:
+    """Return the symbol and the parameter of each collective, one entry for each parameter."""
+    return [(name, path) for name, paths in launches_of(trace) for path in paths]
 
 
 @pytest.mark.parametrize(
     ("kind", "policy", "autocast"),
     [(GptShape, TEXTBOOK, False), (Patterns, TEXTBOOK, False), (Patterns, TEXTBOOK, True), (Patterns, tz.ZERO2, False)],
 )
-def test_zero3_saves_shards_only(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
-    """ZeRO-2 saves the full parameters, or what is made of them."""
-    result = traces(kind, policy, autocast)  # type: ignore[arg-type]
+def test_zero3_saves_only_shards(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
+    """ZeRO-2 saves full parameters, or what is computed from them."""
+    result = trace_model(kind, policy, autocast)  # type: ignore[arg-type]
     parameters = parameter_inputs(result)
-    # GptShape reads its tied weight under both names, and leaves two parameters alone.
+    # GptShape reads its tied weight under both names and does not use two parameters.
     assert len(parameters) == len(result.plan.params) - (2 if kind is GptShape else 0)
-    alone = from_parameters_alone(result.forward, parameters)
-    assert len(alone) > len(parameters)  # the gathered ones, and what is made of them
-    assert bool(saved(result.forward) & alone) == (policy == tz.ZERO2)
+    derived = from_parameters_alone(result.forward, parameters)
+    assert len(derived) > len(parameters)  # gathered parameters, and what is computed from them
+    assert bool(saved(result.forward) & derived) == (policy == tz.ZERO2)
     crossing = tree_iter(result.forward.bound_symbols[-1].args[1])
     shapes = {proxy.name: tuple(proxy.shape) for proxy in crossing if isinstance(proxy, TensorProxy)}
     for param in result.plan.params:
@@ -105,19 +105,23 @@ def test_zero3_saves_shards_only(kind: type[nn.Module], policy: tz.Policy, autoc
         *slow((Patterns, tz.ZERO1, False), (GptShape, tz.DDP, False)),
     ],
 )
-def test_backward_gathers_what_it_needs(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
-    """And reduces each trained parameter once: tied ones under their first name; frozen, unused and empty ones not at
-    all; a 0-dim one whole. DDP gathers nothing, and reduces all of them whole."""
-    result = traces(kind, policy, autocast)  # type: ignore[arg-type]
+def test_backward_gathers_what_it_needs_and_reduces_once(
+    kind: type[nn.Module], policy: tz.Policy, autocast: bool
+) -> None:
+    """Tied parameters are reduced under their first name; frozen, unused and empty ones are not reduced.
+
+    A 0-dim parameter is reduced with an all-reduce. DDP gathers nothing, and reduces all with all-reduces.
+    """
+    result = trace_model(kind, policy, autocast)  # type: ignore[arg-type]
     read = {param.path for param in result.plan.params} - {"unused", "empty"}
     trained = read - {"frozen"}
     assert "head.weight" not in read
     gathered = read - {"scale"} if policy.stage else ()
-    assert Counter(collectives(result.forward)) == Counter(("zero_all_gather", path) for path in gathered)
-    backward = collectives(result.backward)
-    whole = {"scale"} if policy.stage else trained
-    assert Counter(each for each in backward if each[0] != "zero_all_gather") == Counter(
-        ("zero_all_reduce" if path in whole else "zero_reduce_scatter", path) for path in trained
+    assert Counter(collectives_of(result.forward)) == Counter(("zero_all_gather", path) for path in gathered)
+    backward = collectives_of(result.backward)
+    all_reduced = {"scale"} if policy.stage else trained
+    assert Counter(item for item in backward if item[0] != "zero_all_gather") == Counter(
+        ("zero_all_reduce" if path in all_reduced else "zero_reduce_scatter", path) for path in trained
     )
     if kind is Patterns:
         again = [path for name, path in backward if name == "zero_all_gather"]
@@ -128,20 +132,22 @@ def test_backward_gathers_what_it_needs(kind: type[nn.Module], policy: tz.Policy
     ("policy", "autocast"), [(tz.ZERO2, False), (TEXTBOOK, False), (TEXTBOOK, True), (tz.ZERO3, False)]
 )
 def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
-    """From the lines: each value that depends on gathered parameters alone is deleted right after its last reader, in
-    the phase that gathered it, or is saved and deleted in backward (ZeRO-2, and ZeRO-3's last units)."""
-    result = traces(Patterns, policy, autocast)
+    """A value that depends only on gathered parameters is deleted right after its last reader.
+
+    ZeRO-2, and ZeRO-3's last units, save it and delete it in backward.
+    """
+    result = trace_model(Patterns, policy, autocast)
     inputs = parameter_inputs(result)
     crossing = saved(result.forward) & from_parameters_alone(result.forward, inputs)
     assert bool(crossing) == (policy is not TEXTBOOK)
-    forward = deleted_late(result.forward.bound_symbols, from_parameters_alone(result.forward, inputs) - crossing)
-    assert forward == {}
+    freed = from_parameters_alone(result.forward, inputs) - crossing
+    assert find_late_deletions(result.forward.bound_symbols, freed) == {}
     assert result.backward is not None
     shards = names(result.backward.args) | saved(result.forward)
     waits = filter(is_wait, result.backward.bound_symbols)
     again = {name for bsym in waits for name in names(bsym.flat_proxy_outs) if name.endswith("_again")}  # no gradients
     assert again.isdisjoint(shards)
-    assert deleted_late(result.backward.bound_symbols, again | crossing) == {}
+    assert find_late_deletions(result.backward.bound_symbols, again | crossing) == {}
     assert gathered_bytes(result.timeline)[-1] == 0
 
 
@@ -149,23 +155,23 @@ def is_wait(bsym: BoundSymbol) -> bool:
     return bsym.sym.name.startswith("zero_wait")
 
 
-def deleted_late(bsyms: Sequence[BoundSymbol], values: set[str]) -> dict[str, int]:
-    """The values that are not deleted right after their last reader, with how many lines later (-1: never)."""
+def find_late_deletions(bsyms: Sequence[BoundSymbol], values: set[str]) -> dict[str, int]:
+    """Return by how many lines each value is deleted after its last reader, if not at once (-1: never deleted)."""
     last: dict[str, int] = {}
     deleted: dict[str, int] = {}
-    for at, bsym in enumerate(bsyms):
+    for index, bsym in enumerate(bsyms):
         if bsym.sym.id is prims.PrimIDs.DEL:
-            deleted.update(dict.fromkeys(names(bsym.flat_proxy_args) & values, at))
+            deleted.update(dict.fromkeys(names(bsym.flat_proxy_args) & values, index))
         else:
-            last.update(dict.fromkeys((names(bsym.flat_proxy_args) | names(bsym.flat_proxy_outs)) & values, at))
-    late = {name: deleted.get(name, at - 1) - at for name, at in last.items()}
+            last.update(dict.fromkeys((names(bsym.flat_proxy_args) | names(bsym.flat_proxy_outs)) & values, index))
+    late = {name: deleted.get(name, index - 1) - index for name, index in last.items()}
     return {name: lines for name, lines in late.items() if lines != 1}
 
 
 @pytest.mark.parametrize("prefetch", [1, *slow(0, 2)])
 def test_gathers_are_spread_over_forward(prefetch: int) -> None:
-    """While a unit is awaited, only the next ``prefetch`` may be on their way, and never all of them."""
-    result = traces(Patterns, replace(TEXTBOOK, prefetch=prefetch))
+    """While a unit is awaited, at most ``prefetch`` other units are in flight."""
+    result = trace_model(Patterns, replace(TEXTBOOK, prefetch=prefetch))
     for trace in (result.forward, result.backward):
         assert trace is not None
         handles: set[str] = set()
@@ -186,20 +192,20 @@ def test_gathers_are_spread_over_forward(prefetch: int) -> None:
 
 @pytest.mark.slow
 def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_kept_unsharded() -> None:
-    """Thunder's fuser recomputes the norm in backward from its bias too, which would else be gathered for it alone."""
+    """Thunder's fuser recomputes the norm in backward; the bias that this reads must not be gathered for it alone."""
 
-    def model() -> nn.Module:
+    def build() -> nn.Module:
         embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         return nn.Sequential(embedding, *(Block() for _ in range(4)), nn.LayerNorm(WIDTH), head)
 
-    policy = replace(tz.ZERO3, prefetch=1, recompute="none")  # otherwise there is nothing left for the fuser
-    how = {"world_size": WORLD_SIZE, "fused": True, "dtype": torch.long, "frontend": "thunder"}
-    result = traced(model, tuple(TOKENS.shape), policy, **how)
+    policy = replace(tz.ZERO3, prefetch=1, recompute="none")  # otherwise the fuser has nothing to recompute
+    options = {"world_size": WORLD_SIZE, "fused": True, "dtype": torch.long, "frontend": "thunder"}
+    result = traced(build, tuple(TOKENS.shape), policy, **options)
     assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 6  # embedding, blocks, head
     last = {param.path for param in result.plan.params if param.path.startswith(("4", "5", "6"))}
     assert set(result.plan.kept_unsharded) == last
     weights = [tuple(f"{block}.{part}.weight" for part in ("down", "up", "key", "norm")) for block in (3, 2, 1)]
-    assert [paths for name, paths in launches(result.backward) if name == "zero_all_gather"] == weights
+    assert [paths for name, paths in launches_of(result.backward) if name == "zero_all_gather"] == weights
     waits = [op for op in result.forward_timeline.ops if op.kind is Kind.WAIT]
     full = {name: path for op in waits for name, path in zip(op.writes, op.params, strict=True)}
     kept = {full[name] for name in saved(result.forward) & full.keys()}

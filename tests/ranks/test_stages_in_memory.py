@@ -1,6 +1,6 @@
-"""The stages hold in live memory: which tensors are alive when, while models train as eager does.
+"""While models train as in eager mode, each stage frees gathered parameters when it says so.
 
-Every gathered parameter's memory is watched by a weak reference to its storage, which any view keeps alive.
+A weak reference watches the storage of every gathered parameter; any view keeps the storage alive.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tests.harness.models import PATTERNS_AGAIN, Mlp, Patterns, count_sends, fre
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 
-CASES = {  # with the most bytes of gathered parameters at one time; the model has 2804
+CASES = {  # with the peak bytes of gathered parameters; the model has 2804
     "zero3": (Case(Patterns, TEXTBOOK), 2356),
     "zero3-autocast": (Case(Patterns, replace(TEXTBOOK, gather_per_unit=True), autocast=True), 2356),
     "zero3-last-units-once": (Case(Patterns, tz.ZERO3), 2356),
     "zero2": (Case(Patterns, tz.ZERO2), 2612),
     "zero2-autocast": (Case(Patterns, tz.ZERO2, autocast=True), 2356),
 }
-# Autocast to bfloat16 makes ZeRO-2 keep the casts, and free the float32 that they are made of; all but the weight
-# norm's factors, which its gradient reads in float32.
+# Under autocast to bfloat16, ZeRO-2 keeps the casts and frees their float32 originals, except the weight norm's
+# factors, which its gradient reads in float32.
 ALIVE_IN_ZERO2 = {False: PATTERNS_AGAIN, True: {"v", "g"}}
-# Whole units, the last three of forward: one computes and two are under way.
+# The last three units of forward: one computes and two are under way.
 LAST_IN_ZERO3 = {"w", "v", "g", "bias", "layers.2.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias"}
 
 
-def holds_its_stage(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """Parameters that backward does not read (biases) are freed, even if they are kept unsharded."""
+def check_stage(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """Check what is alive when. Parameters that backward does not read (biases) are freed, even if kept unsharded."""
     case, peak = CASES[name]
     result = run(case, rank, world_size)
     is_zero3, listed = case.policy.stage == 3, set(result["kept unsharded"])
@@ -55,9 +55,9 @@ def holds_its_stage(rank: int, world_size: int, name: str) -> dict[str, Any]:
     ("world_size", "name"),
     [(3, "zero3"), (3, "zero2"), *slow((2, "zero3-autocast"), (2, "zero3-last-units-once"), (2, "zero2-autocast"))],
 )
-def test_peaks_of_the_stages(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    """The rows of most parameters are padded: 3 divides 9, not 8, 11, 29 or 5."""
-    check_numbers(ranks_pool.run(world_size, holds_its_stage, name, timeout=110), CASES[name][0])
+def test_each_stage_frees_what_it_says_and_peaks_as_planned(ranks_pool: RanksPool, world_size: int, name: str) -> None:
+    """Most parameters have padded rows: 3 divides 9, but not 8, 11, 29 or 5."""
+    check_numbers(ranks_pool.run(world_size, check_stage, name, timeout=110), CASES[name][0])
 
 
 FUSED = {
@@ -68,7 +68,7 @@ FUSED = {
 }
 
 
-def keeps_the_stage(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+def check_stage_when_fused(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     result = run(case, rank, world_size)
     kept = set() if case.policy.reshard_after_forward else {"layers.1.weight", "layers.2.weight"}
     assert result["after forward"] == kept, result["after forward"]
@@ -77,12 +77,12 @@ def keeps_the_stage(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     assert len(result["saved of parameters"]) == len(kept), result["saved of parameters"]
     if case.kind is Mlp:  # three layers; each is gathered while the one before computes
         layer = 4 * (7 * 7 + 7)
-        wanted = ("gwgcwgcwc", 3 if case.fused else 0, {"layers.1.weight", "layers.2.weight"} - kept)
+        expected = ("gwgcwgcwc", 3 if case.fused else 0, {"layers.1.weight", "layers.2.weight"} - kept)
         assert (result["in flight"], result["peak"]) == (layer, 2 * layer), result
     else:  # the embeddings, three layers, the rest
-        wanted = ("gwggcwgcwgcwcwc", 5, PATTERNS_AGAIN)
-    found = (result["spread"], result["fused regions"], result["again"])
-    assert found == wanted, found
+        expected = ("gwggcwgcwgcwcwc", 5, PATTERNS_AGAIN)
+    actual = (result["spread"], result["fused regions"], result["again"])
+    assert actual == expected, actual
     return result
 
 
@@ -90,8 +90,8 @@ def keeps_the_stage(rank: int, world_size: int, case: Case) -> dict[str, Any]:
 @pytest.mark.timeout(400)  # when the cache of torch's compiler is cold
 @pytest.mark.parametrize("name", ["mlp-fused-keep-last", "patterns-fused", *deep("mlp", "mlp-fused")])
 def test_a_fusing_executor_keeps_the_stage(ranks_pool: RanksPool, name: str) -> None:
-    """With torch_compile, the lines between two gathers become a region; the gathers stay where they are without it."""
-    check_numbers(ranks_pool.run(2, keeps_the_stage, FUSED[name], timeout=380), FUSED[name])
+    """torch_compile fuses the lines between two gathers and does not move the gathers."""
+    check_numbers(ranks_pool.run(2, check_stage_when_fused, FUSED[name], timeout=380), FUSED[name])
 
 
 # The last units of ZeRO-3
@@ -104,43 +104,41 @@ class Five(Mlp):
         super().__init__(layers=5)
 
 
-def train(rank: int, world_size: int, kind: type[nn.Module], prefetch: int) -> None:
-    """Keeping units trains as keeping nothing does, to the bit, with fewer bytes and the same peak."""
-    found: list[dict[str, Any]] = []
+def compare_kept_units(rank: int, world_size: int, kind: type[nn.Module], prefetch: int) -> None:
+    """Keeping the last units changes no bit and no peak, and sends fewer bytes."""
+    results: list[dict[str, Any]] = []
     for keeps in (True, False):
         policy = replace(tz.ZERO3, prefetch=prefetch, reshard_after_forward=None if keeps else True)
         with count_sends() as messages:
             result = run(Case(kind, policy), rank, world_size)
-        found.append({**result, "sent": sum(messages)})
+        results.append({**result, "sent": sum(messages)})
         assert result["peak"] == result["planned peak"], (result["peak"], result["planned peak"])
         assert result["after backward"] == result["after inference"] == set(), result
-    ours, textbook = found
-    for what in ("y", "grads", "inferred"):
-        assert_close(ours[what], textbook[what], rtol=0, atol=0)
-    assert ours["peak"] == textbook["peak"]
-    kept = set(ours["kept unsharded"])
+    keeping, textbook = results
+    for name in ("y", "grads", "inferred"):
+        assert_close(keeping[name], textbook[name], rtol=0, atol=0)
+    assert keeping["peak"] == textbook["peak"]
+    kept = set(keeping["kept unsharded"])
     assert kept
     assert textbook["kept unsharded"] == ()
-    assert ours["again"] == textbook["again"] - kept, "gathered in backward"
+    assert keeping["again"] == textbook["again"] - kept, "gathered in backward"
     plan = tz.schedule.make_plan(fresh(kind), policy, tz.schedule.Mesh.of(world_size, rank))
     spared = sum(plan.gather_bytes(plan.by_name[path]) for path in textbook["again"] & kept)
-    assert textbook["sent"] - ours["sent"] == STEPS * spared > 0, (textbook["sent"], ours["sent"], spared)
+    assert textbook["sent"] - keeping["sent"] == STEPS * spared > 0, (textbook["sent"], keeping["sent"], spared)
     if kind is Five:
-        check_units(ours, textbook, prefetch)
+        check_units(keeping, textbook, prefetch)
 
 
-def check_units(ours: dict[str, Any], textbook: dict[str, Any], prefetch: int) -> None:
-    """One layer computes, ``prefetch`` are under way; as many are kept, and their weights are there after forward."""
+def check_units(keeping: dict[str, Any], textbook: dict[str, Any], prefetch: int) -> None:
+    """Check that at most ``1 + prefetch`` layers are alive, and that as many are kept after forward."""
     last = range(4 - prefetch, 5)
-    assert ours["peak"] == (1 + prefetch) * UNIT, ours["peak"]
-    assert set(ours["kept unsharded"]) == {f"layers.{at}.{name}" for at in last for name in ("weight", "bias")}
-    assert ours["after forward"] == {f"layers.{at}.weight" for at in last}, ours["after forward"]
+    assert keeping["peak"] == (1 + prefetch) * UNIT, keeping["peak"]
+    assert set(keeping["kept unsharded"]) == {f"layers.{index}.{name}" for index in last for name in ("weight", "bias")}
+    assert keeping["after forward"] == {f"layers.{index}.weight" for index in last}, keeping["after forward"]
     assert textbook["after forward"] == set()
-    assert textbook["again"] == {f"layers.{at}.weight" for at in range(1, 5)}, textbook["again"]
+    assert textbook["again"] == {f"layers.{index}.weight" for index in range(1, 5)}, textbook["again"]
 
 
 @pytest.mark.parametrize(("kind", "prefetch"), [(Five, 1), *slow((Five, 0), (Five, 2), (Patterns, 1))])
-def test_units_that_are_kept_change_no_bit_and_no_peak(
-    ranks_pool: RanksPool, kind: type[nn.Module], prefetch: int
-) -> None:
-    ranks_pool.run(2, train, kind, prefetch)
+def test_kept_units_change_no_bit_and_no_peak(ranks_pool: RanksPool, kind: type[nn.Module], prefetch: int) -> None:
+    ranks_pool.run(2, compare_kept_units, kind, prefetch)

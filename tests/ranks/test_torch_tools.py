@@ -1,4 +1,4 @@
-"""torch's own tools on a sharded model: the code of docs/torch-tools.md, piece by piece, against one process."""
+"""The code of docs/torch-tools.md, section by section: torch's tools on a sharded model act as on one process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ import thunder
 
 PAGE = Path(__file__).parents[2] / "docs/torch-tools.md"
 HYBRID = (2, 2)
-MAX_NORM = 0.1  # of the page
+MAX_NORM = 0.1  # as on the page
 Names = dict[str, Any]
 
 
 class Net(nn.Module):
-    """Uneven rows, fewer rows than ranks, a scalar, a tied weight, a replicated one."""
+    """A model with uneven rows, fewer rows than ranks, a scalar, a tied and a replicated parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +49,11 @@ def loss(y: Tensor) -> Tensor:
 
 
 def sections() -> dict[str, str]:
-    """The code of the page, by the titles of its sections."""
+    """Return the code of the page, by the titles of its sections."""
     parts = re.split(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    code = {title: "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) for title, text in _pairs(parts)}
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    code = {title: "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) for title, text in pairs}
     return {title: block for title, block in code.items() if block}
-
-
-def _pairs(parts: list[str]) -> list[tuple[str, str]]:
-    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def shard(stage: int, front_end: str, shape: tuple[int, ...]) -> Any:
@@ -74,46 +71,46 @@ def take_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> N
     optimizer.step()
 
 
-def near(found: Any, right: Any) -> bool:
-    """Whether two modules have the same values."""
-    pairs = zip(found.parameters(), right.parameters(), strict=True)
-    return max([relative_error(own.detach(), other.detach()) for own, other in pairs]) < 1e-5
+def are_near(model: Any, expected: Any) -> bool:
+    """Return whether two modules have nearly equal parameters."""
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max([relative_error(actual.detach(), other.detach()) for actual, other in pairs]) < 1e-5
 
 
-def gradients(module: nn.Module) -> list[Tensor]:
-    found = []
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    grads = []
     for param in module.parameters():
         assert param.grad is not None
-        found.append(full(param.grad))
-    return found
+        grads.append(full(param.grad))
+    return grads
 
 
 def norm_of(grads: list[Tensor]) -> Tensor:
     return torch.cat([grad.flatten() for grad in grads]).norm()
 
 
-# What is true after the code of a section ran. ``right`` is the plain module of one process.
+# Checks after the code of a section ran. ``right`` is the plain module of one process.
 
 
 def whole_shapes(names: Names) -> bool:
     right, rows = names["right"], sum(part.numel() for part in names["held"])
-    least = rows <= sum(param.numel() for param in right.parameters()) or names["stage"] == 0
-    return least and names["shapes"] == {name: tuple(param.shape) for name, param in right.named_parameters()}
+    is_least = rows <= sum(param.numel() for param in right.parameters()) or names["stage"] == 0
+    return is_least and names["shapes"] == {name: tuple(param.shape) for name, param in right.named_parameters()}
 
 
 def steps_alike(names: Names) -> bool:
     take_step(names["model"], names["optimizer"], names["tokens"])
     take_step(names["right"], names["right_optimizer"], names["all_tokens"])
-    return near(names["model"], names["right"])
+    return are_near(names["model"], names["right"])
 
 
 def norms_alike(names: Names) -> bool:
-    return relative_error(names["norm"], norm_of(gradients(names["right"]))) < 1e-5
+    return relative_error(names["norm"], norm_of(gradients_of(names["right"]))) < 1e-5
 
 
 def clipped_alike(names: Names) -> bool:
-    before = norm_of(gradients(names["right"]))
-    after = norm_of(gradients(names["model"]))
+    before = norm_of(gradients_of(names["right"]))
+    after = norm_of(gradients_of(names["model"]))
     return relative_error(names["total"], before) < 1e-5 and abs(float(after) - MAX_NORM) < 1e-5
 
 
@@ -121,69 +118,70 @@ def accumulated_alike(names: Names) -> bool:
     names["right"].zero_grad()
     for half in names["all_halves"]:
         loss(names["right"](half)).backward()
-    found = names["accumulated"]
-    right = relative_error(full(found), norm_of(gradients(names["right"]))) < 1e-5
+    norm = names["accumulated"]
+    is_near = relative_error(full(norm), norm_of(gradients_of(names["right"]))) < 1e-5
     names["model"].zero_grad()
-    return right
+    return is_near
 
 
 def penalised_alike(names: Names) -> bool:
-    right = names["right"]
-    right.zero_grad()
-    penalty = sum(param.square().sum() for param in right.parameters())
-    (loss(right(names["all_tokens"])) + 0.01 * penalty).backward()
-    alike = [relative_error(own, other) for own, other in zip(gradients(names["model"]), gradients(right), strict=True)]
+    plain = names["right"]
+    plain.zero_grad()
+    penalty = sum(param.square().sum() for param in plain.parameters())
+    (loss(plain(names["all_tokens"])) + 0.01 * penalty).backward()
+    pairs = zip(gradients_of(names["model"]), gradients_of(plain), strict=True)
+    errors = [relative_error(grad, expected) for grad, expected in pairs]
     names["model"].zero_grad()
-    return max(alike) < 1e-5
+    return max(errors) < 1e-5
 
 
 def loaded_full(names: Names) -> bool:
     rank0 = dist.get_rank() == 0
     weights = names["weights"]
     state = names["right"].state_dict()
-    alike = weights.keys() == (state.keys() if rank0 else set()) and all(
+    is_equal = weights.keys() == (state.keys() if rank0 else set()) and all(
         relative_error(weights[name], state[name]) < 1e-5 for name in weights
     )
-    if not (alike and near(names["other"], names["right"]) and near(names["third"], names["right"])):
+    if not (is_equal and are_near(names["other"], names["right"]) and are_near(names["third"], names["right"])):
         return False
     take_step(names["third"], names["its_optimizer"], names["tokens"])
     take_step(names["model"], names["optimizer"], names["tokens"])
     take_step(names["right"], names["right_optimizer"], names["all_tokens"])
-    return near(names["third"], names["right"]) and near(names["model"], names["right"])
+    return are_near(names["third"], names["right"]) and are_near(names["model"], names["right"])
 
 
 def loaded_dcp(names: Names) -> bool:
     model, fourth = names["model"], names["fourth"]
     pairs = zip(model.parameters(), fourth.parameters(), strict=True)
     with torch.no_grad():
-        outputs = relative_error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
-    return outputs and all(torch.equal(local(own), local(other)) for own, other in pairs)
+        is_near = relative_error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
+    return is_near and all(torch.equal(local(param), local(loaded)) for param, loaded in pairs)
 
 
 def averaged_and_copied(names: Names) -> bool:
     model, right = names["model"], deepcopy(names["right"])
-    alike = near(names["averaged"].module, right) and near(names["snapshot"], right)
+    is_near = are_near(names["averaged"].module, right) and are_near(names["snapshot"], right)
     with torch.no_grad():
         for param in model.parameters():
             local(param).zero_()
     model.load_state_dict(names["snapshot"].state_dict())
     with torch.no_grad():
-        return alike and relative_error(model(names["tokens"]), right(names["tokens"])) < 1e-5
+        return is_near and relative_error(model(names["tokens"]), right(names["tokens"])) < 1e-5
 
 
 def scaled_alike(names: Names) -> bool:
-    """A step that all ranks take; then one that all skip, as one of them has found Inf in its rows of a gradient."""
+    """Take one step on all ranks, then skip one on all ranks because one rank has Inf in its rows of a gradient."""
     model, optimizer, scaler = names["model"], names["optimizer"], names["scaler"]
     right, right_optimizer = names["right"], names["right_optimizer"]
     right.zero_grad()
     loss(right(names["all_halves"][0])).backward()
     right_optimizer.step()
-    if not near(model, right):
+    if not are_near(model, right):
         return False
     model.zero_grad()
     scaler.scale(loss(model(names["tokens"]))).backward()
     weight = model.get_parameter("embed.weight")
-    if names["stage"] == 0 or weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) == 0:  # in each copy
+    if names["stage"] == 0 or weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) == 0:  # in each replica
         local(weight.grad)[0, 0] = torch.inf
     before = [local(param).clone() for param in model.parameters()]
     scaler.step(optimizer)
@@ -191,7 +189,7 @@ def scaled_alike(names: Names) -> bool:
     return all(map(torch.equal, before, map(local, model.parameters()))) and scaler.get_scale() == 2.0**15
 
 
-TRUE: dict[str, Callable[[Names], bool]] = {
+CHECKS: dict[str, Callable[[Names], bool]] = {
     "What `parameters()` gives": whole_shapes,
     "Optimizers: `fused=True`": steps_alike,
     "Numbers: `.full_tensor()` first": norms_alike,
@@ -205,7 +203,7 @@ TRUE: dict[str, Callable[[Names], bool]] = {
 }
 
 
-def runs_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: tuple[int, ...], folder: Path) -> None:
+def run_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: tuple[int, ...], folder: Path) -> None:
     right = fresh(Net)
     all_tokens = torch.arange(8 * world_size).view(2 * world_size, 4) % 7
     tokens = all_tokens.chunk(world_size)[rank]
@@ -220,7 +218,7 @@ def runs_the_page(rank: int, world_size: int, stage: int, front_end: str, shape:
     wrong = []
     for title, code in sections().items():
         exec(compile(code, title, "exec"), names)
-        if not TRUE[title](names):
+        if not CHECKS[title](names):
             wrong.append(title)
     assert wrong == [], wrong
 
@@ -233,14 +231,18 @@ def runs_the_page(rank: int, world_size: int, stage: int, front_end: str, shape:
         *slow((2, 2, "jit"), (3, 2, "compile"), (2, 3, "compile")),
     ],
 )
-def test_the_page_is_true(ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, front_end: str) -> None:
-    ranks_pool.run(world_size, runs_the_page, stage, front_end, (world_size,), tmp_path)
+def test_each_section_acts_as_on_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, front_end: str
+) -> None:
+    ranks_pool.run(world_size, run_the_page, stage, front_end, (world_size,), tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "front_end"), slow((1, "jit"), (2, "compile"), (3, "jit")))
-def test_two_copies_of_two_ranks(ranks_pool: RanksPool, tmp_path: Path, stage: int, front_end: str) -> None:
-    ranks_pool.run(4, runs_the_page, stage, front_end, HYBRID, tmp_path)
+def test_each_section_acts_as_on_one_process_under_hybrid_sharding(
+    ranks_pool: RanksPool, tmp_path: Path, stage: int, front_end: str
+) -> None:
+    ranks_pool.run(4, run_the_page, stage, front_end, HYBRID, tmp_path)
 
 
-def test_each_section_with_code_is_compared() -> None:
-    assert sections().keys() == TRUE.keys()
+def test_each_section_with_code_has_a_check() -> None:
+    assert sections().keys() == CHECKS.keys()

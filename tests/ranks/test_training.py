@@ -1,4 +1,4 @@
-"""Sharded training has the numbers of one process, whatever the model and the loop: a row of ``CASES`` each."""
+"""Sharded training has the numbers of one process, for each model and loop in ``CASES``."""
 
 from __future__ import annotations
 
@@ -18,35 +18,25 @@ import thunder_zero as tz
 from examples.tensor_memory import added_at_peak
 from tests.harness.as_one_process import Loop, Side, Steps, assert_near, digest, trains_as_one_process
 from tests.harness.errors import fails
-from tests.harness.loops import (
-    ROWS,
-    WIDTH,
-    Statistics,
-    after_failures,
-    batch,
-    interrupted,
-    sgd,
-    step_on,
-    two_steps,
-)
+from tests.harness.loops import ROWS, WIDTH, Statistics, after_failures, batch, interrupted, sgd, step_on, two_steps
 from tests.harness.models import LENGTH, GptShape, Mlp, Small, fresh, sharded
 from tests.harness.ranks import RanksPool, run_ranks
 from tests.harness.tiers import slow
 
 import thunder
 
-WORDS = 9  # of the smallest vocabulary
+WORDS = 9  # in the smallest vocabulary
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With an eps above the noise of a gradient that is zero in exact arithmetic."""
+    """Return AdamW with an eps above the rounding noise of gradients that are exactly zero in theory."""
     return torch.optim.AdamW(model.parameters(), 5e-3, eps=1e-3)
 
 
-# Language models, without anything unusual in the loop
+# Language models in a usual loop
 
 
-def language(side: Side, optimizer_of: Callable[[Any], torch.optim.Optimizer], steps: int = 8) -> Steps:
+def train_language_model(side: Side, optimizer_of: Callable[[Any], torch.optim.Optimizer], steps: int = 8) -> Steps:
     (model,) = side.models
     optimizer = optimizer_of(model)
     for step in range(steps):
@@ -58,33 +48,33 @@ def language(side: Side, optimizer_of: Callable[[Any], torch.optim.Optimizer], s
         yield torch.cat((side.gather(logits).flatten(), side.mean(loss)[None]))
 
 
-SGD: Loop = partial(language, optimizer_of=partial(sgd, lr=0.02))
-ADAMW: Loop = partial(language, optimizer_of=adamw)
-TWENTY: Loop = partial(language, optimizer_of=adamw, steps=20)
+SGD: Loop = partial(train_language_model, optimizer_of=partial(sgd, lr=0.02))
+ADAMW: Loop = partial(train_language_model, optimizer_of=adamw)
+TWENTY: Loop = partial(train_language_model, optimizer_of=adamw, steps=20)
 
 
 # Loops in which a forward is not followed by its own backward
 
 
-def gan(side: Side) -> Steps:
-    """Two steps of the critic, whose input no graph made, for one of the generator, whose backward goes through it.
+def train_gan(side: Side) -> Steps:
+    """Take two steps of the critic for each step of the generator, whose backward goes through the critic.
 
-    Gradients of both pile up until they are zeroed.
+    Gradients of both accumulate until they are zeroed.
     """
     generator, critic = side.models
     first, second = sgd(generator, 0.3), sgd(critic, 0.3)
     for step in range(2):
-        for number, context in enumerate((torch.no_grad, nullcontext)):
+        for index, context in enumerate((torch.no_grad, nullcontext)):
             with context():
-                fake = generator(side.rows(batch(step + number)))
+                fake = generator(side.rows(batch(step + index)))
             assert fake.requires_grad is (context is nullcontext)
-            real = critic(side.rows(batch(7 + number)))
+            real = critic(side.rows(batch(7 + index)))
             step_on(second, (critic(fake.detach()) - 1).square().mean() + real.square().mean())
         yield side.mean(step_on(first, critic(generator(side.rows(batch(step)))).square().mean()))
 
 
-def teacher_and_student(side: Side) -> Steps:
-    """The teacher follows the student's weights, and is called between the student's forward and its backward."""
+def train_student(side: Side) -> Steps:
+    """Call the teacher between the student's forward and backward; the teacher averages the student's weights."""
     student, teacher = side.models
     optimizer = sgd(student, 0.3)
     for step in range(2):
@@ -93,14 +83,13 @@ def teacher_and_student(side: Side) -> Steps:
             target = teacher(side.rows(batch(step)))
         step_on(optimizer, (answer - target - 0.5).square().mean())
         with torch.no_grad():
-            for mine, other in zip(teacher.parameters(), student.parameters(), strict=True):
-                mine.lerp_(other, 0.3)
+            for param, student_param in zip(teacher.parameters(), student.parameters(), strict=True):
+                param.lerp_(student_param, 0.3)
         yield side.gather(target)
 
 
-def pending(side: Side) -> Steps:
-    """Three forwards, then backwards of the second, and of the others in one loss; in between, both models are called
-    without a graph."""
+def delay_backward(side: Side) -> Steps:
+    """Call three forwards, then both models without a graph, then backward of the second loss and of the others."""
     model, other = side.models
     losses = [model(side.rows(batch(step))).square().mean() for step in range(3)]
     for context in (torch.no_grad, torch.inference_mode):
@@ -115,8 +104,8 @@ def pending(side: Side) -> Steps:
 # Batches that ranks do not share evenly
 
 
-def weighted(side: Side) -> Steps:
-    """Ranks with more rows than others, or none: in ``tz.global_mean`` each row weighs alike."""
+def train_unevenly(side: Side) -> Steps:
+    """Train on ranks with different numbers of rows, also none: in ``tz.global_mean`` each row weighs the same."""
     model = side.models[0]
     optimizer = sgd(model)
     for step, sizes in enumerate(((0, 7), (4, 3))):
@@ -124,8 +113,8 @@ def weighted(side: Side) -> Steps:
         if side.is_sharded:
             total = model(x if len(x) else torch.ones(1, WIDTH)).square().mean(1).sum()
             loss = tz.global_mean(model, total if len(x) else total * 0, count=len(x))
-            said = f"not a number of items (on this rank it is {-1 if side.rank else 4})"
-            fails(partial(tz.global_mean, model, total, -1 if side.rank else 4), "ValueError", said)
+            message = f"not a number of items (on this rank it is {-1 if side.rank else 4})"
+            fails(partial(tz.global_mean, model, total, -1 if side.rank else 4), "ValueError", message)
             fails(partial(tz.global_mean, model, total, 0), "ValueError", "no rank has an item")
         else:
             loss = model(x).square().mean()
@@ -133,7 +122,7 @@ def weighted(side: Side) -> Steps:
 
 
 class Heads(nn.Module):
-    """Two outputs, and a 0-dim factor: Thunder returns its gradient in the shape of the batch, not summed yet."""
+    """A module with two outputs and a 0-dim factor, whose gradient Thunder returns unsummed, in the batch's shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,10 +134,10 @@ class Heads(nn.Module):
         return self.used(x), self.left_out(x)
 
 
-def head_left_out(side: Side) -> Steps:
-    """Ranks of 1, 2, 3 rows, in the mean over ranks; no rank, one or all leave an output out of their loss.
+def leave_head_out(side: Side) -> Steps:
+    """Leave an output out of the loss of no rank, one rank and all ranks, which have 1, 2 and 3 rows.
 
-    Its layer gets zeros, where eager would have None: one compiled backward serves all losses.
+    Its layer gets zeros where eager has None, because one compiled backward serves all losses.
     """
     (model,) = side.models
     for leaves_out in ((), (1,), (0, 1, 2)):
@@ -169,13 +158,13 @@ def head_left_out(side: Side) -> Steps:
 # Inference
 
 
-def few_programs(side: Side) -> Steps:
+def train_between_inferences(side: Side) -> Steps:
     yield from interrupted(side)
     assert not side.is_sharded or thunder.cache_misses(side.models[0]) <= 3, "inference, no_grad, training"
 
 
-def inputs_alone(side: Side) -> Steps:
-    """A frozen model has a backward where its input needs one, and none otherwise."""
+def differentiate_inputs(side: Side) -> Steps:
+    """Check that a frozen model has a backward only if its input requires a gradient."""
     (model,) = side.models
     x = side.rows(batch(0)).requires_grad_()
     assert not model(x.detach()).requires_grad
@@ -187,7 +176,7 @@ def inputs_alone(side: Side) -> Steps:
 # The table
 
 Kinds = tuple[Callable[[], nn.Module], ...]
-PAIR_LOOPS: tuple[Loop, ...] = (gan, teacher_and_student, pending, weighted, after_failures)
+PAIR_LOOPS: tuple[Loop, ...] = (train_gan, train_student, delay_backward, train_unevenly, after_failures)
 PAIR: Kinds = (partial(Mlp, WIDTH, 3),) * 2
 
 
@@ -204,45 +193,45 @@ CASES = [  # ranks, models, the loops that train them, and stages
         (3, (GptShape,), (SGD, TWENTY), (0, 1, 3)),
         (1, (GptShape,), (SGD, ADAMW), (0, 3)),
         (2, PAIR, PAIR_LOOPS, (0, 1)),
-        (2, (Statistics,), (few_programs,), (1, 3)),
-        (3, (Heads,), (head_left_out,), (0, 1, 3)),
-        (2, (frozen,), (inputs_alone,), (0, 3)),
+        (2, (Statistics,), (train_between_inferences,), (1, 3)),
+        (3, (Heads,), (leave_head_out,), (0, 1, 3)),
+        (2, (frozen,), (differentiate_inputs,), (0, 3)),
     ),
 ]
 
 
-def train(rank: int, world_size: int, kinds: Kinds, loops: Sequence[Loop], stages: Sequence[int]) -> None:
-    """All loops of a stage train the same compiled models; stages come closer to each other than to one process."""
+def train_all(rank: int, world_size: int, kinds: Kinds, loops: Sequence[Loop], stages: Sequence[int]) -> None:
+    """Train the same compiled models with all loops, and compare the stages more tightly than with one process."""
     first: dict[Any, dict[str, Tensor]] = {}
     for stage in stages:
         torch.manual_seed(0)
         plain = [kind() for kind in kinds]
-        models = [sharded(one, stage) for one in plain]
+        models = [sharded(module, stage) for module in plain]
         for loop in loops:
-            for model, one in zip(models, plain, strict=True):
+            for model, module in zip(models, plain, strict=True):
                 model.zero_grad()
-                model.load_original_state_dict(one.state_dict())
+                model.load_original_state_dict(module.state_dict())
             states = trains_as_one_process(list(zip(models, plain, strict=True)), loop)
-            for at, state in enumerate(states):
-                for name, right in first.setdefault((loop, at), state).items():
-                    assert_near(state[name], right, f"{name} of stages {stage} and {stages[0]}", 1e-6)
+            for index, state in enumerate(states):
+                for name, expected in first.setdefault((loop, index), state).items():
+                    assert_near(state[name], expected, f"{name} of stages {stage} and {stages[0]}", 1e-6)
 
 
 def name_of(value: Any) -> str:
     if not isinstance(value, tuple):
         return str(value)
-    return ",".join(str(getattr(getattr(each, "func", each), "__name__", each)) for each in value)
+    return ",".join(str(getattr(getattr(part, "func", part), "__name__", part)) for part in value)
 
 
 @pytest.mark.parametrize(("world_size", "kinds", "loops", "stages"), CASES, ids=name_of)
 def test_it_trains_as_one_process(
     ranks_pool: RanksPool, world_size: int, kinds: Kinds, loops: Sequence[Loop], stages: Sequence[int]
 ) -> None:
-    ranks_pool.run(world_size, train, kinds, loops, stages, timeout=110)
+    ranks_pool.run(world_size, train_all, kinds, loops, stages, timeout=110)
 
 
 def step_in_part(rank: int, world_size: int) -> None:
-    """Ranks 1 and 2 of three share a model; rank 0 and its batch take no part."""
+    """Train on ranks 1 and 2 of three only."""
     group = dist.new_group([1, 2])
     if rank == 0:
         return
@@ -251,61 +240,63 @@ def step_in_part(rank: int, world_size: int) -> None:
     trains_as_one_process([(model, plain)], two_steps)
 
 
-def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None:
+def test_gradients_are_means_over_the_process_group(ranks_pool: RanksPool) -> None:
     ranks_pool.run(3, step_in_part)
 
 
-# What must not go unseen
+# Stale values
 
 
-def steps_between(rank: int, world_size: int, stage: int) -> None:
-    """Of a DTensor, a step raises no version of the rows that forward saved; that of a fused optimizer none at all.
-    What is kept unsharded is a copy, which no step changes."""
+def step_before_backward(rank: int, world_size: int, stage: int) -> None:
+    """Step between a forward and its backward.
+
+    A step on DTensors does not raise the version of the saved rows, and a fused optimizer raises none at all.
+    """
     model = sharded(fresh(Mlp, WIDTH, 2), tz.Policy(stage=stage, reshard_after_forward=True))
     for optimizer in (sgd(model), torch.optim.AdamW(model.parameters(), fused=True)):
-        pending = model(batch()).square().mean()
+        loss = model(batch()).square().mean()
         model(batch(1)).square().mean().backward()
         optimizer.step()
-        fails(pending.backward, "RuntimeError", "modified by an inplace operation")
+        fails(loss.backward, "RuntimeError", "modified by an inplace operation")
         model.zero_grad()
-        model(batch()).square().mean().backward()  # the next step is sound
+        model(batch()).square().mean().backward()  # the next step works
         optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
-def test_a_backward_over_a_step_is_refused(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, steps_between, stage)
+def test_a_backward_after_a_step_is_refused(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(2, step_before_backward, stage)
 
 
 # Bits
 
 
-def bits(rank: int, world_size: int) -> list[str]:
-    """Of all that two runs of some steps give, in the same compiled model."""
-    plain, found = fresh(Small), []
+def digest_two_runs(rank: int, world_size: int) -> list[str]:
+    """Return the digests of all results of two runs in one compiled model."""
+    plain, digests = fresh(Small), []
     model = sharded(plain, 3)
     for _ in range(2):
         model.load_original_state_dict(plain.state_dict())
-        values = list(language(Side([model], rank, world_size), adamw, steps=3))
-        found.append(
+        values = list(train_language_model(Side([model], rank, world_size), adamw, steps=3))
+        digests.append(
             digest([*values, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
         )
-    return found
+    return digests
 
 
 @pytest.mark.parametrize("are_new", [False, *slow(True)])
-def test_every_bit_is_repeated(ranks_pool: RanksPool, are_new: bool) -> None:
-    """New processes hash strings differently; nothing that runs may depend on it."""
-    ranks = ranks_pool.run(3, bits)
+def test_runs_are_equal_to_the_bit(ranks_pool: RanksPool, are_new: bool) -> None:
+    """New processes hash strings differently; no program may depend on hashes."""
+    ranks = ranks_pool.run(3, digest_two_runs)
     assert all(first == again for first, again in ranks)
-    assert not are_new or run_ranks(3, bits) == ranks
+    assert not are_new or run_ranks(3, digest_two_runs) == ranks
 
 
-# No graph: no memory
+# Inference
 
 
-def infer(rank: int, world_size: int, stage: int) -> None:
-    """After a step, a forward adds what eager's adds; the activations are much larger than the parameters."""
+def measure_inference(rank: int, world_size: int, stage: int) -> None:
+    """Check that a forward without a graph adds at its peak what eager's adds, apart from gathered parameters."""
     plain = fresh(Mlp, WIDTH, 6)
     x = batch(0, 512).requires_grad_()
     parameters = sum(param.nbytes for param in plain.parameters())
@@ -315,14 +306,14 @@ def infer(rank: int, world_size: int, stage: int) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         peaks = []
         with context():
-            for each in (model, plain):
-                y = each(x)  # compiles
+            for module in (model, plain):
+                y = module(x)  # compiles
                 assert (y.requires_grad, y.is_inference()) == (False, context is torch.inference_mode)
-                peaks.append(added_at_peak(partial(each, x), x.device))
+                peaks.append(added_at_peak(partial(module, x), x.device))
         assert peaks[0] <= peaks[1] + 2 * parameters, (context, peaks, parameters)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_nothing_is_saved_where_no_gradient_can_be_asked_for(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, infer, stage)
+def test_inference_saves_nothing_for_backward(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(2, measure_inference, stage)

@@ -1,6 +1,6 @@
-"""``tz.whole``: an ordinary optimizer on whole parameters takes the same steps as on one process.
+"""With ``tz.whole``, an ordinary optimizer on whole parameters takes the steps of one process.
 
-Most steps here are on gradients that are set by hand, so that no forward is compiled; they are equal bit for bit.
+Most tests set gradients by hand, so that no forward is compiled; the steps are then equal bit for bit.
 Refusals: ``tests/ranks/test_whole_refusals.py``; checkpoints: ``tests/ranks/test_whole_checkpoints.py``.
 """
 
@@ -32,8 +32,8 @@ from thunder_zero.plan.mesh import SHARD
 import thunder
 
 
-def matrices(of: nn.Module) -> list[nn.Parameter]:
-    return [param for param in of.parameters() if param.ndim == 2]
+def matrices_of(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.ndim == 2]
 
 
 def step_both(model: Any, plain: nn.Module, optimizers: Iterable[Any], grads: Mapping[str, Tensor]) -> None:
@@ -59,20 +59,20 @@ def assert_steps(
     *,
     steps: int = 3,
     missing: Mapping[int, Iterable[str]] | None = None,
-    before: Callable[[int, Any, nn.Module], object] = lambda step, optimizer, of: None,
+    before: Callable[[int, Any, nn.Module], object] = lambda step, optimizer, module: None,
     **options: Any,
 ) -> tuple[Any, optim.Optimizer]:
-    """``tz.whole`` of the model does, bit for bit, what the optimizer does on the plain module; returns both.
+    """Check that ``tz.whole`` steps the model, bit for bit, as the optimizer steps the plain module; return both.
 
     Args:
-        groups: of a module, what its optimizer is made on.
-        missing: by step, names that have no gradient, beside those that ``gradients`` leaves out.
+        groups: returns the parameters or groups of a module that its optimizer gets.
+        missing: names without a gradient, by step, beyond those that ``make_gradients`` leaves out.
         before: called before each step, with each optimizer and its module.
     """
     both = tz.whole(kind, groups(model), **options), kind(groups(plain), **options)
     for step in range(steps):
-        for optimizer, of in zip(both, (model, plain), strict=True):
-            before(step, optimizer, of)
+        for optimizer, module in zip(both, (model, plain), strict=True):
+            before(step, optimizer, module)
         without = (missing or {}).get(step, ())
         step_both(model, plain, both, {n: grad for n, grad in make_gradients(plain, step).items() if n not in without})
     assert_equal(model, plain)
@@ -95,9 +95,9 @@ def train(model: Any, optimizers: list[optim.Optimizer], rank: int = 0, world_si
         for optimizer in optimizers:
             optimizer.zero_grad()
         for micro in range(2):
-            own = tokens(2 * step + micro).tensor_split(world_size)[rank]
+            x = tokens(2 * step + micro).tensor_split(world_size)[rank]
             with model.no_sync() if micro == 0 and is_sharded else nullcontext():
-                scaler.scale(model(own).square().mean()).backward()
+                scaler.scale(model(x).square().mean()).backward()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         if is_sharded:
@@ -111,38 +111,38 @@ def train(model: Any, optimizers: list[optim.Optimizer], rank: int = 0, world_si
             scheduler.step()
 
 
-def muon_and_adamw(model: nn.Module, make: Callable[..., Any]) -> list[Any]:
+def make_muon_and_adamw(model: nn.Module, build: Callable[..., Any]) -> list[Any]:
     others = [param for param in model.parameters() if param.ndim != 2]
-    return [make(optim.Muon, matrices(model), lr=0.02), optim.AdamW(others, lr=0.01)]
+    return [build(optim.Muon, matrices_of(model), lr=0.02), optim.AdamW(others, lr=0.01)]
 
 
-def adafactor(model: nn.Module, make: Callable[..., Any]) -> list[Any]:
-    return [make(optim.Adafactor, model.parameters(), lr=0.01)]
+def make_adafactor(model: nn.Module, build: Callable[..., Any]) -> list[Any]:
+    return [build(optim.Adafactor, model.parameters(), lr=0.01)]
 
 
-def like_one_process(rank: int, world_size: int, stage: int) -> None:
+def train_as_one_process(rank: int, world_size: int, stage: int) -> None:
     start = fresh(Small).double()
     model = sharded(start, tz.Policy(stage=stage, bucket_bytes=400))
-    for way in (muon_and_adamw, adafactor):
+    for make_optimizers in (make_muon_and_adamw, make_adafactor):
         plain = fresh(Small).double()
-        train(plain, way(plain, lambda kind, *args, **options: kind(*args, **options)))
+        train(plain, make_optimizers(plain, lambda kind, *args, **options: kind(*args, **options)))
         model.load_original_state_dict(start.state_dict())
-        train(model, way(model, tz.whole), rank, world_size)
+        train(model, make_optimizers(model, tz.whole), rank, world_size)
         full = tz.full_state_dict(model)
-        for name, right in plain.state_dict().items():
-            assert relative_error(full[name], right) < 1e-5, (way, name, relative_error(full[name], right))
-        assert relative_error(full["layers.0.weight"], start.layers[0].weight) > 0.05, way
+        for name, expected in plain.state_dict().items():
+            error = relative_error(full[name], expected)
+            assert error < 1e-5, (make_optimizers, name, error)
+        assert relative_error(full["layers.0.weight"], start.layers[0].weight) > 0.05, make_optimizers
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stage", [*slow(3, 1), *deep(0, 2)])
-def test_training_is_that_of_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    """With accumulation, clipping, one scaler for two optimizers, schedulers, a tied, a frozen and an unused parameter,
-    rows that the ranks do not divide, and more ranks than rows."""
-    ranks_pool.run(3, like_one_process, stage, timeout=170)
+def test_it_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
+    """The loop accumulates, clips and shares a scaler; there are schedulers, tied, frozen and unused parameters."""
+    ranks_pool.run(3, train_as_one_process, stage, timeout=170)
 
 
-# Steps by hand: what is sent and kept
+# Steps by hand: bytes and states
 
 
 def numel_of_states(optimizer: Any) -> int:
@@ -150,71 +150,70 @@ def numel_of_states(optimizer: Any) -> int:
     return sum(value.numel() for value in values if isinstance(value, Tensor) and value.numel() > 1)
 
 
-def sent_and_kept(rank: int, world_size: int) -> None:
-    for stage, ways in enumerate(([1, 1], [2, 3], [3, 3], [3, 3])):  # in the first step, and in the second
+def count_bytes_and_states(rank: int, world_size: int) -> None:
+    for stage, directions in enumerate(([1, 1], [2, 3], [3, 3], [3, 3])):  # in the first step, and in the second
         plain = fresh(Mlp)
         model = sharded(plain, tz.Policy(stage=stage, bucket_bytes=200))
-        whole, ordinary = tz.whole(optim.Adafactor, model.parameters()), optim.Adafactor(plain.parameters())
+        optimizer, plain_optimizer = tz.whole(optim.Adafactor, model.parameters()), optim.Adafactor(plain.parameters())
         sent = []
-        for _ in ways:
+        for _ in directions:
             with count_sends() as messages:
-                step_both(model, plain, (whole, ordinary), make_gradients(plain, 0))
+                step_both(model, plain, (optimizer, plain_optimizer), make_gradients(plain, 0))
             sent.append(sum(messages))
-        owners = [(of.param.shape, of.owner) for of in whole.members]
+        owners = [(member.param.shape, member.owner) for member in optimizer.members]
         assert gather_objects(owners) == [owners] * world_size, (stage, owners)
-        of_owners = sum(layout.owned_numel(shape, world_size, owner) for shape, owner in owners)
+        owned_numel = sum(layout.owned_numel(shape, world_size, owner) for shape, owner in owners)
         numel = sum(prod(shape) for shape, _ in owners)
-        one_way = 4 * (numel - of_owners if stage else (world_size - 1) * numel)
+        one_direction = 4 * (numel - owned_numel if stage else (world_size - 1) * numel)
         totals = [sum(counts) for counts in zip(*gather_objects(sent), strict=True)]
-        assert totals == [count * one_way for count in ways], (stage, totals, one_way)
-        kept = gather_objects(numel_of_states(whole))
-        assert sum(kept) == numel_of_states(ordinary) > max(kept), (stage, kept)
+        assert totals == [count * one_direction for count in directions], (stage, totals, one_direction)
+        numels = gather_objects(numel_of_states(optimizer))
+        assert sum(numels) == numel_of_states(plain_optimizer) > max(numels), (stage, numels)
 
 
 def test_a_step_sends_what_owners_lack_and_states_are_kept_once(ranks_pool: RanksPool) -> None:
-    """Gradient and parameter go to the owner, the parameter comes back; in ZeRO-1 the owner has the parameter that a
-    forward has gathered, so not in a second step in a row; in ZeRO-0 only the way back has messages."""
-    ranks_pool.run(3, sent_and_kept)
+    """Owners get what they lack (DDP: nothing; ZeRO-1 after a forward: only gradients) and send parameters back."""
+    ranks_pool.run(3, count_bytes_and_states)
 
 
-WIDTH = 192  # so that half of a matrix is a message of its own
+WIDTH = 192  # large enough that half of a matrix is its own message
 
 
-def ordered(rank: int, world_size: int) -> None:
-    """A step of four buckets: what happens in order, and the bytes in each bucket's step beyond those before."""
+def record_order(rank: int, world_size: int) -> None:
+    """Step four buckets; check the order of events and the bytes that each bucket's step adds."""
     model = sharded(fresh(Mlp, WIDTH, 8), tz.Policy(stage=3, bucket_bytes=0))
-    optimizer = tz.whole(optim.Muon, matrices(model))
+    optimizer = tz.whole(optim.Muon, matrices_of(model))
     set_gradients(model, make_gradients(fresh(Mlp, WIDTH, 8), 0))
     optimizer.step()
-    events, held = [], []
+    events, added_bytes = [], []
     trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, sum(storages().values())
 
-    def traded(self: Any, outgoing: Any, incoming: Any, over: str = SHARD) -> Any:
+    def record_trade(self: Any, outgoing: Any, incoming: Any, over: str = SHARD) -> Any:
         events.append("to" if sum(map(len, outgoing.values())) == 2 * (world_size - 1) else "from")
         return trade(self, outgoing, incoming, over)
 
-    def stepped(self: Any, *args: Any) -> Any:
+    def record_step(self: Any, *args: Any) -> Any:
         events.append("step")
-        held.append(sum(storages().values()) - at_rest)
+        added_bytes.append(sum(storages().values()) - at_rest)
         return step(self, *args)
 
-    with mock.patch.object(TaggedTransport, "trade", traded), mock.patch.object(stepper.BucketStepper, "step", stepped):
+    patch = mock.patch.object
+    with patch(TaggedTransport, "trade", record_trade), patch(stepper.BucketStepper, "step", record_step):
         optimizer.step()
     assert events == ["to", *["to", "step", "from"] * 3, "step", "from"], events
-    assert 2 <= min(held) / (4 * WIDTH**2) <= max(held) / (4 * WIDTH**2) < 6, held
+    assert 2 <= min(added_bytes) / (4 * WIDTH**2) <= max(added_bytes) / (4 * WIDTH**2) < 6, added_bytes
 
 
-def test_the_next_bucket_travels_during_a_step_and_three_are_in_memory(ranks_pool: RanksPool) -> None:
-    """Each rank owns one matrix of a bucket: the matrix, its gradient, those of the next one, the last one on its way
-    back, and rows that arrive. All at once would be eight."""
-    ranks_pool.run(2, ordered)
+def test_messages_of_the_next_bucket_overlap_a_step_and_three_buckets_are_in_memory(ranks_pool: RanksPool) -> None:
+    """In memory: a bucket's matrix and gradient, the next bucket's, the last matrix, and rows that arrive."""
+    ranks_pool.run(2, record_order)
 
 
 # Steps by hand: policies
 
 
 class Odd(nn.Module):
-    """Has parameters of shapes and dtypes that ranks share badly."""
+    """A module of parameters whose shapes and dtypes are hard to shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +242,7 @@ POLICIES = {
 
 
 @pytest.mark.filterwarnings("ignore:cpu_offload")
-def odd_steps(rank: int, world_size: int, name: str) -> None:
+def take_odd_steps(rank: int, world_size: int, name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if name == "two copies" else None
     model = thunder.jit(fresh(Odd), transforms=[tz.ZeroTransform(POLICIES[name], mesh=mesh)])
     assert_steps(model, fresh(Odd), optim.Adafactor, lr=0.01)
@@ -259,18 +258,18 @@ def odd_steps(rank: int, world_size: int, name: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:cpu_offload")
-def test_each_step_is_the_ordinary_one_bit_for_bit(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    """Gradients are equal; some are missing in the second step."""
-    ranks_pool.run(world_size, odd_steps, name)
+def test_each_step_equals_the_plain_step_bit_for_bit(ranks_pool: RanksPool, world_size: int, name: str) -> None:
+    """Some gradients are missing in the second step."""
+    ranks_pool.run(world_size, take_odd_steps, name)
 
 
-def odd_beginnings(rank: int, world_size: int) -> None:
-    """More ranks than matrices, from the meta device; no gradient on any rank; values written without torch."""
+def step_from_odd_beginnings(rank: int, world_size: int) -> None:
+    """Step with more ranks than matrices, without any gradient, and after writes through ``.data``."""
     with torch.device("meta"):
         empty = Mlp(7, 2)
     torch.manual_seed(0)
     model = thunder.jit(empty, transforms=[tz.ZeroTransform(stage=3)])
-    assert_steps(model, fresh(Mlp, 7, 2), optim.Muon, matrices, lr=0.1)
+    assert_steps(model, fresh(Mlp, 7, 2), optim.Muon, matrices_of, lr=0.1)
     model, plain = sharded(fresh(Mlp), 1), fresh(Mlp)
     tz.whole(optim.Adafactor, model.parameters()).step()
     assert_equal(model, plain)
@@ -279,16 +278,18 @@ def odd_beginnings(rank: int, world_size: int) -> None:
     assert_steps(model, plain, optim.Adafactor)
 
 
-def test_steps_from_odd_beginnings(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(3, odd_beginnings)
+def test_steps_are_right_from_odd_beginnings(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(3, step_from_odd_beginnings)
 
 
-# Steps by hand: optimizers of all kinds
+# Steps by hand: kinds of optimizers
 
 
 class Script(CustomOptimizer):
-    """As those of many scripts: takes groups of certain keys only, steps parameters without a gradient, too, keeps
-    values from when it was made, counts in its groups, has lists in its states, and asks for attributes and names."""
+    """An optimizer with habits of scripts: strict group keys, kept initial values, counts in groups, lists in states.
+
+    It steps parameters without a gradient, and reads attributes and names of parameters.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, power: float = 1.0) -> None:
         for group in params:
@@ -312,24 +313,23 @@ class Script(CustomOptimizer):
                 param -= group["lr"] * (1 + getattr(param, "twice", False)) * pull / group["count"] ** group["power"]
 
 
-def script_steps(model: Any, plain: nn.Module) -> Any:
-    """Parameters without a gradient; a group that comes later; attributes and
-    options that change, and a scheduler, which adds some."""
+def take_script_steps(model: Any, plain: nn.Module) -> Any:
+    """Step without some gradients, add a group later, change attributes and options, and use a scheduler."""
     names = [name for name, _ in plain.named_parameters()]
     owners: list[int] = []
     schedulers: dict[Any, Any] = {}
 
-    def groups(of: nn.Module) -> list[dict[str, Any]]:
-        pairs = list(of.named_parameters())
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        pairs = list(module.named_parameters())
         return [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:4]}]
 
-    def change(step: int, optimizer: Any, of: nn.Module) -> None:
-        param: Any = of.get_parameter("layers.1.weight")
-        if step == 0 and of is model:
+    def change(step: int, optimizer: Any, module: nn.Module) -> None:
+        param: Any = module.get_parameter("layers.1.weight")
+        if step == 0 and module is model:
             owners.extend(member.owner for member in optimizer.members)
         elif step == 1:
             optimizer.param_groups[0]["lr"] = 0.5
-            optimizer.add_param_group({"params": list(of.named_parameters())[4:], "power": 0.5})
+            optimizer.add_param_group({"params": list(module.named_parameters())[4:], "power": 0.5})
             param.twice = True
             schedulers[optimizer] = optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
         elif step > 1:
@@ -337,13 +337,14 @@ def script_steps(model: Any, plain: nn.Module) -> Any:
             schedulers[optimizer].step()
 
     missing = {0: names[:1], 1: names[4:5], 2: (names[1], names[4])}
-    whole, ordinary = assert_steps(model, plain, Script, groups, steps=4, missing=missing, before=change, power=2.0)
-    for group, right in zip(whole.param_groups, ordinary.param_groups, strict=True):
-        assert {**group, "params": 0} == {**right, "params": 0}, (group, right)
-    assert [member.owner for member in whole.members][: len(owners)] == owners, owners
+    options: dict[str, Any] = {"missing": missing, "before": change, "power": 2.0}
+    optimizer, plain_optimizer = assert_steps(model, plain, Script, groups, steps=4, **options)
+    for group, expected in zip(optimizer.param_groups, plain_optimizer.param_groups, strict=True):
+        assert {**group, "params": 0} == {**expected, "params": 0}, (group, expected)
+    assert [member.owner for member in optimizer.members][: len(owners)] == owners, owners
     marked = [name for name, param in model.named_parameters() if hasattr(param, "twice")]
     assert marked == ["layers.0.weight"], marked
-    return whole
+    return optimizer
 
 
 def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
@@ -354,40 +355,39 @@ def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
     whole.state.clear()
     whole.load_state_dict(saved)
     assert len(whole.state) == count, whole.state
-    of_others: Any = {number: {"past": []} for number in range(6) if number not in saved["state"]}
-    elsewhere = {**saved, "state": of_others}
+    others_states: Any = {index: {"past": []} for index in range(6) if index not in saved["state"]}
+    elsewhere = {**saved, "state": others_states}
     fails(lambda: whole.load_state_dict(elsewhere), f"owns, and this is rank {rank}: another rank saved it")
     title, *lines = repr(whole).splitlines()[-1 - world_size :]
     assert "Script of whole parameters of model " in title, title
-    for number, line in enumerate(lines):
-        assert f"rank {number} owns" in line, line
-    for at in range(3):
-        assert sum(f"layers.{at}.weight" in line for line in lines) == 1, lines
+    for index, line in enumerate(lines):
+        assert f"rank {index} owns" in line, line
+    for index in range(3):
+        assert sum(f"layers.{index}.weight" in line for line in lines) == 1, lines
 
 
-def odd_optimizers(rank: int, world_size: int, stage: int) -> None:
+def step_odd_optimizers(rank: int, world_size: int, stage: int) -> None:
     policy = tz.Policy(stage=stage, bucket_bytes=100)
     plain, other = fresh(Mlp), fresh(Mlp)
     for module in (plain, other):
         module.layers[0].weight.twice = True
-    whole = script_steps(thunder.jit(other, transforms=[tz.ZeroTransform(policy)]), plain)
+    whole = take_script_steps(thunder.jit(other, transforms=[tz.ZeroTransform(policy)]), plain)
     assert_own_states(whole, rank, world_size)
     assert_steps(sharded(fresh(Mlp), policy), fresh(Mlp), CoupledIfAsked, lr=0.1)  # counts in place, in each bucket
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(3, 3), *slow((2, 0), (3, 1), (2, 2))])
-def test_optimizers_keep_their_keys_values_marks_names_and_counts(
+def test_script_optimizers_keep_keys_values_attributes_names_and_counts(
     ranks_pool: RanksPool, world_size: int, stage: int
 ) -> None:
-    """Owners make and step optimizers as a script does: with groups of the constructor's keys, the values of parameters
-    without gradients, attributes and names of parameters, and options that a bucket's step changes."""
-    ranks_pool.run(world_size, odd_optimizers, stage)
+    """Owners build and step optimizers as a script does, with its groups, values, attributes, names and options."""
+    ranks_pool.run(world_size, step_odd_optimizers, stage)
 
 
 PACKAGE = {"Shampoo": (0, 0.1), "SOAP": (1, 0.01), "Lamb": (2, 0.01), "AdaFactor": (3, 0.01)}  # stage, rate
 
 
-def of_a_package(rank: int, world_size: int) -> None:
+def step_package_optimizers(rank: int, world_size: int) -> None:
     import pytorch_optimizer
 
     for name, (stage, rate) in PACKAGE.items():
@@ -397,12 +397,12 @@ def of_a_package(rank: int, world_size: int) -> None:
         for step in range(8):
             step_both(model, plain, both, make_gradients(plain, step))
         full, start = tz.full_state_dict(model), fresh(Mlp).state_dict()
-        for key, right in plain.state_dict().items():
-            assert relative_error(full[key], right) < 1e-5, (name, key, relative_error(full[key], right))
+        for key, expected in plain.state_dict().items():
+            assert relative_error(full[key], expected) < 1e-5, (name, key, relative_error(full[key], expected))
         assert max(relative_error(full[key], start[key]) for key in full) > 1e-3, name
 
 
 @pytest.mark.slow
-def test_optimizers_of_a_package_are_those_of_one_process(ranks_pool: RanksPool) -> None:
+def test_optimizers_of_a_package_step_as_in_one_process(ranks_pool: RanksPool) -> None:
     pytest.importorskip("pytorch_optimizer")
-    ranks_pool.run(2, of_a_package)
+    ranks_pool.run(2, step_package_optimizers)

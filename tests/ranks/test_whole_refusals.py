@@ -1,4 +1,4 @@
-"""What ``tz.whole`` refuses: optimizers that it cannot step in parts, ranks that differ, habits of torch's users."""
+"""``tz.whole`` refuses optimizers that cannot be stepped in parts, ranks that differ, and wrong uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NeedsLoss(optim.SGD):
 
 
 class OwnGroups(optim.SGD):
-    """Makes groups of its own."""
+    """An optimizer that builds its own groups."""
 
     def __init__(self, params: Any) -> None:
         params = [param for group in params for param in group["params"]]
@@ -38,7 +38,7 @@ class OwnGroups(optim.SGD):
 
 
 class CountsItself(CustomOptimizer):
-    """Counts its steps in an attribute."""
+    """An optimizer that counts its steps in an attribute."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -51,7 +51,7 @@ class CountsItself(CustomOptimizer):
 
 
 class CountsWhereItSteps(CustomOptimizer):
-    """Counts the steps of a group in which parameters have gradients."""
+    """An optimizer that counts the steps in which a group has gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, steps=0)
@@ -63,7 +63,7 @@ class CountsWhereItSteps(CustomOptimizer):
 
 
 class CountsNines(CustomOptimizer):
-    """Counts steps with a gradient that the probe does not give."""
+    """An optimizer that counts steps with a gradient that the probe does not use."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, steps=0)
@@ -74,7 +74,7 @@ class CountsNines(CustomOptimizer):
 
 
 class Single(CustomOptimizer):
-    """Steps no float64, which probe parameters are."""
+    """An optimizer that does not step float64, the dtype of probe parameters."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         assert all(param.dtype == torch.float32 for param in params), "single precision alone"
@@ -82,7 +82,7 @@ class Single(CustomOptimizer):
 
 
 class NeedsParameters(CustomOptimizer):
-    """Fails on groups without parameters."""
+    """An optimizer that fails on groups without parameters."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         torch.stack([param.sum() for param in group["params"]])
@@ -90,7 +90,7 @@ class NeedsParameters(CustomOptimizer):
 
 
 class Noisy(CustomOptimizer):
-    """Draws random numbers."""
+    """An optimizer that draws random numbers."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         for param in params:
@@ -98,7 +98,7 @@ class Noisy(CustomOptimizer):
 
 
 class Failing(CustomOptimizer):
-    """Fails on one gradient, so on one owner; has a method that torch's classes do not have."""
+    """An optimizer that fails on one gradient, so on one owner, and has a method that torch's classes lack."""
 
     def evaluate(self) -> None: ...
 
@@ -108,17 +108,17 @@ class Failing(CustomOptimizer):
         super().change(group, params)
 
 
-# What is refused when it is made
+# Refusals when the optimizer is built
 
 
-def refused_makers(model: Any, params: list[Any]) -> None:
-    use_class = "to make optimizers with; give the class itself and then the parameters"
-    for kind, given, words in (
+def refuse_classes(model: Any, params: list[Any]) -> None:
+    give_class = "to make optimizers with; give the class itself and then the parameters"
+    for kind, args, words in (
         (lambda params: [*params], params, "which makes a list; give a class of torch.optim.Optimizer"),
         (optim.LBFGS, params, "a step of LBFGS needs the argument 'closure', such as a"),
         (NeedsLoss, params, "a step of NeedsLoss needs the argument 'loss', such as a closure"),
-        (optim.SGD(params, 0.1), params, f"tz.whole was given a SGD {use_class}"),
-        (params, optim.SGD, f"tz.whole was given a list {use_class}"),
+        (optim.SGD(params, 0.1), params, f"tz.whole was given a SGD {give_class}"),
+        (params, optim.SGD, f"tz.whole was given a list {give_class}"),
         (optim.Adafactor, model, "tz.whole was given a ZeroModule; give it model.parameters(), or some of them"),
         (CountsWhereItSteps, params, "changes 'steps' of a group only where it has parameters of the group"),
         (CoupledIfAsked, [{"params": params, "norm": 1.0}], "CoupledIfAsked couples parameters (beside other probe p"),
@@ -127,54 +127,54 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
         (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
     ):
-        fails(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
+        fails(partial(tz.whole, kind, args), words)  # type: ignore[arg-type]
 
 
-def refused_parameters(originals: list[Any], params: list[Any], others: list[Any]) -> None:
-    mixed, twice = [params[0], others[0]], [{"params": params[:1]}, {"params": params[:1]}]
-    for given, words in (
+def refuse_parameters(originals: list[Any], params: list[Any], others: list[Any]) -> None:
+    of_two_models, twice = [params[0], others[0]], [{"params": params[:1]}, {"params": params[:1]}]
+    for args, words in (
         ([nn.Parameter(torch.ones(2, 2))], "a parameter (of shape (2, 2)) that is not one of a sharded model's: take"),
         (originals, "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
-        (mixed, "(Mlp); make one for each model"),
+        (of_two_models, "(Mlp); make one for each model"),
         (twice, "some parameters appear in more than one parameter group"),
     ):
-        fails(partial(tz.whole, optim.Adafactor, given), words)
+        fails(partial(tz.whole, optim.Adafactor, args), words)
     fails(lambda: tz.whole(optim.Adafactor, params, lr=-1.0), "Learning rate should be >= 0")
 
 
-def refused_habits(params: list[Any], others: list[Any]) -> None:
-    """Habits of torch's users are refused, some of them after a step."""
-    of_class = "tz.whole(Failing) has no 'evaluate': it has what torch.optim.Optimizer has"
-    fails(lambda: tz.whole(Failing, params).evaluate(), of_class)
+def refuse_wrong_uses(params: list[Any], others: list[Any]) -> None:
+    """Refuse wrong uses, some of them after a step."""
+    no_method = "tz.whole(Failing) has no 'evaluate': it has what torch.optim.Optimizer has"
+    fails(lambda: tz.whole(Failing, params).evaluate(), no_method)
     optimizer = tz.whole(optim.Adafactor, params)
     fails(lambda: optimizer.evaluate(), "tz.whole(Adafactor) has no 'evaluate': it has what torch.optim.Optimizer has")
     fails(lambda: optimizer.add_param_group({"params": others}), "(Mlp); make one for each model")
     fails(lambda: deepcopy(optimizer), "tz.whole(Adafactor) cannot be copied or pickled, as it belongs to a model")
     fails(lambda: optimizer.step(lambda: 0.0), "tz.whole(Adafactor).step was given a closure")  # type: ignore[arg-type]
     optimizer.step()
-    of_nothing = {**optimizer.state_dict(), "state": {"k": 1}}
-    fails(lambda: optimizer.load_state_dict(of_nothing), "has a state 'k' that is of no parameter, which tz.whole")
+    stray_state = {**optimizer.state_dict(), "state": {"k": 1}}
+    fails(lambda: optimizer.load_state_dict(stray_state), "has a state 'k' that is of no parameter, which tz.whole")
     optimizer.param_groups[0]["params"] = params[:2]
     fails(optimizer.step, "in the groups of tz.whole(Adafactor) were changed by hand; use add_param_group")
 
 
-def refused(rank: int, world_size: int) -> None:
+def refuse_all(rank: int, world_size: int) -> None:
     plain, others = fresh(Mlp), list(sharded(fresh(Mlp), 2).parameters())
     originals = list(plain.parameters())
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     params = list(model.parameters())
-    refused_makers(model, params)
-    refused_parameters(originals, params, others)
+    refuse_classes(model, params)
+    refuse_parameters(originals, params, others)
     set_gradients(model, make_gradients(fresh(Mlp), 0))
-    refused_habits(params, others)
+    refuse_wrong_uses(params, others)
 
 
-def test_what_cannot_be_stepped_in_parts_is_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refused)
+def test_optimizers_that_cannot_be_stepped_in_parts_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_all)
 
 
-def changed_later(rank: int, world_size: int) -> None:
-    """What the probe did not see is refused: a norm that an option turns on, a count that a new group lacks."""
+def refuse_later_changes(rank: int, world_size: int) -> None:
+    """Refuse what the probe did not see: a norm that an option turns on, a count that a new group lacks."""
     model, grads = sharded(fresh(Mlp), 3), make_gradients(fresh(Mlp), 0)
     params = list(model.parameters())
     coupling = tz.whole(CoupledIfAsked, params, lr=0.1)
@@ -193,35 +193,35 @@ def changed_later(rank: int, world_size: int) -> None:
     )
     set_gradients(model, grads)
     tz.whole(Single, params, trust_optimizer=True).step()
-    apart = sharded(fresh(Mlp), tz.Policy(stage=3, bucket_bytes=64))
-    set_gradients(apart, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
+    model_of_many_buckets = sharded(fresh(Mlp), tz.Policy(stage=3, bucket_bytes=64))
+    set_gradients(model_of_many_buckets, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
     fails(
-        tz.whole(CountsNines, apart.parameters()).step,
+        tz.whole(CountsNines, model_of_many_buckets.parameters()).step,
         "CountsNines changes 'steps' of a group only where it has parameters of the group",
     )
 
 
-def test_what_changes_after_the_probe_is_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, changed_later)
+def test_changes_after_the_probe_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_later_changes)
 
 
 # Ranks that differ
 
-OPTIONS: dict[str, tuple[Any, Any]] = {  # that ranks change after a step: their values
+DIFFERING_OPTIONS: dict[str, tuple[Any, Any]] = {  # options that ranks change after a step: values of both ranks
     "lr": (torch.tensor(0.01), torch.tensor(0.010000001)),
     "eps": ((None, 1e-3), (None, 2e-3)),
     "d": (1.0, 2.0),
 }
 
 
-def differing(rank: int, world_size: int) -> None:
-    """Ranks that differ are refused; nothing changes, and the optimizer goes on."""
+def refuse_differing_ranks(rank: int, world_size: int) -> None:
+    """Refuse ranks that differ. Nothing changes, and the optimizer still works."""
     model, grads = sharded(fresh(Mlp), 3), make_gradients(fresh(Mlp), 0)
     params, before = list(model.parameters()), [param.detach().clone() for param in model.parameters()]
     assign = owners.assign
 
     def swapped(*args: Any) -> Any:
-        return tuple(replace(of, owners=tuple(1 - owner for owner in of.owners)) for of in assign(*args))
+        return tuple(replace(item, owners=tuple(1 - owner for owner in item.owners)) for item in assign(*args))
 
     with mock.patch.object(members, "assign", swapped if rank else assign):
         optimizer = tz.whole(optim.Adafactor, params)
@@ -240,13 +240,13 @@ def differing(rank: int, world_size: int) -> None:
     fails(tz.whole(Failing, params, lr=0.1).step, "no step on a nine")
     set_gradients(model, grads)
     optimizer.step()
-    for key, values in OPTIONS.items():
-        kept, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], values[rank]
+    for key, values in DIFFERING_OPTIONS.items():
+        saved, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], values[rank]
         set_gradients(model, grads)
-        told = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
-        words = f"'{key}' of group 0 of Adafactor differs between ranks: rank 0 has {told[0]}"
-        fails(optimizer.step, words, f"rank 1 has {told[1]}")
-        optimizer.param_groups[0][key] = kept
+        shown = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+        words = f"'{key}' of group 0 of Adafactor differs between ranks: rank 0 has {shown[0]}"
+        fails(optimizer.step, words, f"rank 1 has {shown[1]}")
+        optimizer.param_groups[0][key] = saved
     with model.no_sync():
         model(torch.ones(1, 7)).sum().backward()
     fails(optimizer.step, "cannot step Whole: no_sync still holds unreduced gradients")
@@ -256,20 +256,20 @@ def differing(rank: int, world_size: int) -> None:
     fails(elsewhere, "the ranks do different things: rank 0 is in step number")
 
 
-def test_ranks_that_differ_are_told_on_every_rank(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, differing)
+def test_ranks_that_differ_raise_on_every_rank(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_differing_ranks)
 
 
-def drawn_by_copies(rank: int, world_size: int) -> None:
-    """An optimizer that draws, and one that does not, on one copy on two ranks, and on two copies."""
-    copies = "and the 2 copies of the model would draw other ones and drift apart"
-    for shape, *words in (((1, 2), "nothing"), ((2, 1), "Noisy draws random numbers (torch's on the cpu)", copies)):
+def refuse_draws_of_copies(rank: int, world_size: int) -> None:
+    """Build an optimizer that draws and one that does not, with one replica on two ranks and with two replicas."""
+    replicas = "and the 2 copies of the model would draw other ones and drift apart"
+    for shape, *words in (((1, 2), "nothing"), ((2, 1), "Noisy draws random numbers (torch's on the cpu)", replicas)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
-        told = error_of(lambda: tz.whole(Noisy, model.parameters()))  # noqa: B023
-        assert [word for word in words if word not in told] == [], told
+        error = error_of(lambda: tz.whole(Noisy, model.parameters()))  # noqa: B023
+        assert [word for word in words if word not in error] == [], error
         tz.whole(optim.Adafactor, model.parameters())
 
 
-def test_owners_in_several_copies_draw_no_random_numbers(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, drawn_by_copies)
+def test_optimizers_that_draw_are_refused_with_several_replicas(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_draws_of_copies)
