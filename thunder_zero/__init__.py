@@ -8,9 +8,9 @@ tz.Policy(stage, prefetch=..., recompute=...)   all options; DDP, ZERO1, ZERO2, 
 tz.clip_grad_norm_, tz.whole, tz.EMA            gradients, optimizers and averages over all ranks
 tz.save, tz.load, tz.full_state_dict            checkpoints for any number of ranks; the plain module's state dict
 tz.full_parameters, tz.save_pretrained          the full weights inside a block; a Hugging Face folder
-tz.trace(module, x, world_size=8)               the program of one rank, without ranks; tz.traces_of(model): what ran
+tz.trace(module, x, world_size=8)               trace one rank's program in one process; tz.traces_of(model): what ran
 tz.print_trace(model), tz.explain(model, path)  what each line does; what happens to one parameter, and why
-tz.tools.plan_training, fit, memory, estimate   before anything runs: which stage fits, its bytes, its time
+tz.tools.plan_training, fit, memory, estimate   forecast which stage fits, its bytes and its time
 help(tz.Policy), docs/reference.md              each field with its default; each name with an example
 """
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-NAMES = {  # by module; type checkers read the imports above
+NAMES = {  # the public names, by the module that defines them; type checkers read the imports above
     "thunder_zero": ("schedule", "tools"),
     "thunder_zero.checkpoint.hugging_face": ("save_pretrained",),
     "thunder_zero.checkpoint.load": ("Loaded", "load"),

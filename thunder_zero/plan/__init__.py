@@ -1,6 +1,6 @@
 """Decides how each parameter is sharded, before anything is traced: the policy, and a frozen plan.
 
-In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms ask. Entries:
+In: a module, a ``Policy``, a ``Mesh`` of ranks. Out: a frozen ``Plan``, which all later rooms read. Entries:
 ``policy.Policy``, ``make_plan.make_plan``, ``Plan.geometry``, ``Plan.sizes``; ``rows.py`` cuts tensors accordingly::
 
     Policy(stage=3) -- STAGES --> sharded, not resident, not kept unsharded

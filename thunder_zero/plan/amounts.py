@@ -21,7 +21,7 @@ def bytes_of(name: str, amount: int | str) -> int:
     """Return the number of bytes in ``"80GiB"``, ``"80GB"``, ``"1000000B"`` or an int.
 
     Raises:
-        ValueError: it is none of these, 0 or less; the message calls it ``name``.
+        ValueError: ``amount`` has another form, or is not positive; the message calls it ``name``.
     """
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
@@ -63,7 +63,7 @@ def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | Non
     """Return the dtype that ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16`` names; None stays None.
 
     Raises:
-        ValueError: it names no floating-point dtype; the message calls it ``name``.
+        ValueError: ``dtype`` is not a floating-point dtype; the message calls it ``name``.
     """
     if dtype is None:
         return None
@@ -79,7 +79,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a dtype: the first number in its name counts bits; at least 1.
+    """Return the bytes of an element: the first number in the dtype's name counts bits. At least 1.
 
     >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
     (2, 1, 8, 1)

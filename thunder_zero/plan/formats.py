@@ -1,10 +1,10 @@
-"""Chooses which parameters travel in which format: by patterns of paths, or by what they are.
+"""Chooses the format of each parameter on the wire and at rest, by paths or by shape and dtype.
 
 ::
 
     gather_format=Int8()                         all but embeddings and parameters of one dimension
     gather_format={"*": Int8(), "head": None}    the last pattern that matches decides
-    frozen_format=NF4()                          frozen parameters that NF4 makes smaller, but no embeddings
+    frozen_format=NF4()                          frozen parameters that NF4 makes smaller, except embeddings
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Format = Blocks
 Formats = Format | Mapping[str, Format | None] | None
-FORMATS: Mapping[str, tuple[type[Format], ...]] = {  # of this package
+FORMATS: Mapping[str, tuple[type[Format], ...]] = {  # fields of the policy, with the package's formats
     "gather_format": (Int8,),
     "reduce_format": (Int8,),
     "frozen_format": (NF4,),
@@ -36,17 +36,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_formats(policy: Any) -> None:
-    """Check the formats of a policy, and replace its dicts by copies that the caller cannot change.
+    """Check the formats of a policy, and copy its dicts, so that the caller cannot change them.
 
     Raises:
-        ValueError: a field is not a format that it may have, or the stage has no such collectives.
+        ValueError: a field has a format that it does not support, or the policy's stage does not use the field.
     """
     for name, kinds in FORMATS.items():
         formats = getattr(policy, name)
         if isinstance(formats, Mapping):
             object.__setattr__(policy, name, dict(formats))
-        for form in formats.values() if isinstance(formats, Mapping) else [formats]:
-            if form is not None and not isinstance(form, kinds) and not _is_custom_gather_format(name, form):
+        for fmt in formats.values() if isinstance(formats, Mapping) else [formats]:
+            if fmt is not None and not isinstance(fmt, kinds) and not _is_custom_gather_format(name, fmt):
                 raise ValueError(
                     f"{name} is {formats!r}; give {' or '.join(f'thunder_zero.{kind.__name__}()' for kind in kinds)}, "
                     f"a dict of patterns of paths with such values, or None"
@@ -63,9 +63,9 @@ def require_formats(policy: Any) -> None:
         )
 
 
-def _is_custom_gather_format(name: str, form: object) -> bool:
-    """Return whether a gather format is an encoding of the user's own. NF4 writes rows, not flat payloads."""
-    return name == "gather_format" and isinstance(form, Blocks) and not isinstance(form, NF4)
+def _is_custom_gather_format(name: str, fmt: object) -> bool:
+    """Return whether a gather format is a user's own encoding. NF4 is excluded: it encodes rows, not flat payloads."""
+    return name == "gather_format" and isinstance(fmt, Blocks) and not isinstance(fmt, NF4)
 
 
 def embeddings_of(module: nn.Module) -> frozenset[str]:
@@ -79,48 +79,48 @@ def embeddings_of(module: nn.Module) -> frozenset[str]:
 def format_of(
     field: str, formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> Any:
-    """Return the format in which a sharded parameter travels, or None if it travels as it is.
+    """Return the format that a field of the policy gives a sharded parameter; None leaves the parameter unchanged.
 
     Args:
-        field: the field of the policy, for errors.
-        asked: the field's value.
+        field: the name of the field, for errors.
+        formats: the field's value.
         names: all names of the parameter; a tied one has several.
         param: the parameter.
         embeddings: paths of the module's embeddings.
 
     Raises:
-        ValueError: a pattern asks for a format that the dtype cannot have, or the names of a tied parameter get
+        ValueError: a pattern gives a format to a parameter whose dtype has none, or the names of a tied parameter get
             different formats.
     """
     if not isinstance(formats, Mapping):
         is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
         return None if is_exempt or param.dtype not in DTYPES else formats
-    forms = {path: _last_match(formats, path) for path in names}
-    if len(set(map(repr, forms.values()))) > 1:
-        first, second, *_ = forms
+    by_name = {name: _last_match(formats, name) for name in names}
+    if len(set(map(repr, by_name.values()))) > 1:
+        first, second, *_ = by_name
         raise ValueError(f"{field} differs for {first!r} and {second!r}, which are one tied parameter; give one format")
-    form = next(iter(forms.values()))
-    if form is not None and param.dtype not in DTYPES:
+    fmt = next(iter(by_name.values()))
+    if fmt is not None and param.dtype not in DTYPES:
         raise ValueError(
-            f"{field} asks for {form!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
+            f"{field} asks for {fmt!r} of {names[0]!r}, which is {param.dtype}; leave it out with a pattern for it, "
             f"{{..., {names[0]!r}: None}}"
         )
-    return form
+    return fmt
 
 
 def frozen_format_of(
     formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
-    """Return the format in which a sharded parameter rests, or None if it trains or would not get smaller.
+    """Return the format of a sharded parameter at rest; None if it is trained, or would not get smaller.
 
     Raises:
         ValueError: the names of a tied parameter get different formats.
     """
     if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
         return None
-    form: NF4 | None = format_of("frozen_format", formats, names, param, embeddings)
-    numel = prod(param.shape[1:])
-    return form if form is not None and form.nbytes(numel) < numel * param.dtype.itemsize else None
+    fmt: NF4 | None = format_of("frozen_format", formats, names, param, embeddings)
+    row_numel = prod(param.shape[1:])
+    return fmt if fmt is not None and fmt.nbytes(row_numel) < row_numel * param.dtype.itemsize else None
 
 
 def fits(pattern: str, names: Sequence[str]) -> bool:
@@ -130,5 +130,5 @@ def fits(pattern: str, names: Sequence[str]) -> bool:
 
 def _last_match(formats: Mapping[str, Format | None], path: str) -> Format | None:
     parts = tuple(around(path))
-    matching = [form for pattern, form in formats.items() if any(fnmatchcase(part, pattern) for part in parts)]
+    matching = [fmt for pattern, fmt in formats.items() if any(fnmatchcase(part, pattern) for part in parts)]
     return matching[-1] if matching else None

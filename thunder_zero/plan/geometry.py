@@ -1,7 +1,7 @@
 """A parameter on a mesh: its shapes, its rows, the axes that reduce its gradient. Frozen data.
 
-Only this file says what an axis means for a parameter; ``layout.py`` has the arithmetic. On rank 2 of
-``Mesh.of(4, rank=2)``, a parameter that is cut into rows, and one that is not::
+Only this file defines what an axis means for a parameter; ``layout.py`` has the arithmetic. Two parameters on
+``Mesh.of(4, rank=2)``, the first cut into rows, the second replicated::
 
     Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one row of padding
     Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3), as on every rank
@@ -27,14 +27,14 @@ from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR, Mesh
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One parameter on a mesh.
+    """The shapes and rows of one parameter on a mesh.
 
     Attributes:
         shape: the global shape.
         mesh: the axes of the ranks that hold the parameter.
         is_cut: True if each rank along the axis ``shard`` stores some rows, padded; False if each stores all rows.
         sliced: the dimension that the axis ``tensor`` divides; None if each rank along it has the whole parameter.
-        is_partial: True if each rank along ``tensor`` computes a part of the gradient, as for a norm of its own heads.
+        is_partial: True if the gradient is the sum of parts, one from each rank along ``tensor``.
     """
 
     shape: tuple[int, ...]
@@ -95,13 +95,13 @@ class Geometry:
 
     @property
     def is_spread(self) -> bool:
-        """True if a gather sends something, since other ranks own rows."""
+        """True if a gather communicates: other ranks own rows, too."""
         return self.is_cut and self.mesh.shard.size > 1
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that reduce the gradient, in order. The first one cuts it into rows. A collective
-        over data axes averages; one over ``tensor`` sums."""
+        """The axes of the collectives that reduce the gradient, in order. The first collective cuts the gradient into
+        rows. Collectives over data axes average; collectives over ``tensor`` sum."""
         summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
             return (SHARD, *summed)
@@ -109,5 +109,5 @@ class Geometry:
 
 
 def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:
-    """Return the geometry of a tensor that is cut into rows if it has any."""
+    """Return the geometry of a tensor, cut into rows unless it is 0-dim or empty."""
     return Geometry(tuple(shape), mesh, layout.is_sharded(tuple(shape)))

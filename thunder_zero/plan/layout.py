@@ -6,15 +6,15 @@ A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ran
 
     rank 0 [0 1]   rank 1 [2 3]   rank 2 [4 .]   rank 3 [. .]      (. = padding)
 
-Rank 0 owns the most rows, and so sends the most in a gather. Padding is stored, so that all shards have one shape; it
-does not travel where the transport allows uneven messages.
+Rank 0 owns the most rows, and so sends the most in a gather. Padding is stored, so that all shards have one shape. It
+is not sent if the transport allows uneven messages.
 """
 
 from math import prod
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
+    """Return the half-open range of the real (unpadded) rows that ``rank`` owns. It may be empty."""
     start, stop = stored_range(rows, world_size, rank)
     return min(start, rows), min(stop, rows)
 
@@ -25,7 +25,7 @@ def stored_rows(rows: int, world_size: int) -> int:
 
 
 def stored_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the half-open range of the rows that ``rank`` stores, counted in all ranks' shards, concatenated."""
+    """Return the half-open range of the rows that ``rank`` stores, in the concatenation of all shards."""
     stored = stored_rows(rows, world_size)
     return rank * stored, (rank + 1) * stored
 
@@ -37,7 +37,7 @@ def padding_rows(rows: int, world_size: int, rank: int) -> int:
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of this shape can be cut: 0-dim and empty ones cannot."""
+    """Return whether a parameter of this shape can be cut into rows: it is neither 0-dim nor empty."""
     return len(shape) > 0 and prod(shape) > 0
 
 
@@ -70,6 +70,8 @@ def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
-    """Return how many elements each rank sends in one all-reduce. It is a reduce-scatter and an all-gather, ``2 (W - 1)
-    / W`` of the elements, rounded up (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009)."""
+    """Return how many elements each rank sends in one all-reduce: ``2 (W - 1) / W`` of them, rounded up.
+
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms,
+    2009)."""
     return -(-2 * (world_size - 1) * prod(shape) // world_size)

@@ -1,4 +1,4 @@
-"""Plans each parameter of a module: units by the module's tree, all else by the policy.
+"""Plans each parameter of a module: the module tree decides its unit, the policy everything else.
 
 ``make_plan(module, policy, mesh)`` reads the module tree once. In stage 3 on four ranks::
 
@@ -30,9 +30,9 @@ from thunder_zero.plan.params import ROOT, Param, Plan
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the outermost repeated submodules that hold parameters, in module order: the default units.
 
-    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
-    its class (transformer blocks, the blocks of a ResNet's stages). A leaf is a block only if a sibling in its
-    container has its class (the layers of an MLP). Blocks are searched for inside all other submodules.
+    A member of a ``Sequential`` or ``ModuleList`` is a block if a member of any container in the module has the same
+    class (transformer blocks, the blocks of a ResNet's stages). A leaf is a block only if a sibling in its container
+    has the same class (the layers of an MLP). Submodules that are no blocks are searched for blocks.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     members_by_class = Counter(type(member) for member in members)
@@ -54,7 +54,7 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Return whether a module is a ModuleList or a plain Sequential; a subclass of Sequential is a block."""
+    """Return whether a module is a ModuleList or a plain Sequential. A subclass of Sequential is not a container."""
     lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
     return lists or type(module).__name__ == "Sequential"
 
@@ -71,9 +71,9 @@ def make_plan(
     Args:
         module: the module to shard.
         policy: how to shard it.
-        mesh: the ranks that train it, as the rank that plans sees them.
+        mesh: the ranks that train the module, with this rank's places.
         slices: maps names of parameters to the dimensions along which torch's tensor parallelism slices them.
-        partial: names of the parameters whose gradients are the sum of parts, one from each rank along ``tensor``.
+        partial: names of the parameters whose gradients are sums of parts, one part from each rank along ``tensor``.
 
     Returns:
         The plan; its parameters are in the order of ``module.named_parameters()``.
@@ -103,19 +103,18 @@ def make_plan(
 
 
 def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter that the policy does not ignore; refuse paths that the module does not
-    have."""
+    """Return the names of each parameter that the policy does not ignore. Raise ValueError for unknown paths."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     paths = {*modules, *(name for aliases in names.values() for name in aliases)}
-    _require_there(policy.ignored, paths, module)
-    _require_fitting("replicated names", policy.replicated, paths, module)
+    _require_known(policy.ignored, paths, module)
+    _require_matches("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
-    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
+    _require_matches("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
     for field in FORMATS:
         formats = getattr(policy, field)
-        _require_fitting(field, formats if isinstance(formats, Mapping) else (), paths, module)
+        _require_matches(field, formats if isinstance(formats, Mapping) else (), paths, module)
     names = {
         param: paths
         for param, paths in names.items()
@@ -147,28 +146,29 @@ KINDS = {
 
 
 def _require_formats(plan: Plan) -> None:
-    """Refuse a format that no parameter takes: its user would count on the saved bytes."""
+    """Raise ValueError if no parameter takes a format: the user would count on the saved bytes."""
     for field, kind in KINDS.items():
         formats = getattr(plan.policy, field)
-        for pattern, form in (formats if isinstance(formats, Mapping) else {"*": formats}).items():
+        for pattern, fmt in (formats if isinstance(formats, Mapping) else {"*": formats}).items():
             matched = [param for param in plan.params if fits(pattern, param.names)]
-            if form is not None and not any(getattr(param, field) for param in matched):
+            if fmt is not None and not any(getattr(param, field) for param in matched):
                 raise ValueError(
-                    f"{field} asks for {form!r} of {pattern!r}, and no parameter there can have it{_largest(matched)}: "
+                    f"{field} asks for {fmt!r} of {pattern!r}, and no parameter there can have it{_largest(matched)}: "
                     f"it is for {kind}, without a pattern of two dimensions or more that are no embeddings; name "
                     f"others, freeze or unfreeze them before the model is sharded, or leave {field} out"
                 )
 
 
 def _largest(params: Sequence[Param]) -> str:
+    """Describe the largest parameter, for an error."""
     if not params:
         return ""
     largest = max(params, key=lambda param: prod(param.shape))
-    how = "not sharded" if not largest.sharded else "trains" if largest.requires_grad else "frozen"
-    return f" ({largest.path!r} is {tuple(largest.shape)} {largest.dtype}, {how})"
+    state = "not sharded" if not largest.sharded else "trains" if largest.requires_grad else "frozen"
+    return f" ({largest.path!r} is {tuple(largest.shape)} {largest.dtype}, {state})"
 
 
-def _require_there(ignored: tuple[str, ...], known: set[str], module: nn.Module) -> None:
+def _require_known(ignored: tuple[str, ...], known: set[str], module: nn.Module) -> None:
     for path in ignored:
         if path not in known or path == ROOT:
             raise ValueError(
@@ -177,7 +177,7 @@ def _require_there(ignored: tuple[str, ...], known: set[str], module: nn.Module)
             )
 
 
-def _require_fitting(field: str, patterns: Iterable[str], known: set[str], module: nn.Module) -> None:
+def _require_matches(field: str, patterns: Iterable[str], known: set[str], module: nn.Module) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in known - {ROOT}):
             raise ValueError(
@@ -199,8 +199,8 @@ def _plan_param(
     stage, sliced = STAGES[policy.stage], slices.get(names[0])
     shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
     is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes
-    parts = {part for name in names for part in around(name)}
-    replicated = any(fnmatchcase(part, pattern) for part in parts for pattern in policy.replicated)
+    paths = {path for name in names for path in around(name)}
+    replicated = any(fnmatchcase(path, pattern) for path in paths for pattern in policy.replicated)
     sharded = stage.sharded and layout.is_sharded(shape) and not (is_small or replicated)
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
@@ -231,7 +231,7 @@ def _plan_param(
 
 
 def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
-    """Return the precision of a parameter, given all its names; refuse overrides that differ between them."""
+    """Return the precision of a parameter. Raise ValueError if its names match different overrides."""
     overrides = {name: override for name in names if (override := precision.of(name)) is not precision}
     different = [name for name, override in overrides.items() if override != overrides[next(iter(overrides))]]
     if different:

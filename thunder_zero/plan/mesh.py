@@ -7,9 +7,9 @@
                                        1        2  3     Mesh.place() of each rank
                                        2        4  5
 
-Rows are cut over ``shard`` and gathered along it; along ``replicate`` each row has a copy. Both are data axes: along
-them each rank computes with a batch of its own. Along ``tensor`` ranks have the same batch, and each computes with its
-slice of a parameter, by torch's own tensor parallelism (``parallelize_module``); ``DATA`` does not contain it.
+Rows are cut over ``shard`` and gathered along it. Ranks along ``replicate`` hold equal rows, one rank in each replica.
+Both are data axes: each rank along them has its own batch. Ranks along ``tensor`` have the same batch, and each rank
+computes with its slice of a parameter, by torch's tensor parallelism (``parallelize_module``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thunder_zero.plan.policy import is_count
 
 SHARD, REPLICATE, TENSOR = "shard", "replicate", "tensor"
 ALL = "all"  # shard and replicate, in one collective
-OF_MEANS = (REPLICATE, TENSOR)  # axes of the reductions that read a mean which another reduction has made
+OF_MEANS = (REPLICATE, TENSOR)  # axes of reductions that read the mean of an earlier reduction
 DATA = (REPLICATE, SHARD)  # axes along which batches differ, and gradients are averaged; the slowest first
 
 
@@ -49,12 +49,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that train a model, as one of them sees them.
+    """The ranks that train a model, with this rank's places.
 
     Attributes:
         axes: the dimensions, the slowest first.
-        slice_groups: torch's names of the process groups of the ranks along ``tensor``, as lines of torch's collectives
-            have them. It is empty for a mesh that is only planned, where every such collective counts as one of slices.
+        slice_groups: the names that torch's collectives have for the process groups along ``tensor``. Empty for a mesh
+            without process groups: each of torch's collectives then counts as tensor-parallel.
     """
 
     axes: tuple[Axis, ...]
@@ -64,15 +64,15 @@ class Mesh:
     def of(
         world_size: int, rank: int = 0, replicas: int = 1, *, copy: int = 0, slices: int | None = None, part: int = 0
     ) -> Mesh:
-        """Return a mesh of the two data axes, and of ``tensor`` if there are slices.
+        """Return a mesh with both data axes, and with ``tensor`` if ``slices`` is given.
 
         Args:
-            world_size: number of ranks among which one copy of the model is sharded.
-            rank: this rank's place among them.
-            replicas: number of copies of the sharded model.
-            copy: the copy to which this rank belongs.
-            slices: number of ranks among which torch slices parameters; None if it does not.
-            part: this rank's place among them.
+            world_size: number of ranks along ``shard``.
+            rank: this rank's place along ``shard``.
+            replicas: number of replicas of the sharded model.
+            copy: the replica of this rank.
+            slices: number of ranks along ``tensor``; None if the model is not tensor-parallel.
+            part: this rank's place along ``tensor``.
 
         Raises:
             ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
@@ -87,7 +87,7 @@ class Mesh:
         return Mesh(data if slices is None else (*data, Axis(TENSOR, slices, part)))
 
     def __str__(self) -> str:
-        """Format this rank's place in its copy of the model, or in its slice of one: ``rank 1 of 2``."""
+        """Format this rank's place along ``shard``, and its slice if there are any: ``rank 1 of 2``."""
         slices = f" of slice {self.tensor.place} of {self.tensor.size}" if self.is_sliced else ""
         return f"rank {self.shard.place} of {self.shard.size}{slices}"
 
@@ -96,17 +96,17 @@ class Mesh:
 
     @cached_property
     def shard(self) -> Axis:
-        """The ranks that share a copy of the model: each owns some rows."""
+        """The ranks that share a replica: each owns some rows."""
         return self._axis(SHARD)
 
     @cached_property
     def replicate(self) -> Axis:
-        """The ranks that own the same rows, one in each copy of the model."""
+        """The ranks that own the same rows, one rank in each replica."""
         return self._axis(REPLICATE)
 
     @cached_property
     def tensor(self) -> Axis:
-        """The ranks that compute with slices of the same parameters, and with the same batch."""
+        """The ranks that compute with slices of the same parameters and with the same batch."""
         return self._axis(TENSOR)
 
     @property
@@ -115,14 +115,14 @@ class Mesh:
         return any(axis.name == TENSOR for axis in self.axes)
 
     def joins_slices(self, group: object) -> bool:
-        """Return whether a collective of torch in a process group of this name is one of slices."""
+        """Return whether a process group joins the ranks along ``tensor``, given its name in torch's collectives."""
         return not self.slice_groups or group in self.slice_groups
 
     def over(self, name: str) -> Axis:
-        """Return the axis over which a collective goes. :data:`ALL` stands for both data axes.
+        """Return the axis of this name; :data:`ALL` joins both data axes.
 
         Raises:
-            ValueError: a mesh has no axis of this name.
+            ValueError: ``name`` is not an axis of a mesh.
         """
         if name not in (ALL, *DATA, TENSOR):
             raise ValueError(f"no mesh has an axis {name!r}; name one of {', '.join((ALL, *DATA, TENSOR))}")
@@ -130,19 +130,19 @@ class Mesh:
 
     @cached_property
     def batches(self) -> int:
-        """The number of ranks with batches of their own. The mean gradient is the sum divided by it."""
+        """The number of different batches. The mean gradient is the sum over ranks divided by it."""
         return self.size(DATA)
 
     def size(self, axes: Iterable[str] | None = None) -> int:
         """Return how many ranks the axes join (default: all axes)."""
-        return prod(axis.size for axis in self._on(axes))
+        return prod(axis.size for axis in self._select(axes))
 
     def place(self, axes: Iterable[str] | None = None) -> int:
-        """Return this rank's number among the ranks that the axes join (default: all axes)."""
-        number = 0
-        for axis in self._on(axes):
-            number = number * axis.size + axis.place
-        return number
+        """Return this rank's index among the ranks that the axes join (default: all axes)."""
+        index = 0
+        for axis in self._select(axes):
+            index = index * axis.size + axis.place
+        return index
 
-    def _on(self, axes: Iterable[str] | None) -> Iterable[Axis]:
+    def _select(self, axes: Iterable[str] | None) -> Iterable[Axis]:
         return self.axes if axes is None else map(self._axis, axes)

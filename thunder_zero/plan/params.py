@@ -1,10 +1,10 @@
 """The plan of each parameter: shape, shard, unit, lifetime, bytes. Frozen data.
 
-Later code asks the plan, never the module, the stage or the process group. In stage 3 on four ranks::
+Later code reads the plan, never the module, the stage or the process group. In stage 3 on four ranks::
 
     Param("h.0.weight", shape=(10, 8), unit="h.0", sharded=True, resident=False, kept_unsharded=False, ...)
     plan.shard_shape(param)   (3, 8)          each rank stores three of ten rows, the last one with padding
-    plan.gather_bytes(param)  288             what this rank sends to gather it once
+    plan.gather_bytes(param)  288             bytes that this rank sends in one gather
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = ""  # path of the root unit
-STATES = 2  # tensors of a shard's shape that an optimizer keeps: those of Adam
+STATES = 2  # tensors of a shard's shape that an optimizer keeps, as Adam does
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,26 @@ class Param:
     """One parameter.
 
     Attributes:
-        path: its first name in ``module.named_parameters()``.
-        aliases: its other names, if it is tied.
-        shape: full, unpadded shape that compute reads: the parameter's, or that of this rank's slice.
-        dtype: dtype of the module's parameter. The shard, its ``.grad`` and the optimizer's state have it too, unless
-            the parameter rests in a ``frozen_format``.
-        compute_dtype: dtype of the gathered parameter, which compute reads.
-        reduce_dtype: dtype of its gradient on the wire.
-        requires_grad: True if it is trained.
-        unit: path of its unit, ``""`` for the root unit.
-        sharded: True if each rank owns rows; False if it is replicated.
-        resident: True if it is sharded and yet the full parameter stays in memory at rest (ZeRO-1).
-        kept_unsharded: True if one gather serves forward and backward; False if backward gathers again what forward
-            freed. In a new plan of ZeRO-3 it is False; the schedule then keeps some last units
+        path: the parameter's first name in ``module.named_parameters()``.
+        aliases: the other names of a tied parameter.
+        shape: the full, unpadded shape in compute: of the parameter, or of this rank's tensor-parallel slice.
+        dtype: the dtype of the module's parameter. Its shard, ``.grad`` and optimizer state have the same dtype, unless
+            a ``frozen_format`` stores the parameter.
+        compute_dtype: the dtype of the gathered parameter, which compute reads.
+        reduce_dtype: the dtype of the gradient on the wire.
+        requires_grad: True if the parameter is trained.
+        unit: the path of the parameter's unit, ``""`` for the root unit.
+        sharded: True if each rank owns rows; False if the parameter is replicated.
+        resident: True if the parameter is sharded, but also stays in memory in full between steps (ZeRO-1).
+        kept_unsharded: True if one gather serves forward and backward; False if forward frees the parameter and
+            backward gathers it again. It is False in a new plan of ZeRO-3, until the schedule keeps some last units
             (``Policy.reshard_after_forward``).
-        gather_per_unit: True if each unit that uses it in forward gathers it anew.
-        gather_format: how it travels; None: in ``compute_dtype``.
-        reduce_format: how its gradient travels; None: in ``reduce_dtype``.
-        frozen_format: how its rows rest and travel; None: in the dtypes above.
-        sliced: the dimension along which torch's tensor parallelism slices it; None if each rank computes with all of
-            it.
-        is_partial: True if each rank of tensor parallelism computes a part of its gradient, and the parts are summed.
+        gather_per_unit: True if each unit that uses the parameter in forward gathers it anew.
+        gather_format: the format of its rows on the wire; None: ``compute_dtype``.
+        reduce_format: the format of its gradient on the wire; None: ``reduce_dtype``.
+        frozen_format: the format of its rows at rest and on the wire; None: the dtypes above.
+        sliced: the dimension that torch's tensor parallelism slices; None if each rank computes with all of it.
+        is_partial: True if the gradient is the sum of parts, one from each rank of tensor parallelism.
     """
 
     path: str
@@ -81,18 +80,18 @@ class Param:
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
-        """Full, unpadded shape of what rests: the parameter's, or that of its rows as bytes."""
-        form = self.frozen_format
-        return self.shape if form is None else (self.shape[0], form.nbytes(prod(self.shape[1:])))
+        """The full, unpadded shape at rest: of the parameter, or of its rows as bytes in ``frozen_format``."""
+        fmt = self.frozen_format
+        return self.shape if fmt is None else (self.shape[0], fmt.nbytes(prod(self.shape[1:])))
 
     @property
     def rest_dtype(self) -> torch.dtype:
-        """Dtype of what rests."""
+        """The dtype at rest."""
         return self.dtype if self.frozen_format is None else self.frozen_format.dtype
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes that rest on all ranks together, without padding."""
+        """The bytes at rest on all ranks together, without padding."""
         return prod(self.rest_shape) * self.rest_dtype.itemsize
 
     @property
@@ -112,19 +111,19 @@ class Param:
 
     @property
     def is_cast(self) -> bool:
-        """True if compute reads it in another dtype than the shard's."""
+        """True if compute reads the parameter in another dtype than the shard's."""
         return self.compute_dtype is not self.dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All parameters of one module, as one rank sees them.
+    """The plan of all parameters of one module on one rank.
 
     Attributes:
-        policy: what the user asked for.
+        policy: the user's policy.
         mesh: the ranks that train the model.
         params: the parameters, in the order of ``module.named_parameters()``.
-        memory_bytes: bytes of the device's memory, of the smallest device of all ranks; None for host memory.
+        memory_bytes: bytes of memory of the smallest device among all ranks; None for host memory.
     """
 
     policy: Policy
@@ -152,23 +151,19 @@ class Plan:
         return Geometry(self.whole_shape(param), self.mesh, param.sharded, param.sliced, param.is_partial)
 
     def whole_shape(self, param: Param) -> tuple[int, ...]:
-        """Return the shape of a parameter with the slices of all ranks."""
+        """Return the shape of a parameter before tensor parallelism slices it."""
         dim, slices = param.sliced, self.mesh.tensor.size
         return tuple(size * slices if index == dim else size for index, size in enumerate(param.shape))
 
     def require_unsliced(self, what: str, instead: str) -> None:
-        """Refuse a use that would take slices of torch's tensor parallelism for whole parameters.
-
-        Raises:
-            RuntimeError: the model is sliced.
-        """
+        """Raise RuntimeError if torch's tensor parallelism slices the model."""
         if self.mesh.is_sliced:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
-        """Return the geometry of a parameter at rest: of its rows, or of their bytes in a format."""
-        form = param.frozen_format
-        return self.geometry(param) if form is None else Geometry(param.rest_shape, self.mesh, param.sharded)
+        """Return the geometry of a parameter at rest: of its rows, or of their bytes in ``frozen_format``."""
+        fmt = param.frozen_format
+        return self.geometry(param) if fmt is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -182,9 +177,9 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once for forward and backward. ZeRO-3 chooses them when it
-        schedules a step, so read them from ``traces_of(model).plan``. They make up whole units; forward still frees
-        those that backward does not read (biases)."""
+        """Paths of the sharded parameters that are gathered once for forward and backward. ZeRO-3 chooses whole units
+        when it schedules a step, so read the paths from ``traces_of(model).plan``. Forward still frees parameters that
+        backward does not read (biases)."""
         return tuple(
             param.path for param in self.params if param.sharded and param.kept_unsharded and not param.resident
         )
@@ -196,8 +191,8 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Bytes of a bucket and in flight, and units gathered ahead. They do not depend on the shapes of inputs, which
-        may differ between ranks: all ranks must launch the same."""
+        """The bytes of a bucket and in flight, and the number of units gathered ahead. They do not depend on the shapes
+        of inputs, which may differ between ranks: all ranks must launch equal collectives."""
         if self.memory_bytes is None:
             return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
@@ -205,7 +200,7 @@ class Plan:
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
-        """Bytes of each unit's full parameters or of their gradients, whichever are more."""
+        """The bytes of each unit: of each parameter, the larger of the full parameter and its gradient."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
@@ -218,17 +213,17 @@ class Plan:
 
     @property
     def largest_block_bytes(self) -> int:
-        """Bytes of the largest unit except the root; of the root if it is the only unit."""
+        """Bytes of the largest unit except the root, or of the root if it is the only unit."""
         blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
         return max(blocks.values())
 
     @cached_property
     def state_bytes(self) -> int:
-        """Estimate of the bytes that rest on the device of each rank.
+        """An estimate of the bytes at rest on each rank's device.
 
-        Shards rest there, or full parameters where they stay. Trained parameters add gradients and :data:`STATES`
-        tensors of an optimizer. ``tz.tools.memory`` has the exact number: this one leaves out buffers and an
-        optimizer's step counts, and counts the shards of ZeRO-1 twice, though they are views of full parameters.
+        It counts shards and resident parameters; trained parameters add gradients and :data:`STATES` tensors of an
+        optimizer. It leaves out buffers and the optimizer's step counts. It counts ZeRO-1's shards twice, although they
+        are views of full parameters. ``tz.tools.memory`` has the exact number.
         """
         total = 0
         for param in self.params:
@@ -239,86 +234,84 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
-        """Paths of the units that backward recomputes whole: forward saves only the borders between them."""
+        """Paths of the units that backward recomputes whole: forward saves only their inputs and outputs."""
         chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
         return frozenset(chosen) - {ROOT}
 
     def may_serve_copies(self, param: Param) -> bool:
-        """Return whether backward may gather or keep a parameter only for recomputed operations. It may for biases, and
-        other parameters of one dimension, of units that it recomputes whole."""
+        """Return whether backward may gather or keep a parameter for recomputed operations alone: it has at most one
+        dimension (a bias), and backward recomputes its unit whole."""
         return param.unit in self.recomputed and len(param.shape) <= 1
 
     def keeping(self, paths: Container[str]) -> Plan:
-        """Return the plan in which the given parameters, too, are kept unsharded from forward to backward."""
+        """Return a plan that also keeps the parameters at these paths unsharded from forward to backward."""
         params = (replace(param, kept_unsharded=param.kept_unsharded or param.path in paths) for param in self.params)
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Return the shape of what rests: this rank's rows with padding, or the full shape."""
+        """Return the shape at rest: this rank's rows with padding, or the full shape."""
         return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
         """Return whether a parameter's shard, gradient and optimizer state rest in host memory (``cpu_offload``)."""
         return self.policy.cpu_offload and param.sharded
 
-    def ranks_over(self, over: str) -> int:
+    def ranks_over(self, axis: str) -> int:
         """Return the number of ranks of a collective over an axis."""
-        return self.mesh.over(over).size
+        return self.mesh.over(axis).size
 
     def reduced_over(self, param: Param) -> tuple[str, ...]:
-        """Return the axes over which the parameter's gradient is reduced, one collective after the other."""
+        """Return the axes of the collectives that reduce the parameter's gradient, in order."""
         return self.geometry(param).reduced_over
 
     def encodes(self, *bucket: Param) -> bool:
-        """Return whether a line before the gather of a bucket casts it, copies it from the host, or writes bytes."""
+        """Return whether a bucket is cast, copied from the host, or encoded as bytes before its gather."""
         return any(self.rests_on_host(param) or self.gathers_bytes(param) or self._casts(param) for param in bucket)
 
     def _casts(self, param: Param) -> bool:
         return param.sharded and param.is_cast and not param.frozen_format
 
     def gathers_bytes(self, param: Param) -> bool:
-        """Return whether a parameter's rows are sent as bytes when it is gathered; one rank alone sends nothing."""
+        """Return whether a gather sends the parameter's rows encoded as bytes; a single rank sends nothing."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
     def gather_encoding(self, param: Param) -> Encoding:
-        """Return how a parameter's rows travel when it is gathered."""
-        form = param.gather_format if self.gathers_bytes(param) else None
-        return param.frozen_format or form or Encoding(param.compute_dtype)
+        """Return the encoding of a parameter's rows in a gather."""
+        fmt = param.gather_format if self.gathers_bytes(param) else None
+        return param.frozen_format or fmt or Encoding(param.compute_dtype)
 
     def decodes(self, *bucket: Param) -> bool:
-        """Return whether a line after the gather of a bucket decodes bytes."""
+        """Return whether a bucket is decoded from bytes after its gather."""
         return any(param.frozen_format or self.gathers_bytes(param) for param in bucket)
 
-    def encodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether a line before the reduction of a bucket over an axis casts gradients, or writes bytes."""
-        return any(self.reduces_bytes(param, over) or self._casts_gradient(param, over) for param in bucket)
+    def encodes_gradient(self, axis: str, *bucket: Param) -> bool:
+        """Return whether a bucket's gradients are cast, or encoded as bytes, before they are reduced over an axis."""
+        return any(self.reduces_bytes(param, axis) or self._casts_gradient(param, axis) for param in bucket)
 
-    def _casts_gradient(self, param: Param, over: str) -> bool:
-        return over == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
+    def _casts_gradient(self, param: Param, axis: str) -> bool:
+        return axis == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
 
-    def decodes_gradient(self, over: str, *bucket: Param) -> bool:
-        """Return whether a line after the reduction of a bucket over an axis reads bytes, casts means, or moves
-        them."""
-        return any(self.reduces_bytes(param, over) or self._moves_mean(param, over) for param in bucket)
+    def decodes_gradient(self, axis: str, *bucket: Param) -> bool:
+        """Return whether a bucket's means are decoded, cast, or moved to the host after a reduction over an axis."""
+        return any(self.reduces_bytes(param, axis) or self._moves_mean(param, axis) for param in bucket)
 
-    def _moves_mean(self, param: Param, over: str) -> bool:
+    def _moves_mean(self, param: Param, axis: str) -> bool:
         is_moved = param.reduce_dtype is not param.dtype or self.rests_on_host(param)
-        return over == self.reduced_over(param)[-1] and is_moved
+        return axis == self.reduced_over(param)[-1] and is_moved
 
-    def reduces_bytes(self, param: Param, over: str) -> bool:
+    def reduces_bytes(self, param: Param, axis: str) -> bool:
         """Return whether a parameter's gradient is reduced over an axis as bytes."""
-        return bool(self.reduce_encoding(param, over).block)
+        return bool(self.reduce_encoding(param, axis).block)
 
-    def reduce_encoding(self, param: Param, over: str = SHARD) -> Encoding:
-        """Return how a parameter's gradient travels over an axis. A format is for the last axis: between copies, if
-        there are any."""
-        is_last = over == self.reduced_over(param)[-1]
-        form = param.reduce_format if is_last and self.ranks_over(over) > 1 else None
-        return form or Encoding(param.reduce_dtype)
+    def reduce_encoding(self, param: Param, axis: str = SHARD) -> Encoding:
+        """Return the encoding of a parameter's gradient in a reduction over an axis."""
+        # A format encodes only the last reduction: the one between replicas, if there are any.
+        is_last = axis == self.reduced_over(param)[-1]
+        fmt = param.reduce_format if is_last and self.ranks_over(axis) > 1 else None
+        return fmt or Encoding(param.reduce_dtype)
 
     def payload_bytes(self, param: Param) -> int:
-        """Return the bytes of a rank's rows as they are gathered. Padding counts, since the blocks of all ranks are
-        alike."""
+        """Return the bytes of a rank's encoded rows. Padding counts, since all ranks encode equally many elements."""
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
     def gather_sends(self, param: Param, rank: int) -> int:
@@ -340,37 +333,36 @@ class Plan:
             return self.gather_bytes(param)
         return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
-    def part_bytes(self, param: Param, over: str) -> int:
-        """Return the bytes of the part of an encoded gradient that one rank of an axis sums up. Over ``shard`` it is
-        the rank's rows; over ``replicate`` these rows are divided among the copies of the model."""
+    def part_bytes(self, param: Param, axis: str) -> int:
+        """Return the encoded bytes of the part of a gradient that one rank sums. The part is the rank's rows over
+        ``shard``. Over ``replicate`` the replicas divide these rows."""
         rows = prod(self.shard_shape(param))
-        return self.reduce_encoding(param, over).nbytes(rows if over == SHARD else -(-rows // self.mesh.replicate.size))
+        return self.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // self.mesh.replicate.size))
 
-    def reduce_sends(self, param: Param, over: str, rank: int) -> int:
-        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis. In a format it sends
-        parts to its peers; between copies of the model, it also sends back the mean of its part."""
-        encoding = self.reduce_encoding(param, over)
+    def reduce_sends(self, param: Param, axis: str, rank: int) -> int:
+        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis."""
+        # A rank sends encoded parts to its peers. Between replicas it also sends back the mean of its own part.
+        encoding = self.reduce_encoding(param, axis)
         if encoding.block:
-            return (1 + (over == REPLICATE)) * (self.ranks_over(over) - 1) * self.part_bytes(param, over)
-        if over == SHARD and param.sharded:
+            return (1 + (axis == REPLICATE)) * (self.ranks_over(axis) - 1) * self.part_bytes(param, axis)
+        if axis == SHARD and param.sharded:
             numel = layout.scatter_sends(param.shape, self.mesh.shard.size, rank)
-        elif over in OF_MEANS:
-            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.ranks_over(over))
+        elif axis in OF_MEANS:
+            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.ranks_over(axis))
         else:
-            numel = layout.all_reduce_sends(param.shape, self.ranks_over(over))
+            numel = layout.all_reduce_sends(param.shape, self.ranks_over(axis))
         return numel * encoding.dtype.itemsize
 
     def reduce_bytes(self, param: Param) -> int:
         """Return the bytes that this rank sends to reduce the parameter's gradient once, over all axes."""
-        return sum(self.reduce_sends(param, over, self.mesh.shard.place) for over in self.reduced_over(param))
+        return sum(self.reduce_sends(param, axis, self.mesh.shard.place) for axis in self.reduced_over(param))
 
     def reduce_receives(self, param: Param) -> int:
         """Return the bytes that this rank receives when the gradient is reduced once, over all axes."""
-        return sum(self._receives(param, over) for over in self.reduced_over(param))
+        return sum(self._receives(param, axis) for axis in self.reduced_over(param))
 
     def slice_sends(self, collective: str, numel: int) -> int:
-        """Return how many elements a rank sends in a collective of torch's tensor parallelism that reads ``numel``
-        elements."""
+        """Return how many elements a rank sends in a tensor-parallel collective that reads ``numel`` elements."""
         ranks = self.mesh.tensor.size
         match collective:
             case "all_reduce":
@@ -381,14 +373,14 @@ class Plan:
                 return numel * (ranks - 1) // ranks
         return 0
 
-    def _receives(self, param: Param, over: str) -> int:
-        if over != SHARD or not param.sharded or self.reduce_encoding(param, over).block:  # as much as it sends
-            return self.reduce_sends(param, over, self.mesh.shard.place)
+    def _receives(self, param: Param, axis: str) -> int:
+        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # as much as it sends
+            return self.reduce_sends(param, axis, self.mesh.shard.place)
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
     def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the bytes of memory that the lines before and after a gather, which encode and decode, read and write.
-        A cast counts as encoding."""
+        """Return the bytes of memory that encoding, and decoding, read and write for a gather. A cast is an
+        encoding."""
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
             return 0, param.rest_bytes + param.full_bytes  # also on one rank alone
@@ -398,19 +390,18 @@ class Plan:
             return rows * param.dtype.itemsize + payload, decoded
         return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
 
-    def reduce_work(self, param: Param, over: str) -> tuple[int, int]:
-        """Return the bytes of memory that the lines before and after a reduction, which encode and decode, read and
-        write. In a format each part is written once and summed once. Between copies the sum is written again, and all
-        ranks read it."""
-        rows, peers = prod(self.shard_shape(param)), self.ranks_over(over) - 1
+    def reduce_work(self, param: Param, axis: str) -> tuple[int, int]:
+        """Return the bytes of memory that encoding, and decoding, read and write for a reduction over an axis."""
+        # Each encoded part is written once and summed once. Between replicas the sum is encoded again, for all ranks.
+        rows, peers = prod(self.shard_shape(param)), self.ranks_over(axis) - 1
         mean = rows * param.dtype.itemsize
-        if self.reduces_bytes(param, over):
-            part = self.part_bytes(param, over)
-            if over == SHARD:
+        if self.reduces_bytes(param, axis):
+            part = self.part_bytes(param, axis)
+            if axis == SHARD:
                 return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean
             return mean + peers * part, (2 * peers + 2) * part + mean
-        numel = prod(self.geometry(param).in_compute) if over == self.reduced_over(param)[0] else rows
+        numel = prod(self.geometry(param).in_compute) if axis == self.reduced_over(param)[0] else rows
         cast = numel * (param.compute_dtype.itemsize + param.reduce_dtype.itemsize)
-        is_cast = over == self.reduced_over(param)[-1] and param.reduce_dtype is not param.dtype
+        is_cast = axis == self.reduced_over(param)[-1] and param.reduce_dtype is not param.dtype
         uncast = rows * param.reduce_dtype.itemsize + mean
-        return cast * self._casts_gradient(param, over), uncast * is_cast
+        return cast * self._casts_gradient(param, axis), uncast * is_cast

@@ -1,6 +1,6 @@
 """The user's policy, measured times, and the table of stages. Frozen data.
 
-``STAGES`` alone defines a stage; all other code reads its row.
+Only ``STAGES`` defines the stages; all other code reads a row of it.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ STAGES: tuple[Stage, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long a rank computes from gather to gather, and how fast a gather is.
+    """Measured times of compute between gathers, and the speed of a gather.
 
-    A gather is named by the path of the first parameter of its bucket. Ranks compare their ``repr``, which has a
-    checksum of the seconds and so differs where times do.
+    A gather is named by the path of the first parameter of its bucket. Ranks compare the ``repr`` of their times, which
+    has a checksum of the seconds.
 
     Attributes:
-        forward: for each gather, seconds of compute, without communication, from its wait to the wait of the next
-            gather of forward. The last gather of a phase needs no entry. Another gather without an entry counts as 0
-            seconds, so that the next gather starts too early rather than too late.
-        backward: the times of backward's gathers.
-        bytes_per_second: bytes that a rank sends, and receives, in a second of a gather that has the wire to itself;
-            ``math.inf`` if nothing travels.
+        forward: seconds of compute, without communication, from the wait of each gather to the wait of forward's next
+            gather. The last gather of a phase needs no entry. Any other missing entry counts as 0 seconds, so that the
+            next gather starts too early rather than too late.
+        backward: seconds of compute between the waits of backward's gathers.
+        bytes_per_second: bytes that a rank sends, and receives, per second of a gather that has the wire to itself;
+            ``math.inf`` if nothing is sent.
 
     Raises:
-        ValueError: a time or the speed is out of its range.
+        ValueError: a time is negative or infinite, or ``bytes_per_second`` is not positive.
     """
 
     forward: Mapping[str, float] = field(hash=False)
@@ -120,75 +120,72 @@ class Policy:
 
     Attributes:
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
-        unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together. All
-            other parameters form the root unit. Default: the repeated blocks
+        unit_of: a function from the plain module to the paths of its units, the submodules whose parameters are
+            gathered together. All other parameters form the root unit. Default: the repeated blocks
             (:func:`thunder_zero.plan.make_plan.repeated_blocks`).
         ignored: paths of parameters, or of submodules with all their parameters, that are not sharded, gathered or
-            reduced; each rank trains its own (default none).
+            reduced. Each rank trains its own copy (default none).
         replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all their
-            parameters, that every rank keeps in full and whose gradients are all-reduced (default none).
-        replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
-            (bytes of the full parameter, default 0: all are sharded).
-        mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
-        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters. 0 sends
-            each parameter by itself (default None: on the CPU 16 MiB; on a GPU the largest unit, at least 16 MiB).
+            parameters, that every rank keeps in full. Their gradients are all-reduced (default none).
+        replicate_below_bytes: a size in bytes. Every rank keeps smaller parameters in full and all-reduces their
+            gradients (default 0: all parameters are sharded).
+        mixed_precision: the dtypes of compute and of gradients on the wire (default: the parameters' dtypes).
+        bucket_bytes: the bytes of full parameters at which a unit's collectives are cut into buckets. 0 gives each
+            parameter its own collective (default None: on the CPU 16 MiB; on a GPU the largest unit, at least 16 MiB).
         prefetch: number of units whose gathers may be in flight while an earlier unit computes. 0 starts each gather
             right before its use (default None: 2 on the CPU, 1 on a GPU).
-        in_flight_bytes: bound of the bytes in flight. Gathers start ahead of their use while the gathered bytes stay
-            within it; 0 starts each gather right before its use. Reductions stay in flight while the gradients that
-            they read and those that backward is making stay within it. Gathers that start ahead count beside these
-            gradients, unless only reductions of the last ``prefetch`` units are in flight. One collective may always be
-            in flight, however large. (Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less
-            for gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that
-            the step leaves.)
-        times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. A gather then
-            starts as late as it can: after the last wait that leaves it time to end before compute needs it, if the
-            wire carries one collective after the other. ``in_flight_bytes`` still applies (default None).
-        gather_per_unit: a parameter that several units use in forward (tied weights) is gathered once for each of them
-            and freed between, instead of once for all (default False). It has no effect on a parameter that is kept
+        in_flight_bytes: the bound of the bytes in flight. Gathers start ahead of their use while the gathered bytes
+            stay within it; 0 starts each gather right before its use. Reductions stay in flight while the gradients
+            that they read and the gradients that backward is computing stay within it. Gathers ahead of their use count
+            with these gradients, unless only reductions of the last ``prefetch`` units are in flight. A single
+            collective of any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32 MiB, and
+            one byte less for gathers; on a GPU the largest unit and the largest bucket, but at most a quarter of the
+            memory that the state leaves.)
+        times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. Each gather then
+            starts after the last wait from which it still ends before compute needs it, with one collective at a time
+            on the wire. ``in_flight_bytes`` still applies (default None).
+        gather_per_unit: True to gather a parameter that several units use in forward (tied weights) once for each unit,
+            and to free it in between (default False: one gather). It has no effect on a parameter that is kept
             unsharded.
-        reshard_after_forward: ZeRO-3 only. True: forward frees all units. None (default): it keeps the last units,
-            which backward needs first, as long as that does not raise the peak of gathered bytes;
+        reshard_after_forward: ZeRO-3 only. True: forward frees all units. None (default): forward keeps the last units,
+            which backward needs first, as long as that does not raise the peak of gathered bytes.
             ``Plan.kept_unsharded`` lists them.
         reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers. False: parameters that a forward
-            under ``no_sync`` gathered stay gathered until the micro-batch that reduces has read them, since they do not
-            change in an accumulation. That needs memory for the gathered model.
-        recompute: the values of forward that backward computes again instead of reading saved ones. ``"none"``: only
-            those that the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts,
-            norms, softmax and other reductions of rows, as far as that saves memory; gathers stay the same.
-            ``"units"``: all values but the borders between units.
-        recompute_units: paths of units that are recomputed as by ``"units"``, whatever ``recompute`` says (default
-            none).
-        keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, which saves a gather each, in addition
-            to those that ``reshard_after_forward=None`` keeps (default none).
-        cpu_offload: shards, gradients and optimizer state rest in host memory. Each shard is copied to the device
-            before its gather, and its gradient back after the reduction (default False; on a CPU it only warns).
-        broadcast_from: rank in the process group whose parameters and buffers all ranks take at the start; None
+            under ``no_sync`` gathered stay gathered until the last micro-batch, the one that reduces, has read them.
+            That needs memory for the gathered model.
+        recompute: which values of forward backward computes again instead of reading saved values. ``"none"``: only
+            values that the module checkpoints. ``"cheap"`` (default): results of pointwise operations, casts, norms,
+            softmax and other reductions of rows, where that saves memory; no gather is added. ``"units"``: all values
+            except the inputs and outputs of units.
+        recompute_units: paths of units that are recomputed as with ``"units"``, for any ``recompute`` (default none).
+        keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, in addition to the units that
+            ``reshard_after_forward=None`` keeps. Each saves a gather (default none).
+        cpu_offload: True to keep shards, gradients and optimizer state in host memory. Each shard is copied to the
+            device before its gather, and its gradient back after the reduction (default False; on a CPU it only warns).
+        broadcast_from: the rank in the process group whose parameters and buffers all ranks copy at the start; None
             (default) requires them to be equal already.
-        check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the optimizer sees it (default
-            False; costs one pass and one small collective a backward). A gradient scaler would skip such a step
-            instead: do not combine the two.
-        gather_format: ZeRO-1 to 3. Parameters travel as bytes with a scale for each block of elements: ``Int8()``,
-            about a quarter of float32. All ranks, the owner too, compute with what arrives; shards stay exact.
-            ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms) travel as they are,
-            unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``. The last pattern that
-            matches decides (default None: all travel as they are).
-        reduce_format: ZeRO-1 to 3. Gradients travel as bytes: ``Int8()``. A rank encodes once what it sends to an
-            owner, rounded up or down at random so that the mean is right, and the owner sums in float32 (default None).
-        frozen_format: ZeRO-2 and 3. Frozen parameters rest, and are gathered, as ``NF4()``: 4 bits an element with a
-            scale for each block, about a quarter of bfloat16. It is for floating-point parameters of two dimensions or
-            more that get smaller by it. Embeddings stay as they are, unless a dict of patterns names them, as in
-            ``gather_format`` (default None: frozen parameters rest as they are).
-        passes: functions from timeline to timeline, called in this order after the passes of
-            :mod:`thunder_zero.schedule.passes` except the last, which frees. Each is proved as the built-in passes are
-            (default none).
-        transport: makes the :class:`thunder_zero.comm.transport.Transport` of the model's collectives, from a process
-            group and a number. Hybrid sharding has three transports, which may share a group and differ in the number
-            (default None: by the backend). A subclass of ``thunder_zero.comm.pairwise.PairwiseGloo`` is such a
-            function.
+        check_gradients: True to raise on NaN or Inf in a reduced gradient, on every rank, before the optimizer's step
+            (default False; costs one pass and one small collective a backward). Do not combine it with a gradient
+            scaler, which skips such steps.
+        gather_format: ZeRO-1 to 3. The format of parameters on the wire: ``Int8()`` sends bytes with a scale for each
+            block of elements, about a quarter of float32. All ranks, owners included, compute with the decoded values;
+            shards stay exact. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms)
+            are sent unchanged, unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``. The last
+            pattern that matches decides (default None: all are sent unchanged).
+        reduce_format: ZeRO-1 to 3. The format of gradients on the wire: ``Int8()``. Each rank encodes its part of a
+            gradient once, with stochastic rounding, which is unbiased. The owner sums in float32 (default None).
+        frozen_format: ZeRO-2 and 3. The format of frozen parameters, at rest and on the wire: ``NF4()``, 4 bits an
+            element with a scale for each block, about a quarter of bfloat16. It applies to floating-point parameters of
+            two dimensions or more that get smaller by it. Embeddings stay unchanged, unless a dict of patterns names
+            them, as in ``gather_format`` (default None: frozen parameters stay unchanged).
+        passes: functions from timeline to timeline, called in this order before the last built-in pass, which frees
+            (:mod:`thunder_zero.schedule.passes`). Each is proved like the built-in passes (default none).
+        transport: a function from a process group and a number to a :class:`thunder_zero.comm.transport.Transport`, for
+            example a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``. Hybrid sharding has three transports,
+            which may share a group and differ in the number (default None: by the backend).
 
     Raises:
-        ValueError: a field is out of its range.
+        ValueError: a field has a value of another type, or out of its range.
     """
 
     stage: int = 3
@@ -262,7 +259,7 @@ class Policy:
             )
 
     def __repr__(self) -> str:
-        """Show the stage and the fields that are not their defaults; of many paths only the first ones."""
+        """Show the stage, and each field that is not its default. Long tuples of paths are cut."""
         texts = {"stage": repr(self.stage)}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -274,11 +271,11 @@ class Policy:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value counts something: an int (no bool), 0 or more."""
+    """Return whether a value is an int (no bool), 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-DDP = Policy(stage=0)  # gradients are averaged; every rank has all of parameters and optimizer state
+DDP = Policy(stage=0)  # gradients are averaged; every rank has all parameters and all optimizer state
 ZERO1 = Policy(stage=1)  # the optimizer and its state are sharded
-ZERO2 = Policy(stage=2)  # parameters, too; they stay gathered from forward to backward
-ZERO3 = Policy(stage=3)  # parameters, too; they are gathered only around their uses
+ZERO2 = Policy(stage=2)  # parameters are sharded, too, and stay gathered from forward to backward
+ZERO3 = Policy(stage=3)  # parameters are sharded, too, and gathered only for each use

@@ -19,27 +19,27 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """Dtypes of a module's compute and of its gradients on the wire; shards and optimizer state keep theirs.
+    """Dtypes of a module's compute and of its gradients on the wire. Shards and optimizer state keep their dtypes.
 
-    The fields are those of torch's ``MixedPrecisionPolicy`` (FSDP2), with ``buffer_dtype`` of FSDP1.
+    The fields are named as in torch's ``MixedPrecisionPolicy`` (FSDP2), and ``buffer_dtype`` as in FSDP1.
 
     Attributes:
-        param_dtype: compute reads floating-point parameters in it; each rank casts its shard before the gather
+        param_dtype: the dtype of floating-point parameters in compute. Each rank casts its shard before the gather
             (default None: no cast).
-        reduce_dtype: gradients are cast to it before they are reduced, and their means to the shard's dtype
-            (default None: the dtype that the gradient has).
-        output_dtype: floating-point tensors that forward returns are cast to it, also those in tuples, lists, dicts,
+        reduce_dtype: the dtype in which gradients are reduced. Their means are cast to the shard's dtype
+            (default None: the gradient's dtype).
+        output_dtype: the dtype of floating-point tensors that forward returns, also inside tuples, lists, dicts,
             OrderedDicts, named tuples and dataclasses (default None: no cast).
-        buffer_dtype: floating-point buffers are cast to it once, when the module is sharded (default None: no cast).
-        cast_forward_inputs: floating-point tensors given to forward, also those in collections, are cast to
-            ``param_dtype`` (default True).
-        overrides: maps patterns of paths (``"blocks.*.norm"``, as in ``fnmatch``) to the precision of the parameters or
-            submodules that match; the last pattern that matches decides. A submodule that a pattern names computes by
-            itself: its inputs are cast to its entry's ``param_dtype``, or to its own dtype, and its outputs to
+        buffer_dtype: the dtype of floating-point buffers, cast once when the module is sharded (default None: no cast).
+        cast_forward_inputs: True to cast forward's floating-point inputs, also inside collections, to ``param_dtype``
+            (default True).
+        overrides: a dict from patterns of paths (``"blocks.*.norm"``, as in ``fnmatch``) to the precision of matching
+            parameters and submodules; the last pattern that matches decides. A matching submodule casts its inputs to
+            the override's ``param_dtype``, or to the dtype of its parameters. It casts its outputs to the override's
             ``output_dtype``, or back to the surrounding ``param_dtype``.
 
     Raises:
-        ValueError: a field is not a dtype that it may have, or an override has overrides itself.
+        ValueError: a field is not a supported dtype, or an override has overrides itself.
     """
 
     param_dtype: torch.dtype | None = None
@@ -59,21 +59,21 @@ class MixedPrecision:
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides is {self.overrides!r}; give a dict of patterns and MixedPrecision")
         object.__setattr__(self, "overrides", dict(self.overrides))  # a copy that nobody changes
-        for pattern, other in self.overrides.items():
-            if not isinstance(other, MixedPrecision) or other.overrides:
+        for pattern, override in self.overrides.items():
+            if not isinstance(override, MixedPrecision) or override.overrides:
                 raise ValueError(
-                    f"the override of {pattern!r} is {other!r}; give a thunder_zero.MixedPrecision without overrides"
+                    f"the override of {pattern!r} is {override!r}; give a thunder_zero.MixedPrecision without overrides"
                 )
 
     def of(self, path: str) -> MixedPrecision:
-        """Return the precision of a parameter, buffer or submodule: its own entry's, or an enclosing module's."""
+        """Return the precision of a parameter, buffer or submodule: its own override's, or an enclosing module's."""
         return self._override(tuple(around(path))) or self
 
     def border(self, path: str, dtype: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Return the dtypes to cast a module's inputs and outputs to; None means no cast.
 
         Args:
-            path: the whole module ("") or a submodule; nothing is cast at a submodule that no override names.
+            path: the path of a submodule, or "" for the whole module. A submodule without an override casts nothing.
             dtype: the dtype of the submodule's parameters.
         """
         if not path:
@@ -86,7 +86,7 @@ class MixedPrecision:
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
         entries = self.overrides.items()
-        matching = [other for pattern, other in entries if any(fnmatchcase(name, pattern) for name in names)]
+        matching = [override for pattern, override in entries if any(fnmatchcase(name, pattern) for name in names)]
         return matching[-1] if matching else None
 
 

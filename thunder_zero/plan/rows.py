@@ -1,4 +1,4 @@
-"""Cuts tensors into this rank's rows: with the padding that a shard stores, or without."""
+"""Cuts tensors into this rank's rows, with or without padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunder_zero.plan.params import Param, Plan
 
 
 def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a copy of this rank's slice of a parameter, or the parameter itself if torch does not slice it."""
+    """Return a copy of this rank's tensor-parallel slice of a parameter, or the parameter itself if it has none."""
     tensor = plan.mesh.tensor
     if param.sliced is None or tensor.size == 1:
         return whole
@@ -28,7 +28,7 @@ def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a view of this rank's rows without their padding; all rows if the parameter is replicated."""
+    """Return a view of a shard without its padding; all rows if the parameter is replicated."""
     return shard[: len(shard) - plan.geometry(param).padding] if param.sharded else shard
 
 
