@@ -1,4 +1,4 @@
-"""What users do to the plain module after it was sharded: right, or refused in the act or before the next forward."""
+"""Changes of the plain module after sharding take effect, or are refused at once or before the next forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
-    """Methods beside forward, a scalar parameter, an ignored one, buffers of the module and of a submodule."""
+    """A module with a method beside forward, scalar and ignored parameters, and buffers at two levels."""
 
     offset: Tensor
 
@@ -65,9 +65,9 @@ def initialise(module: nn.Module) -> None:
         nn.init.constant_(module.weight, 0.25)
 
 
-Attempt = Callable[[Any, Any], Any]  # given the plain module and the sharded one
+Attempt = Callable[[Any, Any], Any]  # called with the plain module and the sharded one
 
-# What gathers nothing, computed with DTensors and plain tensors.
+# Attempts to compute with DTensors and plain tensors, without a gather
 MIXES: dict[str, Attempt] = {
     "a method of the sharded model": lambda plain, model: model.features(X),
     "a method of the plain module": lambda plain, model: plain.features(X),
@@ -80,7 +80,7 @@ MIXES: dict[str, Attempt] = {
     "torch.jit.trace": lambda plain, model: torch.jit.trace(plain.first, X),
 }
 
-# What is done by a forward that comes after it.
+# Writes that the next forward reads
 WRITES: dict[str, Attempt] = {
     "apply": lambda plain, model: model.apply(initialise),
     "apply to the plain module": lambda plain, model: plain.apply(initialise),
@@ -103,10 +103,7 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
         lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
         "parameter 'first.weight' was replaced",
     ),
-    (
-        lambda plain, model: setattr(plain, "ignored", nn.Parameter(torch.zeros(4))),
-        "parameter 'ignored' was replaced",
-    ),
+    (lambda plain, model: setattr(plain, "ignored", nn.Parameter(torch.zeros(4))), "parameter 'ignored' was replaced"),
     (
         lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
         "parameter 'first.extra' was added after",
@@ -123,10 +120,7 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
         lambda plain, model: model.register_parameter("extra", nn.Parameter(torch.ones(4))),
         "parameter 'extra' was added after",
     ),
-    (
-        lambda plain, model: model.add_module("extra", nn.Tanh()),
-        "submodule 'extra' was added after",
-    ),
+    (lambda plain, model: model.add_module("extra", nn.Tanh()), "submodule 'extra' was added after"),
     (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
     (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
@@ -140,25 +134,25 @@ def full_like(plain: Any, value: float) -> Tensor:
     return torch.full_like(plain.first.weight.detach(), value)
 
 
-def whole(model: Any) -> None:
-    """Raise if the model is not as it was planned."""
+def assert_unchanged(model: Any) -> None:
+    """Run the checks before a forward, which raise if the module was changed."""
     for hook in model._forward_pre_hooks.values():
         hook(model, (), {})
 
 
 @pytest.mark.parametrize("stage", [3, *slow(1, 2)])
-def test_nothing_is_computed_with_rows(stage: int) -> None:
-    """It raises, and nothing has changed: the model is whole for its next forward."""
+def test_computing_with_rows_is_refused(stage: int) -> None:
+    """Nothing has changed, and the next forward works."""
     for attempt in MIXES.values():
         plain = Net()
         model = shard(plain, stage)
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             attempt(plain, model)
-        whole(model)
+        assert_unchanged(model)
 
 
 @pytest.mark.parametrize("stage", [1, 3, *slow(0, 2)])
-def test_what_is_written_is_what_forward_reads(stage: int) -> None:
+def test_forward_reads_what_was_written(stage: int) -> None:
     plain = Net()
     with torch.no_grad():
         plain.first.weight.fill_(7)
@@ -179,7 +173,7 @@ def test_what_is_written_is_what_forward_reads(stage: int) -> None:
         assert torch.equal(full, torch.full((4, 4), 0.25)), name
 
 
-# What adds nothing that trains.
+# Additions that do not train
 ADDED: dict[str, Attempt] = {
     "no parameter": lambda plain, model: setattr(model, "loss", nn.MSELoss()),
     "a frozen module": lambda plain, model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
@@ -190,7 +184,7 @@ ADDED: dict[str, Attempt] = {
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("front_end", [shard, compiled])
 def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> None:
-    """Parameters, ignored ones and buffers; all of them, or none. With ``assign=True`` values are copied, too."""
+    """All values are loaded or none, ignored parameters and buffers as well, and copied even with ``assign=True``."""
     model, full = front_end(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
     assert model.load_state_dict(full) == ([], [])
     assert differing(tz.full_state_dict(model), full) == []
@@ -199,18 +193,18 @@ def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> N
     with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
         model.load_state_dict({name: value for name, value in full.items() if name != "scale"})
     assert differing(tz.full_state_dict(model), full) == []
-    before, more = dict(model.named_parameters()), {name: value + 1 for name, value in full.items()}
-    model.load_state_dict(more, assign=True)
-    assert differing(tz.full_state_dict(model), more) == []
-    assert all(param is before[name] for name, param in model.named_parameters())
+    params, changed = dict(model.named_parameters()), {name: value + 1 for name, value in full.items()}
+    model.load_state_dict(changed, assign=True)
+    assert differing(tz.full_state_dict(model), changed) == []
+    assert all(param is params[name] for name, param in model.named_parameters())
 
 
-def differing(state_dict: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    return [name for name, value in right.items() if not torch.equal(state_dict[name], value)]
+def differing(state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not torch.equal(state_dict[name], value)]
 
 
 @pytest.mark.parametrize("front_end", [shard, compiled])
-def test_what_is_found_before_the_next_forward(front_end: Callable[[nn.Module], Any]) -> None:
+def test_other_changes_are_refused_before_the_next_forward(front_end: Callable[[nn.Module], Any]) -> None:
     for change, words in AFTERWARDS:
         plain = Net()
         model = front_end(plain)
@@ -227,25 +221,25 @@ def test_what_is_found_before_the_next_forward(front_end: Callable[[nn.Module], 
         plain = Net()
         model = front_end(plain)
         add(plain, model)
-        whole(model)
+        assert_unchanged(model)
         assert model.state_dict().keys() == Net().state_dict().keys(), name
 
 
-def test_shards_are_not_cast_or_parametrized() -> None:
+def test_casts_and_parametrizations_of_shards_are_refused() -> None:
     model = shard(Net())
     with refused(RuntimeError, "cannot be moved or cast", "call .to() on the module before sharding"):
         model.half()
-    whole(model)
+    assert_unchanged(model)
     for attempt in (
         lambda first: first.bfloat16(),
         lambda first: parametrize.register_parametrization(first, "weight", Twice()),
     ):
-        with pytest.raises(RuntimeError, match="swap"):  # torch's, of a shard that somebody refers to
+        with pytest.raises(RuntimeError, match="swap"):  # torch refuses to swap a tensor with other references
             attempt(shard(Net()).plain.first)
 
 
-def test_what_may_be_done_with_the_plain_module() -> None:
-    """Looks, copies and conversions that change nothing; both modules have the buffer that forward assigns."""
+def test_reads_copies_and_no_ops_on_the_plain_module_work() -> None:
+    """Both modules have the buffer that forward assigns."""
     plain = Net()
     eager = deepcopy(plain)
     model = shard(plain)
@@ -265,16 +259,16 @@ def test_what_may_be_done_with_the_plain_module() -> None:
     model.to("cpu").float().train()
     plain.requires_grad_(True).train()
     for _ in range(2):
-        found, expected = model(X), eager(X)
-        torch.testing.assert_close(found, expected)
-        found.sum().backward()
+        output, expected = model(X), eager(X)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()
         assert torch.equal(plain.offset, eager.offset)
         assert plain.offset is model.get_buffer("offset")
         assert list(model.state_dict()) == list(eager.state_dict())
 
 
 class Offset(nn.Module):
-    """A part with a buffer that its parent has, too, and one that it may lack."""
+    """A module with a buffer that it shares with its parent, and one that may be None."""
 
     tied: Tensor
     lent: Tensor | None
@@ -300,14 +294,13 @@ class Offsets(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.part(self.first(x) * self.ignored + self.tied)
-        self.tied = self.tied + 1  # the part keeps the one that it has
+        self.tied = self.tied + 1  # the part keeps its buffer
         return y
 
 
 @pytest.mark.parametrize("front_end", [shard, compiled])
 def test_buffers_may_be_replaced(front_end: Callable[[nn.Module], Any]) -> None:
-    """By forward, or by others, under one of several names, with another shape or dtype. Thunder never asks again for
-    one that was None."""
+    """Forward or others replace them, under any name, with other shapes or dtypes. Thunder never rereads a None."""
     plain = Offsets()
     eager, model = deepcopy(plain), front_end(plain)
     replaced = (None, torch.ones(4), torch.ones(1), torch.ones(4, dtype=torch.float64))
@@ -326,8 +319,8 @@ def test_buffers_may_be_replaced(front_end: Callable[[nn.Module], Any]) -> None:
     torch.testing.assert_close(model(X), eager(X))
 
 
-def test_a_forward_inside_of_a_forward() -> None:
-    """The module has placeholders until the outer one ends, and shards afterwards."""
+def test_a_forward_inside_its_own_forward_is_refused() -> None:
+    """The module has placeholders until the outer forward ends, and shards afterwards."""
     model = shard(plain := Net())
     inside = model._slots.traced(model.state.placeholders)
     with refused(RuntimeError, "Net was called inside of its own forward"), inside:
@@ -336,19 +329,19 @@ def test_a_forward_inside_of_a_forward() -> None:
     assert model(X).shape == (3, 4)
 
 
-class Frozen(Net):
-    """Keeps its norm in evaluation, as many who fine-tune do."""
+class EvaluatesNorm(Net):
+    """A module that keeps its norm in evaluation mode, as many do in fine-tuning."""
 
-    def train(self, mode: bool = True) -> Frozen:
+    def train(self, mode: bool = True) -> EvaluatesNorm:
         super().train(mode)
         self.norm.eval()
         return self
 
 
-def seen(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    module.apply(found.append)
-    return found
+def walk_by_apply(module: nn.Module) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    module.apply(modules.append)
+    return modules
 
 
 WALKS: dict[str, Callable[[Any], Any]] = {
@@ -365,9 +358,9 @@ WALKS: dict[str, Callable[[Any], Any]] = {
     "get_submodule": lambda module: module.get_submodule("first"),
     "get_parameter": lambda module: id(module.get_parameter("first.weight")),
     "get_buffer": lambda module: id(module.get_buffer("norm.running_mean")),
-    "apply": seen,
-    "train": lambda module: [(each, each.training) for each in module.train().modules()],
-    "eval": lambda module: [(each, each.training) for each in module.eval().modules()],
+    "apply": walk_by_apply,
+    "train": lambda module: [(part, part.training) for part in module.train().modules()],
+    "eval": lambda module: [(part, part.training) for part in module.eval().modules()],
     "training": lambda module: module.train(False).training,
     "weight decay": lambda module: [
         f"{path}.{name}"
@@ -380,8 +373,8 @@ WALKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("stage", [3, *slow(0)])
 @pytest.mark.parametrize("front_end", [shard, compiled])
-def test_the_tree_that_is_walked_is_the_plain_modules(front_end: Callable[..., Any], stage: int) -> None:
-    plain = Frozen()
+def test_walks_of_the_model_give_the_plain_modules(front_end: Callable[..., Any], stage: int) -> None:
+    plain = EvaluatesNorm()
     model = front_end(plain, stage)
     assert list(WALKS["weight decay"](model)) == ["norm.weight", "norm.bias"]
     for name, walk in WALKS.items():
@@ -390,15 +383,15 @@ def test_the_tree_that_is_walked_is_the_plain_modules(front_end: Callable[..., A
     assert (plain.training, plain.norm.training) == (True, False)
 
 
-def test_a_call_under_autocast_changes_no_later_one() -> None:
+def test_a_call_under_autocast_does_not_change_later_calls() -> None:
     model = thunder.jit(nn.Linear(4, 4), transforms=[tz.ZeroTransform(stage=3)])
     with torch.autocast("cpu", torch.bfloat16):
         assert model(X).dtype == torch.bfloat16
     assert model(X).dtype == torch.float32
 
 
-class Around(torch.optim.Optimizer):
-    """Leaves all to an optimizer inside, and calls no ``Optimizer.__init__``, as wrappers of pytorch_optimizer."""
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that wraps another without ``Optimizer.__init__``, as in pytorch_optimizer."""
 
     def __init__(self, inside: torch.optim.Optimizer) -> None:
         self.inside, self.defaults = inside, inside.defaults
@@ -409,16 +402,16 @@ class Around(torch.optim.Optimizer):
         self.inside.step()
 
 
-def test_an_optimizer_around_another_steps() -> None:
+def test_a_wrapper_of_an_optimizer_steps() -> None:
     model = shard(Net())
     before = local(model.plain.first.weight).clone()
-    optimizer = Around(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), 0.1))
     model(X).square().sum().backward()
     optimizer.step()
     assert not torch.equal(before, local(model.plain.first.weight))
 
 
-def test_a_buffer_that_is_registered_later_is_the_plain_modules() -> None:
+def test_a_buffer_registered_later_belongs_to_the_plain_module() -> None:
     model = shard(Net())
     model.register_buffer("later", torch.ones(2))
     assert "later" in model.state_dict()
@@ -436,7 +429,7 @@ class Tied(nn.Module):
         return y
 
 
-def test_tied_weights_may_differ_in_what_one_of_them_cannot_hold() -> None:
+def test_tied_weights_may_differ_by_rounding_and_nans() -> None:
     values = torch.linspace(-1, 1, 16).view(4, 4)
     pairs = [(values, values.bfloat16()), (values.double(), values), (0 * values, -0.0 * values)]
     for first, second in (*pairs, (values / 0 * 0, values / 0 * 0)):

@@ -1,9 +1,8 @@
-"""``print_trace``: a GPT-like module in every stage, and what bad input gets."""
+"""``print_trace`` prints lines that are Python, with their bytes and memory, in every stage, and refuses bad input."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -25,71 +24,69 @@ from thunder_zero.tools.ask.print_trace import rows_of
 
 import thunder
 
-SHOWS = re.compile(r"^.{40} (gather|reduce) +(\S.*?)  ?+ *([\d.]+ \w+) +([\d.]+ \w+) +([\d.]+ \w+)$")
-FREE = re.compile(r"^del .{36} free +(\S+)(?:, \S+)? +([\d.]+ \w+) +[\d.]+ \w+$")
+LAUNCH = re.compile(r"^.{40} (gather|reduce) +(\S.*?)  ?+ *([\d.]+ \w+) +([\d.]+ \w+) +([\d.]+ \w+)$")
+FREED = re.compile(r"^del .{36} free +(\S+)(?:, \S+)? +([\d.]+ \w+) +[\d.]+ \w+$")
 ALIVE = re.compile(r"^.{82} +[\d.]+ \w+ +[\d.]+ \w+$")
 PHASES = ("forward", "backward")
 WIDTH, SHAPE = 8, (2, 4)
 
 
-def gpt() -> nn.Module:
-    """An embedding, two units, and a head."""
+def gpt_model() -> nn.Module:
+    """Build an embedding, two units, and a head."""
     blocks = Chain(ResidualBlock(WIDTH), ResidualBlock(WIDTH))
     return Chain(nn.Embedding(30, WIDTH), blocks, nn.Linear(WIDTH, 30, bias=False))
 
 
-def small() -> nn.Module:
-    """Quick to trace."""
+def small_model() -> nn.Module:
+    """Build a module that is quick to trace."""
     return Chain(nn.Embedding(30, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 30, bias=False))
 
 
-def tied() -> nn.Module:
-    module = small()
+def tied_model() -> nn.Module:
+    module = small_model()
     module[2].weight = module[0].weight
     return module
 
 
-def policy(stage: int) -> tz.Policy:
-    """Otherwise ZeRO-3 would gather as little of it again as ZeRO-2."""
+def policy_of(stage: int) -> tz.Policy:
+    """Return a policy of which ZeRO-3 frees all after forward: by default it would keep all of these small models."""
     return tz.Policy(stage=stage, reshard_after_forward=True)
 
 
-def traces(
-    stage: int, make: Callable[[], nn.Module] = gpt, shape: tuple[int, ...] = SHAPE, *, world_size: int = 4, **how: Any
-) -> tz.tools.Traces:
-    return traced(make, shape, policy(stage), world_size=world_size, dtype=torch.int64, **how)
+def trace_model(stage: int, build: Any = gpt_model, shape: tuple[int, ...] = SHAPE, **options: Any) -> tz.tools.Traces:
+    return traced(build, shape, policy_of(stage), **({"world_size": 4, "dtype": torch.int64} | options))
 
 
-def printed(shown: object, phase: str = "both", **options: Any) -> list[str]:
+def print_lines(shown: object, phase: str = "both", **options: Any) -> list[str]:
     file = StringIO()
     tz.print_trace(shown, phase, file, **options)
     text = file.getvalue()
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("# left out: ")) <= 100
-    how, lines = text.splitlines()[:4], text.splitlines()[4:]
-    assert [line[:2] for line in how] == ["# "] * 3 + [""]
+    head, lines = text.splitlines()[:4], text.splitlines()[4:]
+    assert [line[:2] for line in head] == ["# "] * 3 + [""]
     for kind in ("gather", "wait", "compute", "free", "reduce", "sent", "gathered", "alive"):
-        assert kind in " ".join(how)
+        assert kind in " ".join(head)
     return lines
 
 
-def numbers(total: str) -> list[int]:
+def numbers_in(total: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", total)]
 
 
-def sums(timeline: tz.schedule.Timeline) -> list[int]:
-    """Collectives, gathers and reductions of them, bytes sent, and the peak of what is gathered."""
+def totals_of(timeline: tz.schedule.Timeline) -> list[int]:
+    """Return the numbers of collectives, gathers and reductions, the bytes sent, and the peak of gathered bytes."""
     counts = [sum(op.kind is kind for op in timeline.ops) for kind in (Kind.GATHER, Kind.REDUCE)]
     return [sum(counts), *counts, sum(map(timeline.bytes_sent, timeline.ops)), max(gathered_bytes(timeline))]
 
 
 @pytest.mark.parametrize("stage", [1, 3, *slow(0, 2)])
-def test_every_collective_shows_its_parameters_and_bytes_and_the_last_line_their_sums(stage: int) -> None:
-    lines = printed(traces(stage))
-    _, gathers, reductions, _, peak = found = numbers(lines[-1])
-    assert found == sums(traces(stage).timeline)
+def test_collectives_show_parameters_and_bytes_and_the_last_line_shows_totals(stage: int) -> None:
+    lines = print_lines(trace_model(stage))
+    _, gathers, reductions, _, peak = totals = numbers_in(lines[-1])
+    assert totals == totals_of(trace_model(stage).timeline)
     assert (reductions > 0, gathers > 0, peak > 0) == (True, stage > 0, stage > 1)
-    launches = [SHOWS.match(line) for line in lines if re.search(r"= zero_(all|reduce)_", line)]
+    launches = [LAUNCH.match(line) for line in lines if re.search(r"= zero_(all|reduce)_", line)]
     assert None not in launches
     assert len(launches) == gathers + reductions
     names = {match[2].split(":")[0].split(",")[0].removeprefix("grad ") for match in launches if match}
@@ -99,37 +96,37 @@ def test_every_collective_shows_its_parameters_and_bytes_and_the_last_line_their
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
 def test_both_programs_of_a_model_are_shown_with_bytes_and_memory(stage: int, group: ProcessGroup) -> None:
-    """One model, called both ways; W = 1 here, so the bytes that are sent are those of a trace for four ranks."""
-    inside = traces(stage, small, synced=False)
-    *_, summed, deferred = printed(inside)
-    assert numbers(summed) == sums(inside.timeline)
-    assert numbers(summed)[2] == 0
-    held = sum(param.full_bytes for param in inside.plan.params)
+    """A model shows its program and that of ``no_sync``. A trace of four ranks shows the bytes sent."""
+    under_no_sync = trace_model(stage, small_model, synced=False)
+    *_, totals, deferred = print_lines(under_no_sync)
+    assert numbers_in(totals) == totals_of(under_no_sync.timeline)
+    assert numbers_in(totals)[2] == 0
+    held = sum(param.full_bytes for param in under_no_sync.plan.params)
     assert deferred == f"{held:,} B of full gradients are held for a later backward"
-    model: Any = thunder.jit(small(), transforms=[tz.ZeroTransform(policy(stage))])
+    model: Any = thunder.jit(small_model(), transforms=[tz.ZeroTransform(policy_of(stage))])
     for call in (lambda: tz.traces_of(model, synced=False), lambda: tz.print_trace(model)):
         assert "the model was not called yet" in error_of(call)
     tokens = torch.zeros(SHAPE, dtype=torch.int64)
     model(tokens).sum().backward()
-    alone = printed(traces(stage, small, world_size=1))
-    assert numbers(printed(model)[-1]) == numbers(alone[-1])
-    assert "0 B sent by this rank" in alone[-1]
-    assert {match[3] for line in alone if (match := SHOWS.match(line))} == {"0 B"}
+    one_rank = print_lines(trace_model(stage, small_model, world_size=1))
+    assert numbers_in(print_lines(model)[-1]) == numbers_in(one_rank[-1])
+    assert "0 B sent by this rank" in one_rank[-1]
+    assert {match[3] for line in one_rank if (match := LAUNCH.match(line))} == {"0 B"}
     assert "not called inside no_sync yet; call it there once" in error_of(lambda: tz.traces_of(model, synced=False))
     with model.no_sync():
         model(tokens).sum().backward()
-    shown = {synced: printed(tz.traces_of(model, synced=synced)) for synced in (True, False)}
-    assert shown[False] == printed(model)
+    shown = {synced: print_lines(tz.traces_of(model, synced=synced)) for synced in (True, False)}
+    assert shown[False] == print_lines(model)
     for synced, lines in shown.items():
         titles = [line for line in lines if line.startswith(("# forward", "# backward"))]
         assert ["under no_sync" in title for title in titles] == [not synced] * 2
         assert ("held for a later backward" in lines[-1]) is not synced
 
 
-def test_every_line_of_the_trace_is_there_and_is_python() -> None:
-    shown = traces(3)
-    for phase, trace in (("forward", shown.forward), ("backward", shown.backward)):
-        text = "\n".join(printed(shown, phase, every_line=True))
+def test_every_line_of_the_trace_is_printed_as_python() -> None:
+    traces = trace_model(3)
+    for phase, trace in (("forward", traces.forward), ("backward", traces.backward)):
+        text = "\n".join(print_lines(traces, phase, every_line=True))
         assert trace is not None
         calls = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in ("unpack_trivial", "python_return")]
         for name in {proxy.name for bsym in calls for proxy in bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1}:
@@ -137,15 +134,15 @@ def test_every_line_of_the_trace_is_there_and_is_python() -> None:
         dels = sum(bsym.sym.name == "python_del" for bsym in calls)
         assert sum(line.startswith("del ") for line in text.splitlines()) == dels
     assert "# embedding" not in text
-    forward, backward, both = (printed(shown, phase) for phase in ("forward", "backward", "both"))
-    assert both == printed(shown)
-    assert len(both) < len(printed(shown, every_line=True))
+    forward, backward, both = (print_lines(traces, phase) for phase in ("forward", "backward", "both"))
+    assert both == print_lines(traces)
+    assert len(both) < len(print_lines(traces, every_line=True))
     assert both[:-1] == forward[:-1] + backward[:-1]
-    of_forward, of_backward, of_both = (numbers(lines[-1])[:4] for lines in (forward, backward, both))
-    assert of_both == [sum(parts) for parts in zip(of_forward, of_backward, strict=True)]
+    in_forward, in_backward, in_both = (numbers_in(lines[-1])[:4] for lines in (forward, backward, both))
+    assert in_both == [sum(parts) for parts in zip(in_forward, in_backward, strict=True)]
     origin = re.compile(r"^# (\w+\.py):\d+  \S")
     files = {match[1] for line in forward if (match := origin.match(line))}
-    assert "traced.py" in files  # the models', and none of Thunder's own
+    assert "traced.py" in files  # files of the models, none of Thunder
     assert files.isdisjoint({"module.py", "symbol.py", "proxies.py"})
     gradients = [line.removeprefix("# gradient of ") for line in backward if line.startswith("# gradient of ")]
     files = {match[1] for line in gradients if (match := origin.match(f"# {line}"))}
@@ -153,7 +150,7 @@ def test_every_line_of_the_trace_is_there_and_is_python() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Blocks under checkpoints, each of which dynamo captures as a graph with the same names."""
+    """A module of checkpointed blocks, which dynamo captures as graphs with equal names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +175,7 @@ class Block(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two parts of a value with a name each, and a view with a name, which one line reads."""
+    """A module that names both parts of a split value, and a view that one line reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,12 +188,12 @@ class Gated(nn.Module):
         return torch.tanh(heads * self.scale)
 
 
-def codes(shown: tz.tools.Traces) -> dict[str, list[str]]:
-    return {phase: [row.line.code for row in rows_of(shown, phase, None, every_line=False)] for phase in PHASES}
+def codes_of(traces: tz.tools.Traces) -> dict[str, list[str]]:
+    return {phase: [row.line.code for row in rows_of(traces, phase, None, every_line=False)] for phase in PHASES}
 
 
-def test_names_are_the_users_and_paths() -> None:
-    shown = traced(Checkpointed, (2, 4, WIDTH), policy(3), world_size=4)
+def test_names_are_the_users_variables_and_paths() -> None:
+    traces = traced(Checkpointed, (2, 4, WIDTH), policy_of(3), world_size=4)
     lines = {
         "forward": (
             "(blocks_0_norm, blocks_0_norm_1, blocks_0_norm_2) = "
@@ -214,16 +211,16 @@ def test_names_are_the_users_and_paths() -> None:
             "del blocks_1_down_weight_again",
         ),
     }
-    found = codes(shown)
-    assert [line for phase in PHASES for line in lines[phase] if line not in found[phase]] == []
-    text = "\n".join([*found["forward"], *found["backward"]])
+    codes = codes_of(traces)
+    assert [line for phase in PHASES for line in lines[phase] if line not in codes[phase]] == []
+    text = "\n".join([*codes["forward"], *codes["backward"]])
     assert [word for word in ("getitem", "C0", "clear_mutable", ".t().t()", "torch.ops") if word in text] == []
-    assert not any("…" in line for line in printed(shown) if not line.startswith("#"))
+    assert not any("…" in line for line in print_lines(traces) if not line.startswith("#"))
 
 
-def test_views_stand_in_the_lines_that_read_them_in_backward_too() -> None:
-    """ZeRO-2 keeps parameters for backward, and forward saves views of them."""
-    forward, backward = codes(traced(Gated, (2, 4, WIDTH), policy(2), world_size=4)).values()
+def test_views_are_printed_inside_the_lines_that_read_them() -> None:
+    """ZeRO-2 keeps parameters for backward; forward saves views of them."""
+    forward, backward = codes_of(traced(Gated, (2, 4, WIDTH), policy_of(2), world_size=4)).values()
     lines = (
         "both = aten.addmm(both_bias, x.reshape([8, 8]), both_weight.t())",
         "(gate, value) = both.reshape([2, 4, 16]).split(8, -1)",
@@ -232,53 +229,53 @@ def test_views_stand_in_the_lines_that_read_them_in_backward_too() -> None:
     )
     assert [line for line in lines if line not in forward] == []
     assert forward[-1] == "return (tanh,), (tanh, scale, out_weight, both, x)"
-    assert "view_8 = aten.mm(view_6, out_weight).reshape([2, 4, 8])" in backward  # the transposed of the transposed
+    assert "view_8 = aten.mm(view_6, out_weight).reshape([2, 4, 8])" in backward  # transposed twice
 
 
-def test_zero3_frees_all_in_each_phase_and_zero2_in_backward_if_there_is_one() -> None:
-    def freed(stage: int, phase: str) -> list[tuple[str, str]]:
-        return [(match[1], match[2]) for line in printed(traces(stage), phase) if (match := FREE.match(line))]
+def test_zero3_frees_parameters_in_each_phase_and_zero2_in_backward() -> None:
+    def frees_of(stage: int, phase: str) -> list[tuple[str, str]]:
+        return [(match[1], match[2]) for line in print_lines(trace_model(stage), phase) if (match := FREED.match(line))]
 
-    assert freed(3, "forward")[-1] == ("2.weight", "0 B")
-    assert freed(3, "backward")[-1][1] == "0 B"
-    assert "2.weight" not in dict(freed(2, "forward"))
-    assert freed(2, "forward")[-1][1] != "0 B"
-    assert freed(2, "backward")[-1][1] == "0 B"
-    assert "2.weight" in dict(freed(2, "backward"))
-    assert freed(1, "forward") == []
-    lines = printed(without_backward(traces(3)))
+    assert frees_of(3, "forward")[-1] == ("2.weight", "0 B")
+    assert frees_of(3, "backward")[-1][1] == "0 B"
+    assert "2.weight" not in dict(frees_of(2, "forward"))
+    assert frees_of(2, "forward")[-1][1] != "0 B"
+    assert frees_of(2, "backward")[-1][1] == "0 B"
+    assert "2.weight" in dict(frees_of(2, "backward"))
+    assert frees_of(1, "forward") == []
+    lines = print_lines(drop_backward(trace_model(3)))
     assert lines[-3:-1] == ["# no backward: nothing here needs a gradient", ""]
-    assert lines[-1] == printed(traces(3), "forward")[-1]
+    assert lines[-1] == print_lines(trace_model(3), "forward")[-1]
 
 
 @pytest.mark.parametrize("stage", [3, *slow(1, 2)])
-def test_one_unit(stage: int) -> None:
-    lines, whole = printed(traces(stage), unit="1.0"), printed(traces(stage))
-    # its gather and its reduction in backward; with ZeRO-3 a second gather
-    own = [line for line in lines if re.search(r"(gather|reduce) +1\.0[:.]", line)]
-    assert len(own) == (3 if stage == 3 else 2)
+def test_a_unit_can_be_printed_alone(stage: int) -> None:
+    lines, whole = print_lines(trace_model(stage), unit="1.0"), print_lines(trace_model(stage))
+    # a gather, and a reduction in backward; in ZeRO-3 a second gather
+    collectives = [line for line in lines if re.search(r"(gather|reduce) +1\.0[:.]", line)]
+    assert len(collectives) == (3 if stage == 3 else 2)
     assert len(lines) < len(whole)
     assert set(lines[:-1]) <= {*whole, *(line for line in lines if line.startswith("# ... "))}
 
 
 def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
-    whole, folded = printed(traces(3), "forward"), printed(traces(3), "forward", only="parameters")
+    whole, folded = print_lines(trace_model(3), "forward"), print_lines(trace_model(3), "forward", only="parameters")
     assert folded[-1] == whole[-1]
     assert len(folded) < len(whole)
     named = re.compile(r"^.{40} (gather|wait|free|reduce) ")
     assert [line for line in folded if named.match(line)] == [line for line in whole if named.match(line)]
-    whole, sent = printed(traces(3)), printed(traces(3), only="communication")
+    whole, sent = print_lines(trace_model(3)), print_lines(trace_model(3), only="communication")
     named = re.compile(r"^.{40} (gather|wait|reduce) ")
     assert [line for line in sent if named.match(line)] == [line for line in whole if named.match(line)]
     assert any(" free " in line for line in whole)
     assert not any(" free " in line for line in sent)
-    text = "\n".join(printed(traces(3, tied)))
+    text = "\n".join(print_lines(trace_model(3, tied_model)))
     assert "0.weight" in text
     assert "2.weight" not in text
 
 
-def without_backward(shown: tz.tools.Traces) -> tz.tools.Traces:
-    return tz.tools.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
+def drop_backward(traces: tz.tools.Traces) -> tz.tools.Traces:
+    return tz.tools.Traces(traces.forward, None, traces.forward_timeline, traces.plan)
 
 
 def mean_square(y: Tensor) -> Tensor:
@@ -286,66 +283,67 @@ def mean_square(y: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_forecast_that_is_given_is_shown() -> None:
-    """With the optimizer's state, 8 bytes a number of the shards, and with what the loss holds."""
-    shown = traces(3)
+def test_a_forecast_is_printed_beside_the_lines() -> None:
+    """The forecast includes the optimizer's state and what the loss holds."""
+    traces = trace_model(3)
     memory, adam = (
-        tz.tools.memory(shown, loss=mean_square, optimizer=optimizer, reserve=5000)
+        tz.tools.memory(traces, loss=mean_square, optimizer=optimizer, reserve=5000)
         for optimizer in (torch.optim.SGD, torch.optim.AdamW)
     )
-    alone, given = printed(shown), printed(shown, memory=adam)
-    assert len(given) == len(alone) + 1
-    assert given[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(adam.optimizer_step or 0)}"
-    assert given[-1] == alone[-1]
+    plain, with_memory = print_lines(traces), print_lines(traces, memory=adam)
+    assert len(with_memory) == len(plain) + 1
+    step_bytes = adam.optimizer_step or 0
+    assert with_memory[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(step_bytes)}"
+    assert with_memory[-1] == plain[-1]
     product = re.compile(r"aten\.(add)?mm\.default\(")
     totals = [line.total for line in adam.lines if product.search(line.code)]
     assert len(totals) == 5 + 2 * 5, "two products of each block, one of the head; each has two gradients"
     every, some = (
-        [row.line for phase in PHASES for row in rows_of(shown, phase, adam, every_line=e)] for e in (True, False)
+        [row.line for phase in PHASES for row in rows_of(traces, phase, adam, every_line=bool(flag))] for flag in (1, 0)
     )
     assert [line.alive for line in every if product.search(line.code)] == totals
-    assert [line[92:].strip() for line in given if ALIVE.search(line)] == [size(line.alive or 0) for line in some]
+    assert [line[92:].strip() for line in with_memory if ALIVE.search(line)] == [size(line.alive or 0) for line in some]
     assert [some[-1].alive, max(line.peak or 0 for line in some)] == [every[-1].alive, adam.peak]
-    assert marks(given) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
-    assert marks(alone) == [f"# the peak of the step: {size(tz.tools.memory(shown).peak)} alive in the line above"]
+    assert marks_in(with_memory) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
+    assert marks_in(plain) == [f"# the peak of the step: {size(tz.tools.memory(traces).peak)} alive in the line above"]
     assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0
     # A peak in the loss is marked between the phases.
-    shown = traces(0, small)
-    in_loss = tz.tools.memory(shown, loss=lambda y: y.repeat(9, 9, 9).square().mean())
-    lines = printed(shown, memory=in_loss)
+    traces = trace_model(0, small_model)
+    in_loss = tz.tools.memory(traces, loss=lambda y: y.repeat(9, 9, 9).square().mean())
+    lines = print_lines(traces, memory=in_loss)
     assert in_loss.peak_line.phase == "loss"
-    assert marks(lines) == [f"# the peak of the step: {size(in_loss.peak)} alive in the loss"]
-    assert lines[lines.index(marks(lines)[0]) + 2].startswith("# backward")
-    assert marks(printed(shown, "backward", memory=in_loss)) == []
+    assert marks_in(lines) == [f"# the peak of the step: {size(in_loss.peak)} alive in the loss"]
+    assert lines[lines.index(marks_in(lines)[0]) + 2].startswith("# backward")
+    assert marks_in(print_lines(traces, "backward", memory=in_loss)) == []
     assert lines[-2] == "# left out: the optimizer's state and step: give optimizer="
 
 
-def marks(lines: list[str]) -> list[str]:
+def marks_in(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("# the peak of the step: ")]
 
 
-def test_it_refuses() -> None:
-    shown = traces(3, small)
-    of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
-        (traces(3, small, world_size=1), ("of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4;",)),
-        (traces(3, tied), ("of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module",)),
-        (traces(3, small, (2, 5)), ("memory is a forecast of other traces, where line ", " of backward is '")),
-        (without_backward(shown), (" of backward is 'missing', not '", "; give what thunder_zero.tools.memory ret")),
+def test_bad_input_is_refused() -> None:
+    traces = trace_model(3, small_model)
+    forecasts_of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
+        (trace_model(3, small_model, world_size=1), ("of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4",)),
+        (trace_model(3, tied_model), ("of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module",)),
+        (trace_model(3, small_model, (2, 5)), ("is a forecast of other traces, where line ", " of backward is '")),
+        (drop_backward(traces), (" of backward is 'missing', not '", "; give what thunder_zero.tools.memory ret")),
     ]
     rows: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in of_others),
+        *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in forecasts_of_others),
         ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.tools.memory returns")),
         ({"phase": "forwards"}, ("ValueError", "phase is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
         ({"rank": 1}, ("ValueError", "rank is 1", "the rank that prints, 0 to 0")),
-        ({"shown": gpt()}, ("TypeError", "expected a sharded model")),
+        ({"shown": gpt_model()}, ("TypeError", "expected a sharded model")),
     ]
     for options, words in rows:
-        text = error_of(partial(printed, **{"shown": shown, **options}))
+        text = error_of(partial(print_lines, **{"shown": traces, **options}))
         assert [word for word in words if word not in text] == [], text
 
 
-def test_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(StringIO):
         def isatty(self) -> bool:
             return True
@@ -355,7 +353,7 @@ def test_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, width in (("100", 100), ("300", 140)):
         monkeypatch.setenv("COLUMNS", columns)
         file = Terminal()
-        tz.print_trace(traces(3), "forward", file=file)
+        tz.print_trace(trace_model(3), "forward", file=file)
         assert "\x1b[" in file.getvalue()
         plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
         assert max(map(len, plain[:-1])) == width

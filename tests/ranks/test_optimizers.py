@@ -1,4 +1,4 @@
-"""Optimizers on shards: torch's are those of one process, or raise an error that names ``tz.whole``."""
+"""On shards, torch's optimizers step as in one process, or raise an error that names ``tz.whole``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.harness.models import Mlp, fresh, relative_error, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.whole_steps import make_gradients, set_gradients
 
-STEPS, UNTIL = 3, 7  # steps; some classes take a few before they need an operator without a rule
-OF_TORCH: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (
+STEPS, UNTIL = 3, 7  # some classes take a few steps before they need an operator without a rule
+TORCH_OPTIMIZERS: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     (optim.SGD, {"lr": 0.1, "foreach": True}),
     (optim.Adam, {"amsgrad": True}),
@@ -34,74 +34,74 @@ OF_TORCH: tuple[tuple[type[optim.Optimizer], dict[str, Any]], ...] = (
     (optim.RMSprop, {"centered": True, "momentum": 0.9}),
     (optim.ASGD, {}),
 )
-# Elementwise, but torch has no rule for an operator of theirs.
+# Elementwise optimizers that use an operator for which torch has no sharding rule
 WITHOUT_RULES = ("Adan", "AdaSmooth", "ADOPT", "DiffGrad", "FTRL", "MADGRAD", "Ranger", "SPAM", "SRMM")
 
 
-def matrices(of: nn.Module) -> list[nn.Parameter]:
-    return [param for param in of.parameters() if param.ndim == 2]
+def matrices_of(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.ndim == 2]
 
 
-def off(
+def largest_error(
     make: Callable[..., optim.Optimizer],
     policy: tz.Policy | int,
     like: Callable[..., optim.Optimizer] | None = None,
     params: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
 ) -> float:
-    """The largest error of a parameter after steps on the same gradients as one process.
+    """Return the largest relative error of a parameter after steps on the gradients of one process.
 
     Args:
-        make: makes the optimizer of shards.
-        policy: the model's.
-        like: makes the optimizer of one process; the same by default.
-        params: of a module, what is stepped.
+        make: builds the optimizer of shards.
+        policy: of the model.
+        like: builds the optimizer of one process; by default ``make``.
+        params: returns the parameters of a module that are stepped.
     """
     plain, model = fresh(Mlp), sharded(fresh(Mlp), policy)
-    optimizer, one = make(params(model)), (like or make)(params(plain))
+    optimizer, plain_optimizer = make(params(model)), (like or make)(params(plain))
     for step in range(STEPS):
         grads = make_gradients(plain, step)
         set_gradients(model, grads)
         for name, param in plain.named_parameters():
             param.grad = grads[name].clone() if name in grads else None
         optimizer.step()
-        one.step()
+        plain_optimizer.step()
     full, start = tz.full_state_dict(model), fresh(Mlp).state_dict()
-    right = dict(plain.named_parameters())
+    expected = dict(plain.named_parameters())
     assert max(relative_error(full[name], value) for name, value in start.items()) > 1e-4, "nothing moved"
-    return max(relative_error(full[name], param.detach()) for name, param in right.items())
+    return max(relative_error(full[name], param.detach()) for name, param in expected.items())
 
 
-def of_torch(rank: int, world_size: int) -> None:
+def step_torchs(rank: int, world_size: int) -> None:
     for stage in (1, 3):
-        for kind, options in OF_TORCH:
-            found = off(partial(kind, **options), tz.Policy(stage=stage, replicate_below_bytes=20))
-            assert found < 1e-6, (stage, kind, options, found)
-    # Its iterations are in bfloat16; a step on rows alone would be 38% off.
-    found = off(optim.Muon, 3, params=matrices)
-    assert found < 2e-3, found
+        for kind, options in TORCH_OPTIMIZERS:
+            error = largest_error(partial(kind, **options), tz.Policy(stage=stage, replicate_below_bytes=20))
+            assert error < 1e-6, (stage, kind, options, error)
+    # Muon iterates in bfloat16; a step on a rank's rows only would be 38% off.
+    error = largest_error(optim.Muon, 3, params=matrices_of)
+    assert error < 2e-3, error
 
 
-def test_torchs_optimizers_are_those_of_one_process(ranks_pool: RanksPool) -> None:
-    """With rows that the ranks do not divide, replicated parameters, and parameters without a gradient in a step."""
-    ranks_pool.run(2, of_torch)
+def test_torchs_optimizers_step_as_in_one_process(ranks_pool: RanksPool) -> None:
+    """The model has uneven rows, replicated parameters, and parameters without a gradient in a step."""
+    ranks_pool.run(2, step_torchs)
 
 
-def without_rules(rank: int, world_size: int, kinds: list[Any]) -> None:
+def step_without_rules(rank: int, world_size: int, kinds: list[Any]) -> None:
     for kind in kinds:
         model = sharded(fresh(Mlp), 3)
         set_gradients(model, make_gradients(fresh(Mlp), 0))
         optimizer, name = kind(model.parameters()), kind.__name__
-        told = notes_of(lambda: [optimizer.step() for _ in range(UNTIL)])  # noqa: B023
-        assert told == [
+        notes = notes_of(lambda: [optimizer.step() for _ in range(UNTIL)])  # noqa: B023
+        assert notes == [
             f"thunder_zero: torch cannot take this step of {name} on shards; step whole parameters instead, with "
             f"tz.whole({name}, params, ...) in place of {name}(params, ...), for the same params and options"
-        ], (name, told)
-        found = off(partial(tz.whole, kind), 3, kind)
-        assert found == 0, (name, found)
+        ], (name, notes)
+        error = largest_error(partial(tz.whole, kind), 3, kind)
+        assert error == 0, (name, error)
 
 
 def notes_of(step: Callable[[], object]) -> list[str]:
-    """The notes of the error that a step raises."""
+    """Return the notes of the error that a step raises."""
     try:
         step()
     except Exception as failure:
@@ -109,24 +109,24 @@ def notes_of(step: Callable[[], object]) -> list[str]:
     return ["no error"]
 
 
-def test_what_torch_has_no_rule_for_leads_to_whole_parameters(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, without_rules, [optim.Rprop, optim.Adafactor])
+def test_optimizers_without_rules_are_pointed_to_whole_parameters(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, step_without_rules, [optim.Rprop, optim.Adafactor])
 
 
 @pytest.mark.slow
-def test_elementwise_classes_without_rules_lead_to_whole_parameters(ranks_pool: RanksPool) -> None:
+def test_elementwise_optimizers_without_rules_are_pointed_to_whole_parameters(ranks_pool: RanksPool) -> None:
     package = pytest.importorskip("pytorch_optimizer")
-    ranks_pool.run(2, without_rules, [getattr(package, name) for name in WITHOUT_RULES])
+    ranks_pool.run(2, step_without_rules, [getattr(package, name) for name in WITHOUT_RULES])
 
 
 class Fails(optim.SGD):
-    """Fails in its own way."""
+    """An optimizer whose step raises an error unrelated to DTensors."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise ValueError("a fault of its own")
 
 
-def noted(rank: int, world_size: int) -> None:
+def collect_notes(rank: int, world_size: int) -> None:
     model = sharded(fresh(Mlp), tz.Policy(stage=2, ignored=("layers.1.weight",)))
     set_gradients(model, make_gradients(fresh(Mlp), 0))
     ignored = model.get_parameter("layers.1.weight")
@@ -141,12 +141,12 @@ def noted(rank: int, world_size: int) -> None:
     assert notes_of(Fails(others).step) == [], "no error of torch's DTensors"
     plain = nn.Parameter(torch.ones(2))
     fails(Fails([plain]).step, "a fault of its own")
-    outer = error_of(lambda: fails_inside(others))
+    outer = error_of(lambda: step_while_handling(others))
     assert outer == "ValueError: a fault of its own", outer
 
 
-def fails_inside(params: list[nn.Parameter]) -> None:
-    """A step that works, while an error is handled."""
+def step_while_handling(params: list[nn.Parameter]) -> None:
+    """Take a step that works while another error is handled."""
     try:
         Fails(params).step()
     except ValueError:
@@ -155,7 +155,7 @@ def fails_inside(params: list[nn.Parameter]) -> None:
 
 
 def test_only_errors_of_shards_are_explained(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, noted)
+    ranks_pool.run(2, collect_notes)
 
 
 def test_the_page_has_a_verdict_for_every_class() -> None:
@@ -164,7 +164,7 @@ def test_the_page_has_a_verdict_for_every_class() -> None:
 
     page = PAGE.read_text()
     if f"\n{versions()}\n" not in page:
-        pytest.skip(f"the page is of other versions than {versions()}")
+        pytest.skip(f"the page has other versions than {versions()}")
     table = page.partition(f"\n{versions()}\n")[2].partition("\n|---")[2].partition("\n\n")[0]
     verdicts: dict[str, tuple[str, str]] = {}
     for shards, whole, *packages in re.findall(r"^\| (.*?) \| (.*?) ?\| (.*?) ?\| (.*?) ?\|$", table, re.MULTILINE):
@@ -173,5 +173,5 @@ def test_the_page_has_a_verdict_for_every_class() -> None:
                 verdicts[f"{package}.{name}"] = (shards, whole)
     assert sorted(verdicts) == sorted(name for name, _ in classes([]))
     assert "WRONG" not in page
-    assert {verdicts[f"torch.optim.{kind.__name__}"] for kind, _ in OF_TORCH} == {("exact", "exact")}
+    assert {verdicts[f"torch.optim.{kind.__name__}"] for kind, _ in TORCH_OPTIMIZERS} == {("exact", "exact")}
     assert {verdicts[f"pytorch_optimizer.{name}"] for name in WITHOUT_RULES} == {("raises", "exact")}

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, sliced by their own plans for tensor parallelism, beside one process; in float64."""
+"""Hugging Face's models, sliced by their own tensor-parallel plans, train in float64 as in one process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
 ]
-NEAR = 1e-9
+TOLERANCE = 1e-9
 TOKENS, ROWS, LENGTH = 32, 4, 6
-OF_DECODERS = {
+DECODER_SIZES = {
     "vocab_size": TOKENS,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -51,9 +51,9 @@ OTHER_STYLES = {
     "lm_head": "rowwise_rep",
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", OF_DECODERS),
-    "qwen3": ("Qwen3Config", OF_DECODERS),
-    "qwen3, tied": ("Qwen3Config", OF_DECODERS | {"tie_word_embeddings": True, "num_hidden_layers": 1}),
+    "llama": ("LlamaConfig", DECODER_SIZES),
+    "qwen3": ("Qwen3Config", DECODER_SIZES),
+    "qwen3, tied": ("Qwen3Config", DECODER_SIZES | {"tie_word_embeddings": True, "num_hidden_layers": 1}),
     "gpt2": ("GPT2Config", {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -63,13 +63,13 @@ def library() -> Any:
     return importlib.import_module("transformers")
 
 
-def built(kind: str) -> Any:
-    """A model that is made of a config, with the same values on every rank."""
+def build_model(kind: str) -> Any:
+    """Build a model from a config, with equal values on every rank."""
     name, options = KINDS[kind]
     config = getattr(library(), name)(**options, **(NO_DROPOUT if kind == "gpt2" else {}))
     torch.manual_seed(0)
     model = library().AutoModelForCausalLM.from_config(config).double()
-    for name, param in model.named_parameters():  # or the heads' norms would be ones
+    for name, param in model.named_parameters():  # otherwise the heads' norms would be ones
         nn.init.normal_(param, 1.0 if "norm" in name or "ln" in name else 0.0, 0.2)
     return model
 
@@ -84,26 +84,26 @@ def loss_of(model: Any, step: int, part: int = 0, parts: int = 1) -> Tensor:
     return loss
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def same(model: Any, one: nn.Module, when: object) -> None:
-    """Compare every parameter, and every gradient that there is."""
-    found = dict(model.named_parameters())
-    for name, param in one.named_parameters():
+def assert_same(model: Any, plain: nn.Module, step: object) -> None:
+    """Compare all parameters and their gradients."""
+    actual = dict(model.named_parameters())
+    for name, param in plain.named_parameters():
         torch.testing.assert_close(
-            whole(found[name].detach()), param.detach(), atol=NEAR, rtol=NEAR, msg=str((name, when))
+            full(actual[name].detach()), param.detach(), atol=TOLERANCE, rtol=TOLERANCE, msg=str((name, step))
         )
         assert param.grad is not None, name
-        assert found[name].grad is not None, name
-        off = (whole(found[name].grad) - param.grad).abs().max().item()
-        assert off < NEAR * (1 + param.grad.abs().max().item()), (name, "gradient", when, off)
+        assert actual[name].grad is not None, name
+        error = (full(actual[name].grad) - param.grad).abs().max().item()
+        assert error < TOLERANCE * (1 + param.grad.abs().max().item()), (name, "gradient", step, error)
 
 
-def train(model: Any, one: nn.Module, dp: int) -> None:
-    """Two steps of AdamW, each of a deferred and a reduced backward."""
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, one)]
+def train_both(model: Any, plain: nn.Module, dp: int) -> None:
+    """Take two AdamW steps, each with a deferred and a reduced backward."""
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-3) for trained in (model, plain)]
     part = dist.get_rank() // (dist.get_world_size() // dp)
     for step in range(2):
         for optimizer in optimizers:
@@ -111,27 +111,27 @@ def train(model: Any, one: nn.Module, dp: int) -> None:
         with model.no_sync():
             loss_of(model, step, part, dp).backward()
         loss_of(model, step + 10, part, dp).backward()
-        for number in (step, step + 10):
-            loss_of(one, number).backward()
-        same(model, one, step)
+        for index in (step, step + 10):
+            loss_of(plain, index).backward()
+        assert_same(model, plain, step)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def planned(rank: int, world_size: int, kind: str, stage: int, plan: dict[str, str] | None = None) -> None:
+def train_with_plan(rank: int, world_size: int, kind: str, stage: int, plan: dict[str, str] | None = None) -> None:
     dp = world_size // 2
-    mesh, one, module = mesh_of(dp, 2), built(kind), built(kind)
+    mesh, plain, module = mesh_of(dp, 2), build_model(kind), build_model(kind)
     parallelize(module, mesh["tp"], plan)
     model = tz.compile(module, stage=stage, mesh=mesh)
-    train(model, one, dp)
+    train_both(model, plain, dp)
     timeline = tz.traces_of(model).timeline
     summed = [op for op in timeline.ops if op.params and op.over == "tensor"]
-    norms = {name for name, _ in one.named_parameters() if "q_norm" in name or "k_norm" in name}
+    norms = {name for name, _ in plain.named_parameters() if "q_norm" in name or "k_norm" in name}
     assert {path for op in summed for path in op.params} == norms
-    rows = 1 if not stage or dp == 1 else dp  # an all-reduce of this rank's rows between two ranks sends them once
+    rows = 1 if not stage or dp == 1 else dp  # in an all-reduce of two ranks, each sends its rows once
     assert sum(map(timeline.bytes_sent, summed)) == len(norms) * 4 // rows * 8
     tz.print_trace(model, file=(text := StringIO()))
-    if rank == 0:  # others print nothing
+    if rank == 0:  # which alone prints
         assert ("over='tensor'" in text.getvalue()) is bool(norms)
 
 
@@ -144,36 +144,36 @@ def planned(rank: int, world_size: int, kind: str, stage: int, plan: dict[str, s
     ],
 )
 def test_a_models_own_plan_trains_as_one_process(ranks_pool: RanksPool, world_size: int, kind: str, stage: int) -> None:
-    ranks_pool.run(world_size, planned, kind, stage, timeout=280)
+    ranks_pool.run(world_size, train_with_plan, kind, stage, timeout=280)
 
 
 @pytest.mark.slow
 def test_other_styles_train_as_one_process(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, planned, "llama", 3, OTHER_STYLES, timeout=280)
+    ranks_pool.run(2, train_with_plan, "llama", 3, OTHER_STYLES, timeout=280)
 
 
-def loaded(rank: int, world_size: int, folder: Path) -> None:
-    """``from_pretrained`` slices on a mesh of its own, whose ranks are those of a given one."""
-    one = built("qwen3")
+def train_loaded(rank: int, world_size: int, folder: Path) -> None:
+    """Train a model that ``from_pretrained`` has sliced on its own mesh."""
+    plain = build_model("qwen3")
     if rank == 0:
-        one.save_pretrained(folder)
+        plain.save_pretrained(folder)
     dist.barrier()
     config = importlib.import_module("transformers.distributed").DistributedConfig(tp_size=2)
     module = library().AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64)
     model = tz.compile(module, stage=3, mesh=mesh_of(1, 2))
-    train(model, one, 1)
+    train_both(model, plain, 1)
 
 
 @pytest.mark.slow
-def test_a_model_that_from_pretrained_slices(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, loaded, tmp_path / "model", timeout=280)
+def test_a_model_sliced_by_from_pretrained_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, train_loaded, tmp_path / "model", timeout=280)
 
 
-# GPT-2, whose layers are no linears
+# GPT-2, whose layers are not linear modules
 
 
-def rows_of_a_plan(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, given: Any, made: Any) -> None:
-    """Slice one Conv1D: torch's own function for layers that no style knows."""
+def slice_conv1d(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, before: Any, after: Any) -> None:
+    """Slice a Conv1D with torch's ``distribute_module``, as no style applies to it."""
 
     def cut(_: str, part: nn.Module, on: DeviceMesh) -> None:
         for name, placement in (("weight", weight), ("bias", bias)):
@@ -181,47 +181,47 @@ def rows_of_a_plan(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, g
             part.register_parameter(name, nn.Parameter(distribute_tensor(full.data, on, [placement])))
 
     def enter(_: nn.Module, inputs: Any, on: DeviceMesh) -> Any:
-        return (DTensor.from_local(inputs[0], on, [given], run_check=False), *inputs[1:])
+        return (DTensor.from_local(inputs[0], on, [before], run_check=False), *inputs[1:])
 
     def leave(_: nn.Module, output: Any, on: DeviceMesh) -> Tensor:
-        return output.redistribute(placements=[made]).to_local()
+        return output.redistribute(placements=[after]).to_local()
 
-    after: Any = leave  # which torch's annotation says to return nothing
-    distribute_module(layer, mesh, cut, enter, after)
+    output_fn: Any = leave  # torch's annotation wrongly says that it returns nothing
+    distribute_module(layer, mesh, cut, enter, output_fn)
 
 
-def of_gpt2(rank: int, world_size: int, stage: int) -> None:
+def train_gpt2(rank: int, world_size: int, stage: int) -> None:
     dp = world_size // 2
-    mesh, one, module = mesh_of(dp, 2), built("gpt2"), built("gpt2")
+    mesh, plain, module = mesh_of(dp, 2), build_model("gpt2"), build_model("gpt2")
     fails(lambda: parallelize(module, mesh["tp"]), "ValueError", "GPT2LMHeadModel has no plan", "distribute_module")
     for block in module.transformer.h:
-        rows_of_a_plan(block.mlp.c_fc, mesh["tp"], Shard(1), Shard(0), Replicate(), Shard(-1))
-        rows_of_a_plan(block.mlp.c_proj, mesh["tp"], Shard(0), Replicate(), Shard(-1), Replicate())
+        slice_conv1d(block.mlp.c_fc, mesh["tp"], Shard(1), Shard(0), Replicate(), Shard(-1))
+        slice_conv1d(block.mlp.c_proj, mesh["tp"], Shard(0), Replicate(), Shard(-1), Replicate())
     model = tz.compile(module, stage=stage, mesh=mesh)
-    train(model, one, dp)
+    train_both(model, plain, dp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (4, 2)])
-def test_the_perceptrons_of_gpt2_in_slices(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
-    ranks_pool.run(world_size, of_gpt2, stage, timeout=280)
+def test_gpt2_with_sliced_perceptrons_trains_as_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
+    ranks_pool.run(world_size, train_gpt2, stage, timeout=280)
 
 
-def refusals(rank: int, world_size: int) -> None:
+def refuse_wrong_uses(rank: int, world_size: int) -> None:
     mesh = mesh_of(1, 2)
-    fails(lambda: parallelize(built("llama"), mesh), "TypeError", "give one dimension of a mesh")
+    fails(lambda: parallelize(build_model("llama"), mesh), "TypeError", "give one dimension of a mesh")
     linear: Any = nn.Linear(2, 2)
     fails(lambda: parallelize(linear, mesh["tp"]), "TypeError", "Linear is no model of transformers")
-    module = built("llama")
+    module = build_model("llama")
     parallelize(module, mesh["tp"])
     fails(lambda: parallelize(module, mesh["tp"]), "ValueError", "is a DTensor already")
     fails(lambda: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)]), "ValueError", "thunder_zero.compile")
     fails(
-        lambda: parallelize(built("llama"), mesh["tp"], {"model.layers.*.mlp.up_proj": "packed_colwise"}),
+        lambda: parallelize(build_model("llama"), mesh["tp"], {"model.layers.*.mlp.up_proj": "packed_colwise"}),
         "ValueError",
         "style 'packed_colwise' for 'model.layers.0.mlp.up_proj.weight'",
     )
-    module = built("qwen3").float()
+    module = build_model("qwen3").float()
     parallelize(module, mesh["tp"])
     formats = {"*q_norm.weight": tz.Int8(8)}
     fails(
@@ -229,15 +229,15 @@ def refusals(rank: int, world_size: int) -> None:
         "ValueError",
         "reduce_format does not sum the parts of the gradient of parameter 'model.layers.0.self_attn.q_norm.weight'",
     )
-    # A hook whose code is not that of transformers' style is not taken for its sum.
-    module = built("qwen3")
+    # A hook with other code than the one of transformers' style is not taken for that style's sum.
+    module = build_model("qwen3")
     parallelize(module, mesh["tp"])
     norm = module.model.layers[0].self_attn.q_norm
-    forward, seen = norm.forward, list[Any]()
+    forward, hooks = norm.forward, list[Any]()
 
     def tp_forward(x: Tensor) -> Any:
-        if not seen:
-            seen.append(norm.weight.register_post_accumulate_grad_hook(lambda param: None))
+        if not hooks:
+            hooks.append(norm.weight.register_post_accumulate_grad_hook(lambda param: None))
         return forward(x)
 
     norm.forward = tp_forward
@@ -245,27 +245,27 @@ def refusals(rank: int, world_size: int) -> None:
     fails(lambda: loss_of(model, 0), "RuntimeError", "registers a hook on the gradient of parameter", "q_norm.weight")
 
 
-def test_what_is_refused_of_plans(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refusals, timeout=280)
+def test_wrong_uses_of_plans_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_wrong_uses, timeout=280)
 
 
 @pytest.mark.slow
-def test_a_plan_of_training_sums_what_a_models_own_plan_sums() -> None:
+def test_the_planner_sums_the_gradients_that_a_models_plan_sums() -> None:
     with torch.device("meta"):
-        module, rows = built("qwen3"), torch.empty(2, LENGTH, dtype=torch.long)
-    given: dict[str, Any] = {"input_ids": rows, "labels": rows}
+        module, rows = build_model("qwen3"), torch.empty(2, LENGTH, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": rows, "labels": rows}
     precision = tz.MixedPrecision()
-    subject = of_module(module, (), given, loss=lambda output: output.loss)
+    subject = of_module(module, (), inputs, loss=lambda output: output.loss)
     programs = SubjectPrograms(
         subject, tz.Policy(mixed_precision=precision), 2, tz.tools.DEVICES["h100"], print, 2, parallelize
     )
     policy, mesh = programs.policy(3, "none"), MeshShape(1, 2, 2)
     with tz.tools.fake_mesh((2, 2)) as ranks:
-        part = sliced_copy(module, ranks["tp"], parallelize)
-        traces = tz.trace(part, policy=policy, mesh=ranks, device="h100", **given)
-    found = programs.evaluate(policy, mesh).estimate
-    summed = {path for op in found.timeline.ops if op.over == "tensor" for path in op.params}
+        sliced = sliced_copy(module, ranks["tp"], parallelize)
+        traces = tz.trace(sliced, policy=policy, mesh=ranks, device="h100", **inputs)
+    estimate = programs.evaluate(policy, mesh).estimate
+    summed = {path for op in estimate.timeline.ops if op.over == "tensor" for path in op.params}
     assert summed == {name for name, _ in module.named_parameters() if "q_norm" in name or "k_norm" in name}
-    assert found.sent_bytes == tz.tools.estimate(traces, "h100").sent_bytes
+    assert estimate.sent_bytes == tz.tools.estimate(traces, "h100").sent_bytes
     whole_plan = programs.plan(policy, mesh)
     assert {param.path for param in whole_plan.params if param.is_partial} == summed

@@ -30,8 +30,8 @@ from thunder_zero.sharded.writes import digests_of
 X = torch.linspace(-1, 1, 14).view(2, 7)
 
 
-class Few(nn.Module):
-    """Two layers of 7 rows; one row, which leaves all ranks but the first with padding; a 0-dim parameter."""
+class FewRows(nn.Module):
+    """A module with two layers of 7 rows, a parameter of one row and a 0-dim one. Only rank 0 has the one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,55 +43,55 @@ class Few(nn.Module):
         return self.mlp.forward(x) * self.one_row * self.scalar
 
 
-AGAIN = {"mlp.layers.1.weight", "one_row"}  # x needs no gradient, so the first layer's weight is not read again
+AGAIN = {"mlp.layers.1.weight", "one_row"}  # x requires no gradient, so backward does not read the first layer's weight
 
 
-def trains_a_little(rank: int, world_size: int, stage: int) -> None:
-    digests_of([torch.ones(1)])  # makes the process's table of weights
+def train_a_little(rank: int, world_size: int, stage: int) -> None:
+    digests_of([torch.ones(1)])  # creates the process's table of weights
     before = storages()
-    # As the stage is defined; ZeRO-3 would gather all of this small model once: tests/ranks/test_stages_in_memory.py.
+    # By default, ZeRO-3 would gather all of this small model once: see tests/ranks/test_stages_in_memory.py.
     policy = tz.Policy(stage=stage, reshard_after_forward=True)
-    plan = make_plan(fresh(Few), policy, Mesh.of(world_size, rank))
-    model = sharded(fresh(Few), policy)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version
+    plan = make_plan(fresh(FewRows), policy, Mesh.of(world_size, rank))
+    model = sharded(fresh(FewRows), policy)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # a fused step raises no tensor's version
     check_bytes_sent(model, optimizer, plan)
     optimizer.zero_grad()
     check_bytes_at_rest(model, optimizer, plan, before)
 
 
 def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, before: dict[int, int]) -> None:
-    """Shape, memory and place of each tensor that the optimizer steps; all bytes that this model has added."""
+    """Check the shape, memory and place of each tensor that the optimizer steps, and all bytes of the model."""
     stage, axis = plan.policy.stage, plan.mesh.shard
-    total = 4 * axis.size if stage else 0  # the mesh's ranks
+    total = 4 * axis.size if stage else 0  # bytes of the mesh's ranks
     names = {param: name for name, param in model.named_parameters()}
-    found = {names[param]: param for param in optimizer.param_groups[0]["params"]}
+    shards = {names[param]: param for param in optimizer.param_groups[0]["params"]}
     state = {names[param]: state["exp_avg"] for param, state in optimizer.state.items()}
     for param in plan.params:
-        rows, shard, average = model.state.rows[param.path], found[param.path], state[param.path]
+        rows, shard, average = model.state.rows[param.path], shards[param.path], state[param.path]
         stored = prod(plan.shard_shape(param))
         padded = prod(plan.geometry(param).gathered)
-        held = {0: prod(param.shape), 1: padded, 2: stored, 3: stored}[stage]
-        assert rows.untyped_storage().nbytes() == 4 * held, param.path
+        numel = {0: prod(param.shape), 1: padded, 2: stored, 3: stored}[stage]
+        assert rows.untyped_storage().nbytes() == 4 * numel, param.path
         assert rows.storage_offset() == (axis.place * stored if stage == 1 and param.sharded else 0), param.path
         assert rows.shape == plan.shard_shape(param), param.path
-        own = real_rows(rows, param, plan)  # padding has no state
+        unpadded = real_rows(rows, param, plan)  # padding has no optimizer state
         assert shard.shape == average.shape == param.shape, param.path
-        assert local(shard).shape == local(average).shape == own.shape, param.path
-        assert local(shard).data_ptr() == own.data_ptr() or not own.numel(), param.path
-        assert local(average).untyped_storage().nbytes() == own.nbytes, param.path
+        assert local(shard).shape == local(average).shape == unpadded.shape, param.path
+        assert local(shard).data_ptr() == unpadded.data_ptr() or not unpadded.numel(), param.path
+        assert local(average).untyped_storage().nbytes() == unpadded.nbytes, param.path
         with torch._C.DisableTorchFunctionSubclass():
             assert model.state.placeholders[param.path].untyped_storage().nbytes() == 0
-        # Twice AdamW's state, which also counts steps; a digest of what stays whole.
-        total += 4 * (held + 2 * own.numel() + 1) + 8 * param.resident
+        # AdamW has two states and a step count; a resident parameter has a digest.
+        total += 4 * (numel + 2 * unpadded.numel() + 1) + 8 * param.resident
     assert sum(nbytes for address, nbytes in storages().items() if address not in before) == total
 
 
 def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Of every phase; of a training step by the timeline, and of all ranks by the formula."""
+    """Check the bytes of every phase, of a step against its timeline, and of all ranks against a formula."""
     stage, axis = plan.policy.stage, plan.mesh.shard
     one_row = plan.by_name["one_row"]
-    of_one = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
-    gather = sum(map(plan.gather_bytes, plan.params))  # ZeRO-1 needs it after a step only
+    one_row_sgd = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
+    gather = sum(map(plan.gather_bytes, plan.params))  # ZeRO-1 gathers only after a step
     again = sum(plan.gather_bytes(param) for param in plan.params if param.path in AGAIN and stage == 3)
     forward = 0 if stage == 1 else gather
     assert bool(gather) == (stage > 0)
@@ -101,25 +101,25 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
         with mode():
             return model(X)
 
-    loss = sends(forward, model, X).square().mean()
+    loss = assert_sends(forward, model, X).square().mean()
     timeline = tz.traces_of(model).timeline
     backward = again + reduced_bytes(plan, [op.params for op in timeline.ops if op.kind is Kind.REDUCE])
-    sends(backward, loss.backward)
+    assert_sends(backward, loss.backward)
     model.eval()
-    sends(forward, model, X)
-    sends(forward, infer, torch.no_grad)
-    sends(forward, infer, torch.inference_mode)
+    assert_sends(forward, model, X)
+    assert_sends(forward, infer, torch.no_grad)
+    assert_sends(forward, infer, torch.inference_mode)
     model.train()
-    sends(0, optimizer.step)
-    sends(gather, model, X)
-    sends(forward, model, X)
+    assert_sends(0, optimizer.step)
+    assert_sends(gather, model, X)
+    assert_sends(forward, model, X)
     optimizer.step()
     optimizer.step()
-    sends(gather, infer, torch.inference_mode)
-    loss = sends(forward, model, X).square().mean()
-    sends(backward, loss.backward)
-    of_one.step()
-    sends(plan.gather_bytes(one_row) if stage == 1 else gather, model, X)
+    assert_sends(gather, infer, torch.inference_mode)
+    loss = assert_sends(forward, model, X).square().mean()
+    assert_sends(backward, loss.backward)
+    one_row_sgd.step()
+    assert_sends(plan.gather_bytes(one_row) if stage == 1 else gather, model, X)
 
     foreseen = {kind: sum(timeline.bytes_sent(op) for op in timeline.ops if op.kind is kind) for kind in Kind}
     assert foreseen.pop(Kind.GATHER) == gather + again
@@ -128,7 +128,7 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
     check_formula(plan, gather + backward)
 
 
-def sends(nbytes: int, run: Callable[..., Any], *args: Any) -> Any:
+def assert_sends(nbytes: int, run: Callable[..., Any], *args: Any) -> Any:
     with count_sends() as messages:
         result = run(*args)
     assert sum(messages) == nbytes, (messages, nbytes)
@@ -136,20 +136,19 @@ def sends(nbytes: int, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_formula(plan: Plan, step: int) -> None:
-    """2u, or 3u without the parameters that backward does not need. u is (W - 1) / W of the model; all ranks send
-    (W - 1) x the model."""
+    """Check that all ranks send 2 (W - 1) times the model, plus (W - 1) times what backward gathers again."""
     model = sum(param.full_bytes for param in plan.params)
     again = sum(param.full_bytes for param in plan.params if param.path in AGAIN and plan.policy.stage == 3)
-    of_all = torch.tensor(step)
-    dist.all_reduce(of_all)
-    assert of_all == (2 * model + again) * (plan.mesh.shard.size - 1)
+    total = torch.tensor(step)
+    dist.all_reduce(total)
+    assert total == (2 * model + again) * (plan.mesh.shard.size - 1)
 
 
 def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
-    """The fewest bytes that can reduce these buckets, in whole elements: a rank gets its rows and sends means.
+    """Return the fewest bytes that can reduce these buckets, in whole elements.
 
-    An all-reduce cuts its bucket as a whole; two ranks swap all that they have. The plan, which divides each tensor
-    by itself, rounds up and counts alike for all ranks: it may be off by an element a rank.
+    An all-reduce divides its bucket as a whole; two ranks exchange all that they have. The plan divides each tensor
+    and rounds up, so it may be off by an element a rank.
     """
     total, axis = 0, plan.mesh.shard
     for paths in buckets:
@@ -159,13 +158,13 @@ def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
             continue
         numel = sum(param.full_bytes for param in params) // 4
         start, stop = layout.row_range(numel, axis.size, axis.place)
-        own = stop - start
-        total += 4 * (numel if axis.size == 2 else numel - own + own * (axis.size - 1))
+        own_numel = stop - start
+        total += 4 * (numel if axis.size == 2 else numel - own_numel + own_numel * (axis.size - 1))
     rounding = 0 if axis.size == 2 else 4 * axis.size * len(plan.params)
     assert abs(total - sum(map(plan.reduce_bytes, plan.params))) <= rounding
     return total
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(3, 3), (3, 1), *slow((3, 0), (2, 2)), *deep((2, 0), (3, 2))])
-def test_bytes_at_rest_and_sent(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
-    ranks_pool.run(world_size, trains_a_little, stage)
+def test_bytes_at_rest_and_sent_are_the_plans(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
+    ranks_pool.run(world_size, train_a_little, stage)

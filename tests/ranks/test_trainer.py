@@ -1,7 +1,6 @@
-"""ZeroTrainerStrategy in Lightning's Trainer: clipping, accumulation, precision, checkpoints, manual steps, refusals.
+"""With ZeroTrainerStrategy, Lightning's Trainer trains as one process, saves and resumes, and refuses wrong uses.
 
-The Trainer runs as if torchrun had started it, in the ranks and the process group of the harness. Only the ranks import
-Lightning.
+The Trainer runs in the harness's ranks as if torchrun had started it. Only the ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning"),
 ]
 
-LIMIT = 0.3  # of the gradients' norm, below most
-ROWS, BATCH, EPOCHS = 32, 4, 3  # in all; of one rank and micro-batch; of the whole training
+LIMIT = 0.3  # for the gradients' norm, which is mostly larger
+ROWS, BATCH, EPOCHS = 32, 4, 3  # rows in all; rows of one micro-batch on one rank
 Weights = dict[str, Tensor]
 
 
@@ -42,7 +41,7 @@ class Net(nn.Module):
         return self.head.forward(torch.tanh(self.hidden.forward(x)))
 
 
-def rows() -> Tensor:
+def make_rows() -> Tensor:
     return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -50,12 +49,12 @@ def loss_of(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def trained_plain(epochs: int, rows_of_a_step: int, limit: float) -> Weights:
-    """What one process trains with plain torch."""
+def train_plain(epochs: int, rows_of_a_step: int, limit: float) -> Weights:
+    """Train one process with plain torch and return the weights."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for _ in range(epochs):
-        for x in rows().split(rows_of_a_step):
+        for x in make_rows().split(rows_of_a_step):
             optimizer.zero_grad()
             loss_of(net, x).backward()
             nn.utils.clip_grad_norm_(net.parameters(), limit)
@@ -63,8 +62,8 @@ def trained_plain(epochs: int, rows_of_a_step: int, limit: float) -> Weights:
     return {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def model_for(*, manual: bool = False, optimizer: type[Any] = torch.optim.AdamW) -> Any:
-    """A LightningModule; with manual optimization it steps by itself."""
+def make_model(*, manual: bool = False, optimizer: type[Any] = torch.optim.AdamW) -> Any:
+    """Build a LightningModule; if ``manual``, it uses manual optimization."""
     from lightning.pytorch import LightningModule
 
     class Model(LightningModule):
@@ -78,30 +77,30 @@ def model_for(*, manual: bool = False, optimizer: type[Any] = torch.optim.AdamW)
             loss = loss_of(self.net, batch[0])
             self.log("loss", loss, sync_dist=True)
             if manual:
-                stepped: Any = self.optimizers()
-                stepped.zero_grad()
+                its_optimizer: Any = self.optimizers()
+                its_optimizer.zero_grad()
                 self.manual_backward(loss)
-                stepped.step()
+                its_optimizer.step()
             return loss
 
         def validation_step(self, batch: list[Tensor], _: int) -> None:
             self.log("val", loss_of(self.net, batch[0]), sync_dist=True)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            made: torch.optim.Optimizer = optimizer(self.parameters(), lr=1e-2)
-            return made
+            result: torch.optim.Optimizer = optimizer(self.parameters(), lr=1e-2)
+            return result
 
     return Model()
 
 
-def loader() -> Any:
-    data = torch.utils.data.TensorDataset(rows())
-    sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False)  # the Trainer's own shuffles
+def make_loader() -> Any:
+    data = torch.utils.data.TensorDataset(make_rows())
+    sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False)  # the Trainer's default shuffles
     return torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
 
 
-def trainer_on(rank: int, world_size: int, stage: int = 3, frontend: str = "thunder", **options: Any) -> Any:
-    """As torchrun would start it; Lightning's environment reads these variables when it is asked."""
+def make_trainer(rank: int, world_size: int, stage: int = 3, frontend: str = "thunder", **options: Any) -> Any:
+    """Build a Trainer; Lightning reads torchrun's environment variables, which are set here."""
     from lightning.pytorch import Trainer
 
     from thunder_zero.lightning import ZeroTrainerStrategy
@@ -113,54 +112,56 @@ def trainer_on(rank: int, world_size: int, stage: int = 3, frontend: str = "thun
     return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, logger=False, **options)
 
 
-def fitted(trainer: Any, model: Any, **options: Any) -> Weights:
-    trainer.fit(model, loader(), loader(), **options)
+def fit(trainer: Any, model: Any, **options: Any) -> Weights:
+    trainer.fit(model, make_loader(), make_loader(), **options)
     return tz.full_state_dict(trainer.strategy.sharded)
 
 
 def train_and_refuse(rank: int, world_size: int, folder: Path) -> dict[str, Weights]:
-    """The weights that each way ends in; what does not work raises a sentence."""
+    """Train in several ways and return their weights; check that wrong uses are refused."""
     from lightning.pytorch.callbacks import WeightAveraging
 
-    whole: dict[str, Any] = {"gradient_clip_val": LIMIT, "accumulate_grad_batches": 2}
-    found, model, first = dict[str, Weights](), model_for(), trainer_on(rank, world_size, max_epochs=2, **whole)
-    fitted(first, model)
-    first.save_checkpoint(folder / "saved.ckpt")
-    before = first.callback_metrics["val"].item()
-    assert first.validate(model, loader(), verbose=False)[0]["val"] == pytest.approx(before)
-    resumed, path = trainer_on(rank, world_size, stage=1, frontend="dynamo", **whole), folder / "saved.ckpt"
-    found["resumed in another stage"] = fitted(resumed, model_for(), ckpt_path=path, weights_only=False)
-    found["in mixed precision"] = fitted(trainer_on(rank, world_size, 2, precision="bf16-mixed", **whole), model_for())
-    found["manual"] = fitted(trainer_on(rank, world_size, frontend="dynamo"), model_for(manual=True))
+    accumulating: dict[str, Any] = {"gradient_clip_val": LIMIT, "accumulate_grad_batches": 2}
+    weights, model = dict[str, Weights](), make_model()
+    trainer = make_trainer(rank, world_size, max_epochs=2, **accumulating)
+    fit(trainer, model)
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    before = trainer.callback_metrics["val"].item()
+    assert trainer.validate(model, make_loader(), verbose=False)[0]["val"] == pytest.approx(before)
+    resumed, path = make_trainer(rank, world_size, stage=1, frontend="dynamo", **accumulating), folder / "saved.ckpt"
+    weights["resumed in another stage"] = fit(resumed, make_model(), ckpt_path=path, weights_only=False)
+    mixed = make_trainer(rank, world_size, 2, precision="bf16-mixed", **accumulating)
+    weights["in mixed precision"] = fit(mixed, make_model())
+    weights["manual"] = fit(make_trainer(rank, world_size, frontend="dynamo"), make_model(manual=True))
 
-    def refused(words: str, model: Any, **options: Any) -> None:
-        fails(lambda: fitted(trainer_on(rank, world_size, **options), model), *words.split(": ", 1))
+    def refuse(words: str, model: Any, **options: Any) -> None:
+        fails(lambda: fit(make_trainer(rank, world_size, **options), model), *words.split(": ", 1))
 
-    two = model_for()
-    two.more = nn.Linear(1, 1)
-    refused("ValueError: Model has parameters in net, more, and the strategy shards one submodule", two)
-    hooked = model_for()
+    two_submodules = make_model()
+    two_submodules.more = nn.Linear(1, 1)
+    refuse("ValueError: Model has parameters in net, more, and the strategy shards one submodule", two_submodules)
+    hooked = make_model()
     hooked.net.register_forward_hook(print)
-    refused("ValueError: Model.net has forward hooks", hooked)
-    refused("ValueError: does not support sync_batchnorm=True", model_for(), sync_batchnorm=True)
+    refuse("ValueError: Model.net has forward hooks", hooked)
+    refuse("ValueError: does not support sync_batchnorm=True", make_model(), sync_batchnorm=True)
     averaged: Any = {"callbacks": [WeightAveraging()]}
-    refused("ValueError: callback WeightAveraging, which copies full weights; leave it out", model_for(), **averaged)
-    refused("TypeError: Model.net is jitted already; leave the plain module", model_of_a_sharded_net())
-    twice = model_for(optimizer=Twice)
-    refused("RuntimeError: Twice evaluates the loss more than once in a step", twice)
-    return found
+    refuse("ValueError: callback WeightAveraging, which copies full weights; leave it out", make_model(), **averaged)
+    refuse("TypeError: Model.net is jitted already; leave the plain module", make_model_of_a_sharded_net())
+    twice = make_model(optimizer=EvaluatesTwice)
+    refuse("RuntimeError: EvaluatesTwice evaluates the loss more than once in a step", twice)
+    return weights
 
 
-def model_of_a_sharded_net() -> Any:
+def make_model_of_a_sharded_net() -> Any:
     import thunder
 
-    model = model_for()
+    model = make_model()
     model.net = thunder.jit(Net(), transforms=[tz.ZeroTransform(3)])
     return model
 
 
-class Twice(torch.optim.SGD):
-    """Evaluates its loss as LBFGS does."""
+class EvaluatesTwice(torch.optim.SGD):
+    """An optimizer that evaluates the loss more than once, as LBFGS does."""
 
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -168,12 +169,12 @@ class Twice(torch.optim.SGD):
 
 
 def test_the_trainer_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    right = trained_plain(EPOCHS, 4 * BATCH, LIMIT)
-    with_manual_steps = trained_plain(EPOCHS, 2 * BATCH, float("inf"))
-    for found in ranks_pool.run(2, train_and_refuse, tmp_path, timeout=290):
-        torch.testing.assert_close(found["resumed in another stage"], right, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found["in mixed precision"], right, rtol=2e-2, atol=2e-3)
-        torch.testing.assert_close(found["manual"], with_manual_steps, rtol=1e-5, atol=1e-6)
+    expected = train_plain(EPOCHS, 4 * BATCH, LIMIT)
+    with_manual_steps = train_plain(EPOCHS, 2 * BATCH, float("inf"))
+    for weights in ranks_pool.run(2, train_and_refuse, tmp_path, timeout=290):
+        torch.testing.assert_close(weights["resumed in another stage"], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights["in mixed precision"], expected, rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(weights["manual"], with_manual_steps, rtol=1e-5, atol=1e-6)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)
     net = Net()
     net.load_state_dict({name.removeprefix("net."): value for name, value in saved["state_dict"].items()})
