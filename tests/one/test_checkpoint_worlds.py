@@ -82,7 +82,7 @@ def load(path: Path, ranks: Sequence[Simulated]) -> None:
 
 
 @pytest.fixture(scope="module")
-def right() -> dict[str, Tensor]:
+def expected() -> dict[str, Tensor]:
     """Return the weights after uninterrupted training."""
     plain = fresh(Small)
     optimizer = adamw(plain.parameters())
