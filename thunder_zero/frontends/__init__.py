@@ -1,6 +1,6 @@
-"""How a module becomes a sharded model: transform, dynamo, plugins, and what is refused.
+"""Turns a module into a sharded model: the transform, dynamo, plugins, and checks that raise.
 
-In: a plain module with a policy, and calls of the model. Out: what forward returns, connected to our backward; the
+In: a plain module with a policy, and calls of the model. Out: the result of forward, connected to our backward, and the
 traces that ran. Entry points: ``transform.ZeroTransform``, ``dynamo.compile.compile``, ``plugin`` (``zero``, ``Zero``,
 ``Recipe``), ``zero_module.traces_of``::
 

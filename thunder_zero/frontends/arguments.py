@@ -6,8 +6,8 @@ change the policy. The other arguments say where the model is, and give its init
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-No module is needed yet. Whether the process group supports the device, and whether the weights have the module's names,
-is checked when the module is sharded.
+No module is needed yet. When a module is sharded, the device is checked against the process group, and the names of
+weights against the module.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 
 class Arguments(TypedDict, total=False):
-    """Keyword arguments; those without a line here are fields of :class:`~thunder_zero.Policy`.
+    """Keyword arguments. Arguments without a line here are fields of :class:`~thunder_zero.Policy`.
 
     Attributes:
         process_group: ranks that share the model; the default group if None.
         mesh: a mesh instead of a group. One dimension shards the model over all ranks. Two dimensions (replicate,
-            shard) shard it over the second, with one copy for each rank of the first (hybrid sharding).
-            :func:`thunder_zero.compile` also takes a further dimension behind ``"dp"``, or behind ``"dp_replicate"``
+            shard) shard it over the second, with one replica for each rank of the first (hybrid sharding).
+            :func:`thunder_zero.compile` also takes a further dimension after ``"dp"``, or after ``"dp_replicate"``
             and ``"dp_shard"``, along which torch's ``parallelize_module`` has sliced parameters.
         dp_mesh_dims: other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, as FSDP2 takes them
             (``torch.distributed.fsdp.DataParallelMeshDims``).
         device: the device of the shards. Default: the parameters' device; for a module on the meta device the CPU, or
             the current device if the group carries no CPU tensors.
-        init: a function that gives parameters and buffers on the meta device their values, after the
-            ``reset_parameters`` of each module that owns some. It is called as by ``module.apply(init)``, with the
-            module's own parameters in full.
+        init: a function that initialises parameters and buffers on the meta device. It is called with each submodule,
+            as ``module.apply(init)`` does, after the submodule's ``reset_parameters``. The submodule's own parameters
+            are full.
         weights: full tensors by their names in the module's state dict, such as ``torch.load(..., mmap=True)``. They
             become the values of parameters and buffers, and are read one at a time. A path is also accepted: a
             safetensors file, or a folder of such files as ``save_pretrained`` writes it.
@@ -107,8 +107,8 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
     """Check a policy or a stage, and keyword arguments.
 
     Raises:
-        TypeError: an argument of a wrong type, or one that does not exist.
-        ValueError: a value out of range, a device that torch does not know, a stage that is not the policy's.
+        TypeError: an argument has a wrong type, or does not exist.
+        ValueError: a value is out of range, torch does not know the device, or ``stage`` is not the policy's.
     """
     changes: dict[str, Any] = dict(arguments)
     groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
@@ -125,8 +125,8 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
         if name in INSTEAD and name not in known:
             raise TypeError(f"{name} is an argument of FSDP2; here: {INSTEAD[name]}")
         if name not in known:
-            near = get_close_matches(name.lower(), known, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "; thunder_zero.Policy lists its fields"
+            similar = get_close_matches(name.lower(), known, n=3)
+            hint = f"; did you mean {' or '.join(similar)}?" if similar else "; thunder_zero.Policy lists its fields"
             raise TypeError(f"{name}={value!r} is not a field of Policy{hint}")
     if policy is None:
         return Policy(**changes)

@@ -1,10 +1,10 @@
-"""Reports what a model is compiled for, and warns if the shapes of inputs keep changing.
+"""Reports the shapes that a model is compiled for, and warns if shapes of inputs keep changing.
 
 In: the arguments of each forward, and the number of programs before and after it. Out: lines on rank 0's standard
 error, and on every rank one warning after ``WARN_AFTER`` different shapes::
 
-    compiling Net for (8, 16) ...                                    on a terminal alone, after a second
-    compiled forward and backward of Net for (8, 16): 2.3 s          afterwards, if it took a second
+    compiling Net for (8, 16) ...                                    only on a terminal, after a second
+    compiled forward and backward of Net for (8, 16): 2.3 s          at the end, if compiling took a second
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Compilations:
     Attributes:
         name: the name of the module's class.
         forward: the module's forward, whose signature names inputs.
-        reports: whether compilations are reported on standard error.
-        shapes: the shapes of inputs of each forward that compiled a program.
-        warned: whether the user was warned of changing shapes.
-        seen: the grad modes and shapes of inputs of forwards so far.
+        reports: True if compilations are reported on standard error.
+        shapes: the input shapes of each forward that compiled a program.
+        warned: True once the user was warned of changing shapes.
+        known_calls: the grad modes and input shapes of earlier forwards.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Compilations:
     reports: bool
     shapes: list[Shapes] = field(default_factory=list)
     warned: bool = False
-    seen: set[tuple[Any, ...]] = field(default_factory=set)
+    known_calls: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
     def watched(self, count_programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
-        """Watch a forward, which compiled something if there are more programs at the end of the block.
+        """Report a forward inside the block if it compiles, which the number of programs shows.
 
-        On a terminal a thread reports the compilation once it takes long.
+        On a terminal, a thread reports a compilation that takes long.
         """
         programs, start = count_programs(), time.monotonic()
         if self.reports and sys.stderr.isatty() and self._is_new(args, kwargs):
@@ -79,10 +79,10 @@ class Compilations:
 
     def _is_new(self, args: Any, kwargs: Any) -> bool:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        look = (torch.is_grad_enabled(), *(value.shape for value in tensors))
-        known = look in self.seen
-        self.seen.add(look)
-        return not known
+        key = (torch.is_grad_enabled(), *(value.shape for value in tensors))
+        is_new = key not in self.known_calls
+        self.known_calls.add(key)
+        return is_new
 
     def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
         if not ended.wait(SECONDS):
@@ -106,10 +106,10 @@ class Compilations:
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
-    """Return the shapes of the arguments that are tensors, by name in the signature."""
+    """Return the shapes of tensor arguments, by their names in the signature."""
     try:
         bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # a decorator takes other arguments than its signature has
+    except TypeError:  # a decorated forward may take arguments that its signature lacks
         bound = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
     flat: dict[str, Any] = {}
     for name, value in bound.items():
@@ -125,9 +125,9 @@ def _listed(shapes: Shapes) -> str:
 
 
 def changing_input(shapes: Sequence[Shapes]) -> str | None:
-    """Return which input changes from program to program, and what to do, or None if no shape changes.
+    """Return a sentence about an input whose shape changes from program to program, or None.
 
-    ``shapes`` has the shapes of each program, by names of arguments, or by dynamo's expressions for them.
+    ``shapes`` has the input shapes of each program, by argument name or by dynamo's expression for the argument.
     """
     for name in shapes[-1] if shapes else ():
         different = list(dict.fromkeys(tuple(program[name]) for program in shapes if name in program))
@@ -140,20 +140,20 @@ def changing_input(shapes: Sequence[Shapes]) -> str | None:
     return None
 
 
-def too_many(module: str, most: int, shapes: Sequence[Shapes], why: str | None) -> str:
-    """Return a warning that programs are dropped, with the reason and what to do."""
+def too_many(module: str, limit: int, shapes: Sequence[Shapes], cause: str | None) -> str:
+    """Return a warning that programs are dropped; ``cause`` says why dynamo compiled the last program."""
     action = changing_input(shapes) or "keep what changes from call to call constant"
-    reason = f"; the last was compiled because {why}" if why else ""
+    reason = f"; the last was compiled because {cause}" if cause else ""
     return (
-        f"{module} has {most} programs of one function, so the one that ran longest ago is dropped whenever another is "
-        f"compiled, and compiled again when it is needed{reason}; {action}; thunder_zero.tools.programs(model) lists "
-        f"them"
+        f"{module} has {limit} programs of one function, so the one that ran longest ago is dropped whenever another "
+        f"is compiled, and compiled again when it is needed{reason}; {action}; thunder_zero.tools.programs(model) "
+        f"lists them"
     )
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a compilation took.
+    """The cost of a compilation.
 
     Attributes:
         seconds: wall-clock time.
@@ -169,7 +169,7 @@ class Spent:
 
 @contextmanager
 def metered() -> Iterator[Callable[[], Spent]]:
-    """Yield a function that returns what the block took, once it has ended."""
+    """Yield a function that returns the cost of the block, once the block has ended."""
     start, resident = time.monotonic(), resident_bytes()
     taken: list[Spent] = []
     yield lambda: taken[0]
@@ -186,9 +186,9 @@ def resident_bytes() -> int:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside the block.
+    """Disable garbage collection inside the block.
 
-    A compilation makes many objects that stay, and collections would take a quarter of its time.
+    A compilation creates many objects that live on, and collections would take a quarter of its time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
-"""What is shown of a compiled program: its traces, with their timeline.
+"""Traces: the traces of a compiled program and their timeline, as users and reports read them.
 
 In: a program of ``traces/pipeline.py``. Out: :class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which
-printing, reports and forecasts read. The timeline is lifted from the traces that run, once, when it is first
-asked for; ``Traces.lifted`` is the one that the passes were given.
+printing, reports and forecasts read. The timeline is lifted lazily, once, from the traces that run.
+``Traces.lifted`` is the timeline before the passes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class Traces:
         backward: the backward trace; None if nothing needs a gradient.
         timeline: both phases, forward first; ``Op.source`` is the index of a line in its phase's trace.
         plan: the plan of each parameter.
-        synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
-        sizes: the shapes of inputs that are tensors. A size that may change from call to call is the name of the input
-            that is this number. Empty under ``thunder.jit``.
-        others: the paths of inputs that are buffers, or parameters that the policy ignores.
-        epilogue: Thunder's trace from the forward trace's outputs to what the model returns.
-        restored: a function from the forward trace's outputs to what the model returns; None under ``thunder.jit``.
-        without: returns the traces that run if some outputs are not differentiated, by the names of their gradients;
-            None if backward gets zeros for these gradients.
+        synced: True if gradients are reduced, False if they are deferred (``no_sync``).
+        sizes: the shapes of tensor inputs, by name. A dynamic size is the name of the input that holds the number.
+            Empty under ``thunder.jit``.
+        others: the paths of inputs that are buffers or ignored parameters, by the names of the inputs.
+        epilogue: Thunder's trace that builds the model's result from the forward trace's outputs.
+        restored: a function that builds the model's result from the forward trace's outputs; None under
+            ``thunder.jit``.
+        without: a function that takes names of output gradients, and returns the traces whose backward does not read
+            them. None if backward gets zeros for missing gradients.
         lifted: the timeline before scheduling.
-        fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
+        fuses: True if the model's executors fuse pointwise lines on a GPU, as Thunder's default executors do.
     """
 
     forward: TraceCtx
@@ -75,17 +76,17 @@ class Traces:
         return "\n".join([head, *summaries])
 
     @classmethod
-    def of(cls, program: Program, **shown: Any) -> Traces:
-        """Return the traces of a program; ``shown`` sets other fields."""
+    def of(cls, program: Program, **other_fields: Any) -> Traces:
+        """Return the traces of a program; ``other_fields`` sets the remaining fields."""
         scheduled, facts = program.scheduled, program.scheduled.facts
-        known = {
+        values = {
             "synced": facts.synced,
             "sizes": facts.sizes,
             "others": facts.others,
             "lifted": scheduled.lifted,
-            **shown,
+            **other_fields,
         }
-        return cls(program.forward, program.backward, program.timeline, facts.plan, **known)
+        return cls(program.forward, program.backward, program.timeline, facts.plan, **values)
 
     @property
     def has_regions(self) -> bool:
@@ -120,12 +121,12 @@ class Traces:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program of a model, which runs.
+    """A compiled program of a model.
 
     Attributes:
-        synced: whether gradients are reduced.
+        synced: True if the program reduces gradients.
         computation_fn: the function of forward.
-        traces: returns the traces, as they run now.
+        traces: a function that returns the traces that ran last.
     """
 
     synced: bool

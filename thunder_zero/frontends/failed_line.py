@@ -1,6 +1,6 @@
 """Names the user's line, the parameters and the unit where a compiled program raises.
 
-In: an error whose traceback ends in code that Thunder wrote. Out: the same error, with a note::
+In: an error whose traceback ends in code that Thunder wrote. Out: the error, with a note::
 
     IndexError: index out of range in self
     in t35 = torch.nn.functional.embedding(tokens, t6, ...)
@@ -26,12 +26,12 @@ WIDTH = 100
 
 
 def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
-    """Add the note if the forward of one of these programs raised the error."""
+    """Add a note to an error if the forward of one of ``programs`` raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    filename, number = next((frame for frame in reversed(frames) if frame[0].startswith(WRITTEN)), ("", 0))
+    filename, line_number = next((frame for frame in reversed(frames) if frame[0].startswith(WRITTEN)), ("", 0))
     for entry in programs:
         if unwrap(entry.computation_fn).__code__.co_filename == filename:
-            code = linecache.getline(filename, number).strip()
+            code = linecache.getline(filename, line_number).strip()
             traces = entry.traces()
             op = _op_of(code, traces.forward_timeline)
             if op is not None:
@@ -49,11 +49,11 @@ def _note(code: str, op: Op, timeline: Timeline, line: BoundSymbol) -> str:
     code = code.partition("  # ")[0]
     lines = [f"in {code if len(code) <= WIDTH else code[:WIDTH] + ' ...'}"]
     if line.source_filename is not None and line.source_positions is not None:
-        number = line.source_positions.lineno or 0
-        text = linecache.getline(line.source_filename, number).strip()
-        lines.append(f"from {line.source_filename}:{number}: {text}")
-    made_from, writers = gathered_from(timeline), timeline.writer
-    waits = dict.fromkeys(wait for read in op.reads for wait in made_from.get(read, ()))
+        line_number = line.source_positions.lineno or 0
+        text = linecache.getline(line.source_filename, line_number).strip()
+        lines.append(f"from {line.source_filename}:{line_number}: {text}")
+    sources, writers = gathered_from(timeline), timeline.writer
+    waits = dict.fromkeys(wait for read in op.reads for wait in sources.get(read, ()))
     for name in waits:
         wait = timeline.ops[writers[name]]
         if wait.kind is Kind.WAIT:

@@ -1,4 +1,4 @@
-"""FSDP2's names, with what to use here: one table, which errors quote and pages show.
+"""FSDP2's names and their replacements here: one table, which errors quote and pages show.
 
 In: a method or an argument of FSDP2 that a user tries here. Out: the sentence of its row::
 
@@ -12,22 +12,22 @@ from typing import NamedTuple
 
 
 class Replacement(NamedTuple):
-    """A row of the table: a feature of FSDP2, and its replacement here.
+    """A row of the table: a feature of FSDP2, and its replacement in thunder_zero.
 
     Attributes:
-        here: what to use here, in Markdown.
-        names: methods and arguments of FSDP2; an error that is raised for one quotes ``here``.
-        title: what FSDP2 has, in Markdown; if empty, the names.
+        text: the replacement, in Markdown.
+        names: methods and arguments of FSDP2; errors about them quote ``text``.
+        title: the feature of FSDP2, in Markdown; by default, the names.
     """
 
-    here: str
+    text: str
     names: tuple[str, ...] = ()
     title: str = ""
 
     def markdown(self) -> str:
         """Return the row as a line of a table."""
         title = self.title or ", ".join(f"`{name}`" for name in self.names)
-        return f"| {title} | {self.here} |"
+        return f"| {title} | {self.text} |"
 
 
 ROWS = (
@@ -131,4 +131,4 @@ ROWS = (
         title="`dcp.save`, `dcp.load`",
     ),
 )
-INSTEAD = {name: row.here.replace("`", "") for row in ROWS for name in row.names}  # what errors quote, by FSDP2's name
+INSTEAD = {name: row.text.replace("`", "") for row in ROWS for name in row.names}  # by FSDP2's name, for errors

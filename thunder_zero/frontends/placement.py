@@ -1,7 +1,7 @@
 """Puts shards and buffers into a plain module; checks before each forward that they are unchanged.
 
 In: a jitted module and its state. Out: the plain module with shards in it, and a list of checks. A check is a function
-that returns an error message or None. Checks are made right after sharding, and called before each forward::
+that returns an error message or None. Checks are created right after sharding, and called before each forward::
 
     module.h[0].w = other      ->      "parameter 'h.0.w' was replaced after thunder_zero sharded it; copy new values
                                         into it (load_original_state_dict, or in place), or transform the new module"
@@ -75,15 +75,15 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
 
 
 def hook_checks(plain: nn.Module) -> list[Check]:
-    """Return checks that hooks of submodules stay as they are; Thunder reads them only when it compiles."""
+    """Return checks that hooks of submodules do not change; Thunder reads hooks only when it compiles."""
     return [_hooks_stay(module, path) for path, module in plain.named_modules()]
 
 
 def module_checks(model: ThunderModule, state: State) -> list[Check]:
-    """Return quick checks that the jitted module and the plain one stay as they are.
+    """Return quick checks that the jitted module and the plain module do not change.
 
-    Without them a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
-    ``.data = ...`` would be ignored, or would train something other than the plan.
+    Without these checks a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``,
+    ``requires_grad_`` or ``.data = ...`` would be ignored, or would train something other than the plan.
     """
     plain: nn.Module = plain_of(model)
     modules = list(plain.named_modules())
@@ -100,7 +100,7 @@ def module_checks(model: ThunderModule, state: State) -> list[Check]:
 
 
 def none_buffer_checks(plain: nn.Module) -> list[Check]:
-    """Return checks that buffers that are None stay None; Thunder reads them only when it compiles."""
+    """Return checks that None buffers stay None; Thunder reads them only when it compiles."""
     slots = [(path, module._buffers) for path, module in plain.named_modules()]
     return [
         _stays_none(buffers, name, _joined(path, name))
@@ -122,7 +122,7 @@ def first_error(checks: Iterable[Check]) -> str | None:
 
 
 def _hooks_stay(module: nn.Module, path: str) -> Check:
-    """Return a check that a module has as many hooks as now."""
+    """Return a check that the number of hooks of a module does not change."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     counts = tuple(map(len, kinds))
 
@@ -139,9 +139,10 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
 
 
 def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
-    """Return a check that dicts of modules hold the same objects in the same order as now.
+    """Return a check that dicts of modules keep their objects, and the order of the objects.
 
-    Each dict comes with its kind and its module's path. All are compared at once, and one by one only after a change.
+    An item of ``holders`` has a dict, the kind of its objects, and its module's path. The check compares all dicts at
+    once, and one by one only after a change.
     """
     dicts = [holder for holder, _, _ in holders]
     counts = list(map(len, dicts))
@@ -158,7 +159,7 @@ def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
 
 
 def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
-    """Return a check that a dict of a module holds the same objects in the same order as now."""
+    """Return a check that a dict of a module keeps its objects, and the order of the objects."""
     expected = dict(holder)
 
     def check() -> str | None:
@@ -192,7 +193,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
-    """Return a check that ``model.name = ...`` adds no parameter to the sharded model: no step would train it."""
+    """Return a check that ``model.name = ...`` adds no parameter, which no step would train."""
     modules, parameters = model._modules, model._parameters
     counts = len(modules), len(parameters)
 
@@ -210,17 +211,17 @@ def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
     return check
 
 
-def _added(what: str) -> str:
+def _added(name: str) -> str:
     return (
-        f"{what} was added after thunder_zero sharded the module, so no plan covers it and no step trains it; add it "
+        f"{name} was added after thunder_zero sharded the module, so no plan covers it and no step trains it; add it "
         f"to the module before thunder.jit or tz.compile"
     )
 
 
 def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check:
-    """Return a check that ``model.name = ...`` hides nothing of the plain module, which programs read.
+    """Return a check that ``model.name = ...`` hides no attribute of the plain module, which programs read.
 
-    ``kinds`` has what each name of the plain module is, such as "parameter".
+    ``kinds`` has the kind of each attribute of the plain module, such as "parameter", by name.
     """
 
     def check() -> str | None:
@@ -233,17 +234,17 @@ def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check
 
 
 def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
-    """Return a check that all shards are as they were made; they are compared one by one only after a change."""
+    """Return a check that shards keep their properties; it compares them one by one only after a change."""
     tensors = list(shards.values())
     checks = [_as_planned(path, shard) for path, shard in shards.items()]
     shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
-    trains = [shard.requires_grad for shard in tensors]
+    grad_flags = [shard.requires_grad for shard in tensors]
 
     def check() -> str | None:
         if (
             [shard.shape for shard in tensors] == shapes
             and [shard.untyped_storage()._cdata for shard in tensors] == memory  # _memory_of, without 150 calls
-            and [shard.requires_grad for shard in tensors] == trains
+            and [shard.requires_grad for shard in tensors] == grad_flags
         ):
             return None
         return first_error(checks)

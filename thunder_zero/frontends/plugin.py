@@ -31,11 +31,11 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
-    The arguments are those of :class:`ZeroTransform`. Use the jitted module that is returned instead of ``model``.
+    See :class:`ZeroTransform` for the arguments. Use the returned module instead of ``model``.
 
     Raises:
         TypeError: ``model`` is not a jitted module.
-        RuntimeError: ``model`` was already called, or is already transformed. See also ZeroTransform.
+        RuntimeError: ``model`` was already called, or is already transformed. ZeroTransform has further errors.
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
@@ -54,8 +54,8 @@ class Zero(Plugin):
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
 
-    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. The arguments are those of
-    :class:`ZeroTransform`.
+    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects the plugin by name. See
+    :class:`ZeroTransform` for the arguments.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
@@ -63,15 +63,15 @@ class Zero(Plugin):
         self._policy, self._arguments = policy, arguments
 
     def setup_transforms(self) -> list[ZeroTransform]:
-        """Return a new transform, since each module needs one of its own."""
+        """Return a new transform, since a transform shards one module only."""
         return [ZeroTransform(self._policy, **self._arguments)]
 
 
 class Recipe(ThunderRecipe):
-    """A recipe of Thunder's default executors for any machine, after ours for attention and convolutions.
+    """A recipe for any machine: our executors for attention and convolutions, then Thunder's default executors.
 
     Raises:
-        ValueError: the interpreter is not ``"thunder.jit"``.
+        ValueError: ``interpreter`` is not ``"thunder.jit"``.
     """
 
     def __init__(self, interpreter: str | Interpreter = Interpreter.THUNDER_JIT) -> None:
@@ -83,7 +83,7 @@ class Recipe(ThunderRecipe):
             )
 
     def setup_executors(self) -> list[Executor]:
-        """Return Thunder's default executors, after ours for attention and convolutions."""
+        """Return our executors for attention and convolutions, then Thunder's default executors."""
         return room.default_executors()
 
     def add_plugins(self, plugins: list[Plugin]) -> None:

@@ -8,8 +8,8 @@ For each program of a module that Thunder compiles, in this order::
     transform_trace_post_optimization    forward, then backward: proved, compared between ranks, named by zero_enter
 
 In: Thunder's traces. Out: the traces that run; ``entry`` returns the program of an entry of Thunder's cache. Hooks hand
-results on in a :class:`Compilation`, which the first hook makes. If the first program of a kind cannot be proved, all
-ranks raise: other ranks hear of it when schedules are compared.
+results on in a :class:`Compilation`, which the first hook creates. If the first program of a kind cannot be proved, all
+ranks raise: all ranks learn of it when ranks compare schedules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 
 
 class JointPass(NeverFuses, FusionExecutor):
-    """An executor that Thunder calls as a fuser, and that applies a function to the joint trace."""
+    """An executor that Thunder calls as a fuser. It applies a function to the joint trace."""
 
     def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx]) -> None:
         super().__init__(name)
@@ -59,7 +59,7 @@ class JointPass(NeverFuses, FusionExecutor):
 
 @dataclass
 class Compilation:
-    """The program that Thunder compiles now; earlier hooks set what later hooks read."""
+    """The program that Thunder compiles now. Earlier hooks set the fields that later hooks read."""
 
     facts: Facts
     scheduled: Scheduled = field(init=False)
@@ -71,17 +71,17 @@ class ProgramTransform(Transform):
 
     Attributes:
         fusers: Thunder's executors that fuse.
-        fuses: whether the fusers fuse pointwise lines on a GPU.
+        fuses: True if the fusers fuse pointwise lines on a GPU.
         programs: the scheduled trace of each program, by the forward trace that runs.
     """
 
-    used = False  # True once it shards a module
+    used = False  # True once this transform shards a module
 
     def __init__(self) -> None:
         self._executor: ZeroExecutor | None = None
         self._compilation: Compilation
         self.programs: WeakKeyDictionary[TraceCtx, Scheduled] = WeakKeyDictionary()
-        self._shown: WeakKeyDictionary[Callable[..., Any], Program] = WeakKeyDictionary()  # by forward's function
+        self._program_of: WeakKeyDictionary[Callable[..., Any], Program] = WeakKeyDictionary()  # by forward's function
         self._plain: torch.nn.Module  # set by install
         self._tracing: room.Tracing  # set by install
 
@@ -116,19 +116,20 @@ class ProgramTransform(Transform):
         self._plain = plain_of(model)
         self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
-        front = room.executors_in_front(data.executors_list)
-        others = [executor for executor in data.executors_list if executor not in front]  # tz.Recipe also adds front
-        is_default = {*get_default_executors()} <= {*others}
-        self.fuses = is_default or any(executor.name in FUSERS for executor in others)
-        self.fusers = tuple(executor for executor in others if isinstance(executor, FusionExecutor))
-        schedule = JointPass("thunder_zero_schedule", self._scheduled)
-        repair = JointPass("thunder_zero_repair_fusion", self._repaired)
-        data.executors_list = (self._executor, schedule, *front, *others, repair)
+        front_executors = room.executors_in_front(data.executors_list)
+        # tz.Recipe also adds executors in front.
+        other_executors = [executor for executor in data.executors_list if executor not in front_executors]
+        is_default = {*get_default_executors()} <= {*other_executors}
+        self.fuses = is_default or any(executor.name in FUSERS for executor in other_executors)
+        self.fusers = tuple(executor for executor in other_executors if isinstance(executor, FusionExecutor))
+        schedule_pass = JointPass("thunder_zero_schedule", self._scheduled)
+        repair_pass = JointPass("thunder_zero_repair_fusion", self._repaired)
+        data.executors_list = (self._executor, schedule_pass, *front_executors, *other_executors, repair_pass)
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Take rows, synchronise them at first use, and draw random numbers once."""
+        """Rewrite the traces: they take rows, synchronise rows at first use, and draw random numbers once."""
         executor = self.executor
         require_traceable(self._plain, self.parts())
         if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
@@ -149,7 +150,7 @@ class ProgramTransform(Transform):
         return repair_fused(trace, self._compilation.scheduled, self.fusers)
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, compare them between ranks, and let each phase announce itself."""
+        """Prove the traces that will run, compare them between ranks, and insert ``zero_enter`` into each phase."""
         compilation = self._compilation
         if TraceTag.BACKWARD in trace.tags:
             pipeline.prove(compilation.scheduled, compilation.forward, trace)
@@ -160,17 +161,17 @@ class ProgramTransform(Transform):
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
             phase = pipeline.FORWARD_ALONE
             pipeline.prove(compilation.scheduled, trace)
-        named = add_enter(trace, phase, compilation.facts)
-        self.programs[named] = compilation.scheduled
-        return named
+        entered = add_enter(trace, phase, compilation.facts)
+        self.programs[entered] = compilation.scheduled
+        return entered
 
     def entry(self, cached: Any) -> Entry:
         """Return the program of an entry of Thunder's cache."""
-        if (program := self._shown.get(cached.computation_fn)) is None:
-            program = self._shown[cached.computation_fn] = self._program(cached)
+        if (program := self._program_of.get(cached.computation_fn)) is None:
+            program = self._program_of[cached.computation_fn] = self._program(cached)
         epilogue = cached.epilogue_traces[-1] if cached.epilogue_traces else None
-        shown = partial(Traces.of, program, fuses=self.fuses, epilogue=epilogue)
-        return Entry(program.scheduled.facts.synced, cached.computation_fn, shown)
+        traces = partial(Traces.of, program, fuses=self.fuses, epilogue=epilogue)
+        return Entry(program.scheduled.facts.synced, cached.computation_fn, traces)
 
     def _program(self, cached: Any) -> Program:
         traces, backward = cached.computation_traces, cached.backward_traces
@@ -182,23 +183,24 @@ def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionE
     """Return the fused joint trace, repaired after Thunder's rematerialisation.
 
     Rematerialisation may let a region of backward recompute from an input of a region of forward. That input may be a
-    gathered parameter (``compat/thunder/fusion_repair.py``). It also weighs a tensor by its dtype alone, so forward may
-    save more bytes than were scheduled. Then the fusers run again without it, and the trace that saves less is taken.
+    gathered parameter (``compat/thunder/fusion_repair.py``). Rematerialisation also weighs a tensor by its dtype alone,
+    so forward may save more bytes than were scheduled. In that case the fusers run again without rematerialisation, and
+    the trace that saves fewer bytes is taken.
     """
     if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
         return trace
     facts, timeline = scheduled.facts, lift(trace, scheduled.facts)
     if saved_bytes(timeline) > saved_bytes(lift(scheduled.trace, facts)):
-        again = scheduled.trace
+        fused_again = scheduled.trace
         for fuser in fusers:
-            again = room.fused_only(fuser, again)
-        other = lift(again, facts)
-        if saved_bytes(other) < saved_bytes(timeline):
-            trace, timeline = again, other
-    right = room.repair_fusion(timeline)
-    return trace if right is timeline else emit(trace, right, facts.executor)
+            fused_again = room.fused_only(fuser, fused_again)
+        timeline_again = lift(fused_again, facts)
+        if saved_bytes(timeline_again) < saved_bytes(timeline):
+            trace, timeline = fused_again, timeline_again
+    repaired = room.repair_fusion(timeline)
+    return trace if repaired is timeline else emit(trace, repaired, facts.executor)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
-    """Return whether a forward trace saves nothing for backward; then it must wait for every collective it starts."""
+    """Return whether a forward trace saves nothing for backward, so that it waits for all its collectives."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])

@@ -83,7 +83,7 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
 
 
 def require_for_slices(policy: Policy) -> None:
-    """Raise ValueError for a field of the policy that is not supported beside torch's tensor parallelism."""
+    """Raise ValueError if the policy sets a field that is not supported with torch's tensor parallelism."""
     fields = ("cpu_offload", "frozen_format", "transport")
     used = [name for name in fields if getattr(policy, name)]
     used += ["broadcast_from"] * (policy.broadcast_from is not None)
@@ -92,7 +92,7 @@ def require_for_slices(policy: Policy) -> None:
 
 
 def _faults_of_wrappers(module: nn.Module, name: str) -> Iterator[str]:
-    """Yield error messages if a module is of a class that cannot be sharded."""
+    """Yield error messages if the class of a module cannot be sharded."""
     if isinstance(module, ThunderModule):
         yield (
             f"{type(plain_of(module)).__name__} is already jitted, and was given to thunder.jit again; give "

@@ -1,11 +1,11 @@
-"""ZeroTransform: Thunder's hook for a module, which shards it, and what runs around each forward.
+"""ZeroTransform: Thunder's hook that shards a module, and the hooks around each forward.
 
 In: a module that ``thunder.jit`` has wrapped, and the arguments of the transform. Out: the same object as a ZeroModule,
 whose parameters are shards. Thunder calls ``transform_module`` once; it is a collective::
 
     ranks_of            the process groups                            comm/group.py
-    make_plan           shape, shard, unit and lifetime of each       plan/make_plan.py
-    initial_values      full ones, or this rank's rows                sharded/initial_values/
+    make_plan           shape, shard, unit, lifetime of parameters    plan/make_plan.py
+    initial_values      full values, or this rank's rows              sharded/initial_values/
     State               shards, placeholders, transport               sharded/state.py
     place_parameters    shards into the plain module                  placement.py
     install, adopt      our executors; its class becomes ZeroModule   program_transform.py, zero_module.py
@@ -62,7 +62,7 @@ from thunder.core.trace import is_tracing
 
 
 def transforming(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context that tags its collectives as those that shard a module."""
+    """Return a context whose collectives are tagged as the sharding of a module."""
     return doing(f"the transform of {type(module).__name__}")
 
 
@@ -77,12 +77,12 @@ class ZeroTransform(ProgramTransform):
             ``stage=3`` or ``broadcast_from=0``: see :class:`~thunder_zero.frontends.arguments.Arguments`.
 
     Raises:
-        ValueError: a stage or a field is out of range; the module has no parameters; the group lacks a rank; a device
-            does not exist; a mesh has unsupported dimensions; nothing gives a value to a parameter or buffer on the
-            meta device; weights have other names or shapes.
-        RuntimeError: there is no process group; the module is already transformed; ranks differ.
-        TypeError: a function takes the place of the module; ``policy`` is no policy; a field does not exist; ``init``
-            is no function, or ``weights`` is no mapping.
+        ValueError: a stage or a field is out of range, the module has no parameters, or ``device`` does not exist.
+            Also if the group lacks this rank, or ``mesh`` has unsupported dimensions. Also if a parameter or buffer on
+            the meta device gets no value, or ``weights`` has other names or shapes than the module.
+        RuntimeError: there is no process group, the module is already transformed, or ranks differ.
+        TypeError: Thunder was given a function instead of a module, ``policy`` is not a policy, or a field does not
+            exist. Also if ``init`` is not a function, or ``weights`` is not a mapping.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:

@@ -3,14 +3,14 @@
 ``transform.py`` calls :func:`adopt`, which changes a ThunderModule's class to this one. Names, tree and state dict are
 the plain module's, whose parameters are the shards. In a call::
 
-    model(x)    _before_forward (transform.py)     nothing was changed; inputs are cast
+    model(x)    _before_forward (transform.py)     checks that nothing was changed, casts inputs
                 ParameterSlots.traced              placeholders take the places of shards
-                _forward_fn                        Thunder takes a program, or compiles one, and runs it
+                _forward_fn                        Thunder looks a program up, or compiles it, and runs it
                 guard (sharded/accumulation.py)    its backward will raise where it would be wrong
                                                    the shards are back
 
-Calls that would move, cast, wrap or pickle the model, or compute with shards as full values, raise and say what to do
-instead. :func:`traces_of` returns the program that ran last.
+Calls that would move, cast, wrap or pickle the model, or compute with shards as full values, raise and name an
+alternative. :func:`traces_of` returns the program that ran last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from thunder_zero.sharded.state import State
 from thunder import compile_stats
 from thunder.core.module import ThunderModule
 
-NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with what to call instead
+NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with their replacements
     "generate": "call it on all ranks inside of: with tz.full_parameters(model) as module: module.generate(...)",
     "save_pretrained": "tz.save_pretrained(model, folder), on all ranks, writes the same folder",
     "push_to_hub": "tz.save_pretrained(model, folder), on all ranks, writes a folder to upload",
@@ -60,12 +60,12 @@ NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with what to cal
 class ZeroModule(ShardedModel, ThunderModule):
     """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one.
 
-    Thunder's own ``no_sync`` reduces once more at its end; this one does not.
+    Thunder's own ``no_sync`` reduces gradients once more at its end; the ``no_sync`` of this class does not.
     """
 
     _forward_fn: Callable[..., Any]
     _runtime: ModelRuntime
-    _entry: Callable[[Any], Entry]  # from an entry of Thunder's cache to a program
+    _entry: Callable[[Any], Entry]  # returns the program of an entry of Thunder's cache
     _slots: ParameterSlots
     _compilations: Compilations
 
@@ -86,8 +86,9 @@ class ZeroModule(ShardedModel, ThunderModule):
         """Load full tensors by the plain module's names; tensors whose names are missing keep their values.
 
         Raises:
-            RuntimeError: the module lacks a name, or the call is inside ``EMA.applied``; nothing has changed.
-            ValueError: a parameter has another shape.
+            RuntimeError: the module lacks a name of ``state_dict``, or the call is inside ``EMA.applied``. Nothing has
+                changed.
+            ValueError: a tensor and its parameter have different shapes.
         """
         current = self.state_dict()
         if unexpected := [name for name in state_dict if name not in current]:
@@ -99,7 +100,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
-        """Return :func:`thunder_zero.full_state_dict` of the model, under Thunder's name for it."""
+        """Return the full state dict, as :func:`thunder_zero.full_state_dict` does."""
         return full_state_dict(self)
 
     # The tree, the names and the state dict are the plain module's, which torch's tools walk.
@@ -149,8 +150,8 @@ class ZeroModule(ShardedModel, ThunderModule):
         may rename, split or join entries while they load, as in ``_load_from_state_dict``.
 
         Raises:
-            RuntimeError: ``strict``, and names are missing or unexpected; or the call is inside ``EMA.applied``.
-            ValueError: a full tensor has another shape; nothing has changed.
+            RuntimeError: ``strict`` is True and names are missing or unexpected, or the call is inside ``EMA.applied``.
+            ValueError: a full tensor and its parameter have different shapes. Nothing has changed.
         """
         self._state.require_own_values("load a state dict")
         return load_parts(self._model, encoded_values(self._model, state_dict), self.state_dict(), strict)
@@ -213,7 +214,8 @@ class ZeroModule(ShardedModel, ThunderModule):
         return output
 
     def get_buffer(self, name: str) -> Tensor:
-        """Return a buffer of the plain module; quick, since programs get all buffers in each call."""
+        """Return a buffer of the plain module."""
+        # Programs get all buffers in each call, so this lookup is fast.
         parent, _, key = name.rpartition(".")
         buffer: Tensor | None = self.get_submodule(parent)._buffers.get(key)
         return super().get_buffer(name) if buffer is None else buffer  # get_buffer raises
@@ -258,12 +260,13 @@ class ZeroModule(ShardedModel, ThunderModule):
             AttributeError: the attribute does not exist, is a method of FSDP2, or is a function that needs full
                 parameters.
         """
-        kind = type(self._modules["_model"]).__name__
+        class_name = type(self._modules["_model"]).__name__
         if name in INSTEAD and not hasattr(self._modules["_model"], name):
-            raise AttributeError(f"{kind} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
+            raise AttributeError(f"{class_name} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
         if name in NEED_FULL_PARAMETERS and hasattr(self._modules["_model"], name):
             raise AttributeError(
-                f"{name} of {kind} needs full parameters, and thunder_zero sharded them; {NEED_FULL_PARAMETERS[name]}"
+                f"{name} of {class_name} needs full parameters, and thunder_zero sharded them; "
+                f"{NEED_FULL_PARAMETERS[name]}"
             )
         return super().__getattr__(name)
 
@@ -323,7 +326,7 @@ def zero_module(model: object) -> ZeroModule:
     """Return a model as a ZeroModule.
 
     Raises:
-        TypeError: not a sharded model.
+        TypeError: ``model`` is not a sharded model.
     """
     sharded = sharded_model(model)
     assert isinstance(sharded, ZeroModule), "all sharded models are ZeroModules"
@@ -335,13 +338,13 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
 
     Args:
         model: a sharded model that was called.
-        synced: True chooses the program that reduces gradients, False the program under ``no_sync``, None the program
-            that ran last. If the chosen kind did not run last, its program that was compiled last is returned.
+        synced: True for the program that reduces gradients, False for the program under ``no_sync``, None for the
+            program that ran last. If several programs match, and none of them ran last, the newest is returned.
         graph: the index of a graph of the last forward; None if there was one graph.
 
     Raises:
-        TypeError: not a sharded model.
-        RuntimeError: the model has not been called, or not in the chosen way.
+        TypeError: ``model`` is not a sharded model.
+        RuntimeError: the model has not been called, or only with the other value of ``synced``.
         ValueError: ``graph`` is None and the last forward ran several graphs, or there is no such graph.
     """
     graphs = zero_module(model).graphs()

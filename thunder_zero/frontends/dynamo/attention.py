@@ -1,7 +1,7 @@
 """Attention as a GPU computes it, in a graph of tensors on the CPU.
 
-A plan for GPUs is made on a machine without one. There torch would trace the CPU's kernel. With dropout it would trace
-the formula, whose saved values grow with the square of the length.
+A plan for GPUs may be computed on a machine without a GPU. There torch would trace the CPU's kernel. With dropout,
+torch would trace the decomposed formula, whose saved values grow with the square of the sequence length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention as torch does on a GPU.
 
-    Half precision without a mask takes the flash kernel, everything else the efficient kernel. Torch chooses in this
+    Half precision without a mask takes the flash kernel; other calls take the efficient kernel. Torch chooses in this
     order (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
     """
     if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
@@ -46,6 +46,6 @@ def attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    output = EFFICIENT(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    output = EFFICIENT(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
     return output

@@ -1,7 +1,7 @@
 """Reads graphs of dynamo: which inputs are parameters, and when two graphs are equal.
 
-Dynamo makes parameters inputs of its graph. It guards how parameters look, not which objects they are. So it may call a
-graph that it captured in one submodule with the parameters of another.
+Dynamo makes parameters inputs of its graph. It guards their shapes and dtypes, not their identity. So it may call a
+graph that it captured in one submodule with the parameters of another submodule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thunder_zero.compat.aot import argument_of, is_subclass
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.slices import path_of, slice_of
 
-Looks = tuple[str, str, tuple[Any, ...]]
+GraphKey = tuple[str, str, tuple[Any, ...]]
 Paths = tuple[str | None, ...]  # for each input of a graph the parameter's path, or None
 
 
@@ -30,18 +30,18 @@ def paths_of(inputs: Sequence[Any]) -> Paths:
 def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
     """Change a graph to take slices in place of parameters that are DTensors; return the new inputs.
 
-    The graph's first lines make DTensors of the slices. So parameters and their gradients are plain tensors afterwards.
-    In backward torch redistributes each gradient to the placement of its parameter, even a gradient that is a sum over
-    part of a sequence.
+    The graph's first lines convert the slices to DTensors. So parameters and gradients of the joint graph are plain
+    tensors. In backward torch redistributes each gradient to the placement of its parameter, even a gradient that is a
+    sum over part of a sequence.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
-    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    first_line = next(node for node in graph.graph.nodes if node.op != "placeholder")
     slices = [slice_of(value) for value in inputs]
     for node, part in zip(nodes, slices, strict=True):
         if part is not None:
-            with graph.graph.inserting_before(first):
-                whole = graph.graph.call_function(part.whole, (node, *part.args))
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
+            with graph.graph.inserting_before(first_line):
+                dtensor = graph.graph.call_function(part.whole, (node, *part.args))
+            node.replace_all_uses_with(dtensor, delete_user_cb=lambda user, dtensor=dtensor: user is not dtensor)
             node.meta["example_value"] = local(node.meta["example_value"])
     if any(slices):
         graph.recompile()
@@ -57,8 +57,8 @@ def replaced_parameter(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | No
     return None
 
 
-def looks(graph: fx.GraphModule) -> Looks | None:
-    """Return a key that is equal for graphs that compute the same, whether dynamo captured them for training or not.
+def key_of_graph(graph: fx.GraphModule) -> GraphKey | None:
+    """Return a key that is equal for graphs that compute equal values, with gradients on or off.
 
     Return None if a graph has tensors of its own, symbolic sizes, or inputs that are neither numbers nor plain tensors.
     """
@@ -87,7 +87,8 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the groups of inputs that overlap in memory; a group has the position and the first byte of each input.
 
-    PyTorch traces a graph that writes to inputs for the overlaps of the first call. Dynamo does not guard overlaps.
+    If a graph writes to inputs, PyTorch's trace holds only for the overlaps of the first call. Dynamo does not guard
+    overlaps.
     """
     spans = []
     for position, value in enumerate(inputs):
@@ -97,18 +98,18 @@ def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
             if value.numel():
                 spans.append((value.untyped_storage()._cdata, start, start + (last + 1) * size, position))
     groups: list[list[tuple[int, int]]] = []
-    before, end = None, 0
+    last_storage, end = None, 0
     for storage, start, stop, position in sorted(spans):
-        if storage != before or start >= end:
+        if storage != last_storage or start >= end:
             groups.append([])
             end = 0
         groups[-1].append((position, start))
-        before, end = storage, max(end, stop)
+        last_storage, end = storage, max(end, stop)
     return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
-    """Return the shapes of forward's arguments that are tensors, by name."""
+    """Return the shapes of forward's tensor arguments, by name."""
     named = ((argument_of(node), node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
     return {
         name: example.shape
@@ -117,18 +118,18 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
     }
 
 
-def restoring(returned: Any, markers: Sequence[object], places: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function from the outputs of a forward trace to what the module's forward returns.
+def restoring(returned: Any, markers: Sequence[object], positions: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that builds the result of the module's forward from the outputs of the forward trace.
 
-    ``returned`` is what forward returns, with a marker in place of each output of the graph. ``places`` are the
-    positions of the markers' values among the trace's outputs.
+    ``returned`` is that result with a marker in place of each output of the graph. ``positions`` has the place
+    of each marker's value among the trace's outputs.
     """
-    place_of = dict(zip(map(id, markers), places, strict=True))
-    return lambda outputs: rebuild(returned, {marker: outputs[place] for marker, place in place_of.items()})
+    position_of = dict(zip(map(id, markers), positions, strict=True))
+    return lambda outputs: rebuild(returned, {marker: outputs[position] for marker, position in position_of.items()})
 
 
 def rebuild(tree: Any, values: Mapping[int, Any]) -> Any:
-    """Return a structure in which values replace the leaves that have these ids."""
+    """Return a structure in which ``values``, keyed by ids of leaves, replace the leaves."""
     if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
         names = [field.name for field in fields(tree)]
         return replace(tree, **{name: rebuild(getattr(tree, name), values) for name in names})

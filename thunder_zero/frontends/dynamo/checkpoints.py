@@ -1,6 +1,6 @@
-"""Activation checkpoints of the user's code: backward recomputes what they tag.
+"""Lets backward recompute the lines that the user's activation checkpoints tag.
 
-A pass on the joint graph. It runs before gathers are placed, so that each recomputed line gets the gathers it needs::
+The pass changes the joint graph before gathers are inserted, so that each recomputed line gets the gathers it needs::
 
     relu = aten.relu(mm)                    relu = aten.relu(mm)              # forward's; backward reads no line of it
     ...                              ->     relu_again = aten.relu(mm_again)  # before the first line that reads it
@@ -38,7 +38,7 @@ from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
 def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], paths: Sequence[str | None], plan: Plan) -> Joint:
-    """Return a graph of dynamo with its backward, which recomputes what checkpoints tag.
+    """Return the joint graph of dynamo's graph; its backward recomputes the lines that checkpoints tag.
 
     ``paths`` has the parameter's path for each input, None for other inputs.
     """
@@ -51,37 +51,37 @@ def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], paths: Sequence[str |
 
 
 def _recompute(joint: Joint) -> None:
-    """Change the joint graph so that backward recomputes what checkpoints tag."""
+    """Insert copies of the lines that checkpoints tag, and let backward read the copies."""
     graph = joint.graph.graph
     let_checkpoints_end(joint.graph)
     nodes = list(graph.nodes)
     tagged = {node for node in nodes if is_checkpointed(node) and not is_backward(node)}
     for node in _readers_of_written_inputs(joint, nodes) & tagged:
         tagged -= {node, *(user for user in node.users if user.target is operator.getitem)}
-    draws: dict[fx.Node, tuple[Any, ...]] = {}  # the arguments that run a random line again, by its result
+    draw_args: dict[fx.Node, tuple[Any, ...]] = {}  # the arguments that run a random line again, by its result
     for node in [node for node in nodes if node in tagged and _draws(node)]:
         tagged.remove(node)
         if (state := _state_of(node)) is not None:
             target, args = node.target, node.args
             result, saved_state = _save_state(joint, node, state)
-            draws[result] = (saved_state, target, *args)
+            draw_args[result] = (saved_state, target, *args)
             tagged.add(result)
         else:
             tagged -= {user for user in node.users if user.target is operator.getitem}
-    again: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node, before: fx.Node) -> fx.Node:
-        """Return the copy of a node, after copies of what it reads; return a node that is saved as it is."""
+        """Return the copy of a node, inserted after copies of its inputs; return a saved node unchanged."""
         if node not in tagged:
             return node
-        if node not in again:
-            args = fx.map_arg(draws.get(node, node.args), lambda read: copy(read, before))
+        if node not in copies:
+            args = fx.map_arg(draw_args.get(node, node.args), lambda read: copy(read, before))
             kwargs = fx.map_arg(node.kwargs, lambda read: copy(read, before))
-            target: Any = RUN_WITH_STATE if node in draws else node.target
+            target: Any = RUN_WITH_STATE if node in draw_args else node.target
             with graph.inserting_before(before):
-                again[node] = graph.create_node("call_function", target, args, kwargs, f"{node.name}_again")
-            again[node].meta = {**node.meta, "partitioner_tag": "is_backward", "recompute": None}
-        return again[node]
+                copies[node] = graph.create_node("call_function", target, args, kwargs, f"{node.name}_again")
+            copies[node].meta = {**node.meta, "partitioner_tag": "is_backward", "recompute": None}
+        return copies[node]
 
     for node in nodes:
         if node.op == "call_function" and is_backward(node):
@@ -123,7 +123,7 @@ def _bytes_of(value: Tensor) -> int:
 
 
 def _save_state(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx.Node]:
-    """Let a random line return the state of its generator as well; return the nodes of its result and of the state."""
+    """Make a random line also return the state of its generator; return the nodes of its result and of the state."""
     value = node.meta["val"]
     items = []
     with joint.graph.graph.inserting_after(node):

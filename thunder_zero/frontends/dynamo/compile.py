@@ -1,4 +1,4 @@
-"""``tz.compile``: shards a module, and trains what dynamo captures of it."""
+"""``tz.compile``: shards a module, and trains the graphs that dynamo captures."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def compile(
 
 
 def _refuse_with_all(module: nn.Module, **arguments: Unpack[Arguments]) -> None:
-    """Raise the current error where the other ranks shard the module, so that it raises on all of them."""
+    """Raise the current error where the other ranks shard the module, so that all ranks raise."""
     ranks = ranks_of(*(arguments.get(name) for name in ("process_group", "mesh", "dp_mesh_dims")))
     with transforming(module), agree.all_or_none(ranks.world):
         raise

@@ -7,9 +7,9 @@
     tangents_1                       loss_grad = get_grad(loss)
     return (loss, mm_9)              p9 = zero_reduce_scatter(h_0_w_grad, 'h.0.w'); t_h_0_w_grad = zero_wait(p9); return
 
-A parameter is gathered before the first line that reads it. Its gradient is reduced right after the line that makes it.
-Values have the user's names where dynamo has them. Parameters, their rows and gradients have the parameter's path.
-Thunder makes such a trace by autodiff and lowering, so all later steps are shared by both front ends.
+A parameter is gathered before the first line that reads it. Its gradient is reduced right after it is computed.
+Values have the user's names where dynamo knows them. Parameters, their rows and gradients have the parameter's path.
+Thunder's autodiff and lowering give such a trace, too, so both front ends share all later steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
-# A kernel may lay out its result in another way than torch's trace says, as batch norm does of a transposed input.
-COPIES_IF_IT_MUST: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+# Operators that may copy replace views: the strides of a kernel's result may differ from those in torch's trace, as
+# those of batch norm do for a transposed input.
+COPYING: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Converted:
         parameters: the fake value of each gathered parameter, by path.
         tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
         constants: tensors that the graph holds, and that the trace takes as inputs, by name.
-        outputs: how many outputs of forward AOTAutograd takes; the trace returns them first.
-        gradients: how many gradients AOTAutograd takes; the trace returns them first.
+        outputs: the number of forward's outputs that AOTAutograd takes; the trace returns them first.
+        gradients: the number of gradients that AOTAutograd takes; the trace returns them first.
     """
 
     joint: JointTrace
@@ -74,7 +75,7 @@ def convert(
     Args:
         paths: the parameter's path for each input of dynamo's graph, None for other inputs.
         backward: False converts forward alone.
-        synced: the program reduces gradients.
+        synced: True if the program reduces gradients.
 
     Raises:
         RuntimeError: forward writes to a parameter, or returns one.
@@ -84,7 +85,7 @@ def convert(
 
 @dataclass
 class _Conversion:
-    """One joint graph that is being converted, and what has been written of its trace."""
+    """The conversion of one joint graph, with the trace under construction."""
 
     joint: Joint
     input_paths: Sequence[str | None]
@@ -94,12 +95,12 @@ class _Conversion:
     proxies: Proxies = field(default_factory=Proxies)
     proxy_of: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: dict[int, Any] = field(default_factory=dict)  # proxies of dynamo's inputs, by position
-    rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # by the node of the full parameter
+    rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # rows, by the node of the full parameter
     row_paths: dict[str, str] = field(default_factory=dict)  # the parameter's path, by the name of its rows
-    gathered: dict[str, TensorProxy] = field(default_factory=dict)  # by the parameter's path
+    gathered: dict[str, TensorProxy] = field(default_factory=dict)  # full parameters, by path
     constants: dict[str, Tensor] = field(default_factory=dict)
-    effects: list[Any] = field(default_factory=list)  # what forward computes although no line reads it
-    view_bases: dict[fx.Node, str] = field(default_factory=dict)  # names that views without a name are named after
+    effects: list[Any] = field(default_factory=list)  # values that forward computes although no line reads them
+    view_bases: dict[fx.Node, str] = field(default_factory=dict)  # base names of views without a variable
     reduced_names: set[str] = field(default_factory=set)  # full gradients that a reduction reads
 
     def __post_init__(self) -> None:
@@ -127,7 +128,8 @@ class _Conversion:
             self._write_return(args, outputs, reduced)
         set_signature(trace, "computation", (arg.name for arg in args))
         trace.args = args
-        named = [(position, self.proxy_of[node].name) for node, position in tangents.items()] if self.backward else []
+        read = tangents.items() if self.backward else ()
+        named_tangents = [(position, self.proxy_of[node].name) for node, position in read]
         numbers, values = self.proxies.numbers(args), self.proxies.values
         tensors = [arg.name for arg in args if isinstance(arg, TensorProxy) and arg.name not in self.row_paths]
         facts = Facts(
@@ -140,7 +142,7 @@ class _Conversion:
         )
         full = {path: values[proxy.name] for path, proxy in self.gathered.items()}
         converted = JointTrace(trace, facts)
-        return Converted(converted, values, full, named, self.constants, joint.outputs, len(self.gradients))
+        return Converted(converted, values, full, named_tangents, self.constants, joint.outputs, len(self.gradients))
 
     def _write_lines(
         self, computed: Sequence[fx.Node], tangents: Mapping[fx.Node, int], outputs: Sequence[Any]
@@ -168,12 +170,12 @@ class _Conversion:
             prims.python_return({"flat_args": list(args), "output": results})
             return
         owners = [None if position is None else self.inputs.get(position) for _, position in self.gradients]
-        rest = [arg for arg in args if not any(arg is owner for owner in owners)]
+        other_args = [arg for arg in args if not any(arg is owner for owner in owners)]
         gradients = [self._gradient(node, position, reduced) for position, (node, _) in enumerate(self.gradients)]
         # Backward takes all numbers: what it makes of missing tangents may have any size.
-        gradients += [arg if isinstance(arg, NumberProxy) else None for arg in rest]
+        gradients += [arg if isinstance(arg, NumberProxy) else None for arg in other_args]
         prims.python_return(
-            {"flat_args": [*owners, *rest], "output": tuple(gradients), "fw_flat_out": (*results, *self.effects)}
+            {"flat_args": [*owners, *other_args], "output": tuple(gradients), "fw_flat_out": (*results, *self.effects)}
         )
 
     def _refuse_writes(self) -> None:
@@ -194,7 +196,7 @@ class _Conversion:
     # Inputs
 
     def _add_input(self, node: fx.Node) -> Any:
-        """Return the proxy of an input; for a parameter, of its rows."""
+        """Return the proxy of an input, or of the rows of a parameter."""
         position = input_of(node)
         path = None if position is None else self.input_paths[position]
         name = node.name if position is None else self.joint.names[position]
@@ -237,15 +239,15 @@ class _Conversion:
     def _read_by_backward_alone(self, computed: Sequence[fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
         """Return the lines of forward that backward alone reads.
 
-        Each is written before its first reader in backward: there it may read what backward computes again. Random
+        Each line is written before its first reader in backward, where it may read recomputed values. Random
         lines stay, since they draw in order. Numbers stay, since they take less memory than the tensors that they size.
         """
         needed = set()
-        todo = [node for node in outputs if isinstance(node, fx.Node)]
-        while todo:
-            if (node := todo.pop()) not in needed:
+        pending = [node for node in outputs if isinstance(node, fx.Node)]
+        while pending:
+            if (node := pending.pop()) not in needed:
                 needed.add(node)
-                todo += node.all_input_nodes
+                pending += node.all_input_nodes
         return {node for node in computed if node not in needed and not is_backward(node) and not self._stays(node)}
 
     def _stays(self, node: fx.Node) -> bool:
@@ -278,7 +280,7 @@ class _Conversion:
         self.proxy_of[node] = output
         if is_effect or (isinstance(output, NumberProxy) and not is_backward(node)):
             self.effects += proxies_in(output)  # outputs of forward, or the split would take them for backward's
-        append(line(COPIES_IF_IT_MUST.get(node.target, node.target), args, kwargs, output))
+        append(line(COPYING.get(node.target, node.target), args, kwargs, output))
 
     def _name_view(self, node: fx.Node) -> str | None:
         """Return a name for a view without a variable, after its base; None if forward does not have the view."""
@@ -290,9 +292,9 @@ class _Conversion:
         return f"{self.view_bases[node]}_{target.overloadpacket.__name__.removeprefix('_unsafe_')}{again}"
 
     def _make_stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
-        """Return new tensors for the parameters of which a line of backward reads the shape alone, by their nodes.
+        """Emit an empty tensor for each parameter whose shape alone a line of backward reads; return them by node.
 
-        Forward frees a parameter, and backward would gather it again for its shape.
+        Otherwise backward would gather a freed parameter again for its shape.
         """
         stand_ins: dict[fx.Node, TensorProxy] = {}
         for read in read_for_shape(node.target, node.args) if is_backward(node) else ():
@@ -305,10 +307,10 @@ class _Conversion:
         return stand_ins
 
     def _make_proxies(self, node: fx.Node | None, name: str, value: Any) -> Any:
-        """Return a proxy for what a node makes, or a tuple of proxies.
+        """Return a proxy for the value of a node, or a tuple of proxies for several values.
 
-        Of several values the first has the node's name if it alone is the user's, as with a layer norm. Otherwise each
-        has its position behind the name.
+        If only the first value is the user's, as with a layer norm, it has the node's name. Otherwise each name ends
+        with the position of its value.
         """
         if not isinstance(value, tuple | list):
             return self.proxies.make(name, value)
@@ -328,7 +330,7 @@ class _Conversion:
         )
 
     def _gather(self, node: fx.Node) -> TensorProxy:
-        """Return the full parameter, which is gathered once even if several inputs are this parameter."""
+        """Return the full parameter; emit its gather once, even if several inputs are this parameter."""
         path = self.row_paths[self.rows[node].name]
         if path not in self.gathered:
             self.gathered[path] = rename_last(self.executor.lower_synchronize(self.rows[node], path), path)
@@ -338,7 +340,7 @@ class _Conversion:
     # Results
 
     def _positions_of_gradients(self) -> dict[fx.Node, list[int]]:
-        """Return the positions of parameters' gradients, by the nodes that make them."""
+        """Return the positions of parameters' gradients, by the nodes that compute them."""
         positions: dict[fx.Node, list[int]] = {}
         for position, (node, owner) in enumerate(self.gradients) if self.backward else ():
             if isinstance(node, fx.Node) and owner is not None and self.input_paths[owner] is not None:
@@ -346,9 +348,9 @@ class _Conversion:
         return positions
 
     def _reduce(self, node: fx.Node) -> dict[int, TensorProxy]:
-        """Reduce a node that is a parameter's gradient; return reduced gradients by position.
+        """Emit the reductions of a node that is a parameter's gradient; return the reduced gradients by position.
 
-        Each reduction reads a value of its own. A node may be the gradient of two parameters, or an input.
+        A node may be the gradient of two parameters, or an input, so each reduction reads a value of its own.
         """
         return {position: self._reduce_at(node, position) for position in self.positions.get(node, ())}
 
@@ -373,16 +375,16 @@ class _Conversion:
         return path
 
     def _gradient(self, node: Any, position: int, reduced: Mapping[int, TensorProxy]) -> Any:
-        """Return what backward returns at a position: a reduced gradient, an input's gradient, or None."""
+        """Return the result of backward at a position: a reduced gradient, an input's gradient, or None."""
         if position in reduced or not isinstance(node, fx.Node):
             return reduced.get(position)
         return self._contiguous_gradient(node, self.gradients[position][1])
 
     def _contiguous_gradient(self, node: fx.Node, owner: int | None) -> Any:
-        """Return the gradient of an input, contiguous if the input is.
+        """Return the gradient of an input, contiguous if the input is contiguous.
 
-        Between two graphs it may reach a backward that reads its memory in order, such as the one of ``all_gather``
-        with gloo.
+        The gradient may reach the backward of another graph, which may need contiguous memory, as that of
+        ``all_gather`` with gloo does.
         """
         value = None if owner is None else self.proxies.values.get(self.inputs[owner].name)
         if not isinstance(value, Tensor) or not is_contiguous(value) or is_contiguous(node.meta["val"]):
@@ -393,7 +395,7 @@ class _Conversion:
         return copy
 
     def _output(self, node: Any) -> Any:
-        """Return the proxy of an output of forward, or an output that is no node."""
+        """Return the proxy of an output of forward; return an output that is not a node unchanged."""
         if node in self.rows:
             raise RuntimeError(returned_message(self.row_paths[self.rows[node].name]))
         return self.proxy_of[node] if isinstance(node, fx.Node) else node

@@ -1,7 +1,7 @@
 """Captures the graph of a module that will not run, from tensors without memory.
 
 In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exported`, the joint graph that
-``tz.compile`` would train, and what makes forward's outputs of the graph's.
+``tz.compile`` would train, and a way to rebuild forward's result from the graph's outputs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Exported:
         joint: the graph, with its backward.
         paths: the parameter's path for each input, None for other inputs.
         buffers: paths of the inputs that are buffers or unplanned parameters, by position.
-        markers: one object for each output of the graph.
-        returned: what forward returns, with markers in place of the graph's outputs.
+        markers: an object for each output of the graph.
+        returned: the result of forward, with markers in place of the graph's outputs.
     """
 
     joint: aot.Joint
@@ -43,7 +43,7 @@ class Exported:
     returned: Any
 
     def restored(self, outputs: Sequence[Any]) -> Any:
-        """Return what the module's forward returns if the forward trace returns ``outputs``."""
+        """Return the result of the module's forward, built from the outputs of the forward trace."""
         return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
 
 
@@ -60,14 +60,14 @@ def export(
 
     Args:
         args, kwargs: the arguments of forward.
-        for_gpu: attention is computed as on a GPU, even if tensors are on the CPU.
-        dynamic: sizes of the arguments are symbols.
+        for_gpu: compute attention as on a GPU, even if tensors are on the CPU.
+        dynamic: make symbols of the arguments' sizes.
 
     Raises:
-        RuntimeError: forward is several graphs, or none, or reads a number from a tensor.
+        RuntimeError: dynamo captures no graph or several graphs, or forward reads a number from a tensor.
     """
     name = type(module).__name__
-    ran: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
+    captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Here dynamo captures a number that is read from a tensor; in training it breaks the graph there.
@@ -82,7 +82,7 @@ def export(
 
         def run(*args: Any) -> Sequence[Any]:
             markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())
-            ran.append((joint, inputs, paths, markers))
+            captures.append((joint, inputs, paths, markers))
             return markers
 
         return run
@@ -91,10 +91,10 @@ def export(
     captured = dynamo.capture(module, backend, capturing, dynamic=dynamic, whole=True)
     with dynamo.floats_constant():
         returned = captured(*args, **kwargs)
-    if not ran:
+    if not captures:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
     require_unhooked(dict(module.named_parameters()))
-    joint, inputs, paths, markers = ran[-1]
+    joint, inputs, paths, markers = captures[-1]
     names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     buffers = {
         position: names[id(value)]

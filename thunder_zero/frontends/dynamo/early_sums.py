@@ -1,7 +1,7 @@
-"""Moves sums of gradients over slices to where their parts are made.
+"""Moves sums of gradients over tensor-parallel ranks right behind the lines that compute the summands.
 
-Each rank has a part of the gradient of a norm, and torch sums the parts over ranks with slices. Forward makes the
-DTensors of parameters first, so autograd sums their gradients last, and ZeRO could reduce none of them earlier::
+Each tensor-parallel rank computes a part of a norm's gradient, and torch sums the parts over ranks. Forward creates the
+DTensors of parameters first, so autograd sums their gradients last, and ZeRO could reduce no gradient earlier::
 
     part_1; ..; part_0; ..; sum_1 = all_reduce(part_1); sum_0 = all_reduce(part_0); return sum_1, sum_0
     part_1; sum_1 = all_reduce(part_1); ..; part_0; sum_0 = all_reduce(part_0); ..; return sum_1, sum_0
@@ -26,42 +26,42 @@ CHEAP = (Work.VIEW, Work.POINTWISE)  # work between a gradient and its sum; no o
 def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a joint graph, with sums of gradients as early as their inputs allow.
 
-    Lines that only such a sum reads, and lines between a sum and the returned gradient, move with it.
+    Lines that only a moved sum reads move with it. So do the lines from the sum to the returned gradient.
     """
-    moved = _moved(nodes)
-    if not moved:
+    moving = _moving_nodes(nodes)
+    if not moving:
         return list(nodes)
-    missing = {node: len(node.all_input_nodes) for node in moved}
+    missing_inputs = {node: len(node.all_input_nodes) for node in moving}
 
     def with_ready_users(node: fx.Node) -> Iterator[fx.Node]:
         yield node
         for user in node.users:
-            if user in missing:
-                missing[user] -= 1
-                if not missing[user]:
+            if user in missing_inputs:
+                missing_inputs[user] -= 1
+                if not missing_inputs[user]:
                     yield from with_ready_users(user)
 
-    return [ready for node in nodes if node not in moved for ready in with_ready_users(node)]
+    return [ready for node in nodes if node not in moving for ready in with_ready_users(node)]
 
 
-def _moved(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the sums that only gradients read, the nodes that only they read, and the nodes that read them."""
-    behind: set[fx.Node] = set()  # nodes that only gradients are made of
+def _moving_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that move: sums that only gradients depend on, and nodes that move with these sums."""
+    movable: set[fx.Node] = set()  # nodes that only returned gradients depend on
     for node in reversed(nodes):
-        if _may_move(node) and all(user.op == "output" or user in behind for user in node.users):
-            behind.add(node)
-    moved: set[fx.Node] = set()
+        if _may_move(node) and all(user.op == "output" or user in movable for user in node.users):
+            movable.add(node)
+    moving: set[fx.Node] = set()
     for node in nodes:
-        if node in behind and (node.target in SUMS or not moved.isdisjoint(node.all_input_nodes)):
-            moved.add(node)
+        if node in movable and (node.target in SUMS or not moving.isdisjoint(node.all_input_nodes)):
+            moving.add(node)
     for node in reversed(nodes):
-        if node in behind and moved.issuperset(node.users):
-            moved.add(node)
-    return moved
+        if node in movable and moving.issuperset(node.users):
+            moving.add(node)
+    return moving
 
 
 def _may_move(node: fx.Node) -> bool:
-    """Return whether a node is a collective, a view or pointwise, reads what backward made, and has no side effect."""
+    """Return whether a node is a view, a collective or pointwise, reads a value of backward, and has no side effect."""
     if node.op != "call_function" or not node.users or not any(map(is_backward, node.all_input_nodes)):
         return False
     return is_collective(node.target) or (work_of_operator(node.target) in CHEAP and not node.is_impure())

@@ -1,9 +1,9 @@
-"""The graphs that dynamo captured of one model, and which of them are kept.
+"""Keeps the graphs that dynamo captured of one model, up to a limit.
 
-Dynamo captures a function again when a call looks different. For other shapes it makes sizes symbols, so that one graph
-serves them all. A function that branches on a size or a string has one graph for each value. For each function and each
-choice of parameters, ``MOST`` graphs are kept. Beyond that the least recently used graph is dropped with its programs,
-and dynamo forgets it. A later call that needs the graph captures and compiles it again.
+Dynamo captures a function again when its guards fail. If shapes change, it makes sizes symbols, so that one graph
+serves all shapes. A function that branches on a size or a string has a graph for each value. At most ``MOST`` graphs
+are kept for a function and a choice of parameters. Beyond that the least recently used graph is dropped with its
+programs, and dynamo forgets it. A later call that needs the graph captures and compiles it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from thunder_zero.compat import aot
 from thunder_zero.compat.dynamo import CompiledFrame
 from thunder_zero.frontends.compilations import Spent
-from thunder_zero.frontends.dynamo.captured import Looks, Paths
+from thunder_zero.frontends.dynamo.captured import GraphKey, Paths
 from thunder_zero.frontends.dynamo.programs import Programs
 
 MOST = 32  # graphs of one function with the same parameters
@@ -51,19 +51,19 @@ class Captured:
         frame: the function that dynamo compiled.
         name: the function's name, such as "graph 0".
         paths: the parameter's path for each input in the captured call, None for other inputs.
-        looks: a key that is equal for graphs that compute the same; None if unknown.
-        shared: the groups of inputs that overlapped in memory in the captured call.
+        key: a key that is equal for graphs that compute equal values; None if unknown.
+        overlaps: the groups of inputs that overlapped in memory in the captured call.
         shapes: the shapes of its inputs; dynamo drops their names once it has compiled the graph.
-        spent: what tracing it took.
-        programs: its compiled programs, by the parameters that dynamo calls it with.
+        spent: the cost of tracing the graph.
+        programs: the compiled programs, by the paths of the parameters in a call.
     """
 
     joint: aot.Joint
     frame: CompiledFrame
     name: str
     paths: Paths
-    looks: Looks | None
-    shared: tuple[object, ...]
+    key: GraphKey | None
+    overlaps: tuple[object, ...]
     shapes: Mapping[str, torch.Size]
     spent: Spent
     programs: dict[Paths, Programs] = field(default_factory=dict)
@@ -78,12 +78,12 @@ class Graphs:
         names: the names of functions, by dynamo's number of the function, in the order of their first compilation.
         ran: the programs that the last forward ran, in order.
         breaks: where dynamo broke graphs of the model, and why, in sentences.
-        for_all_modes: whether a graph that dynamo captured with gradients on is the whole forward in all grad modes;
-            None before there is a graph.
-        user_mode: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
-        warned: whether the user was warned that graphs are dropped.
-        numbered: how many graphs have a number.
-        compiled: how many programs were compiled.
+        for_all_modes: True if one graph, captured with gradients on, is all of forward in all grad modes; None before
+            there is a graph.
+        user_mode: the user's grad mode while dynamo looks a graph up in another mode; None at other times.
+        warned: True once the user was warned that graphs are dropped.
+        graph_count: the number of graphs captured so far.
+        program_count: the number of programs compiled so far.
     """
 
     captured: dict[int, Captured] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class Graphs:
     for_all_modes: bool | None = None
     user_mode: GradMode | None = None
     warned: bool = False
-    numbered: int = 0
-    compiled: int = 0
+    graph_count: int = 0
+    program_count: int = 0
 
     def name_of(self, frame: CompiledFrame) -> str:
         """Return a function's name, such as "graph 0", by the order of first compilations; ranks compare names."""
@@ -102,9 +102,9 @@ class Graphs:
 
     def keep(self, captured: Captured) -> int:
         """Keep a graph; return its number."""
-        self.captured[self.numbered] = captured
-        self.numbered += 1
-        return self.numbered - 1
+        self.captured[self.graph_count] = captured
+        self.graph_count += 1
+        return self.graph_count - 1
 
     def use(self, number: int) -> Captured:
         """Return a graph, and make it the most recently used one."""

@@ -2,10 +2,10 @@
 
 ::
 
-    (t, mm) = inductor_3(x, w)    ->    its lines as a graph, and what x and w look like    ->    a function
+    (t, mm) = inductor_3(x, w)    ->    its lines as a graph, shapes and strides of x and w    ->    a function
 
 Inductor must know sizes, which may be symbols, and strides. They are computed from the inputs of the phase, line by
-line, as fake values. Inductor chooses the layout of a region's outputs, except of those that the phase returns.
+line, as fake values. Inductor chooses the layout of a region's outputs, unless the phase returns the output.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ def with_kernels(
     Raises:
         RuntimeError: inductor cannot compile a region.
     """
-    known = _FakeValues(trace, fakes, forward_values)
+    fake_values = _FakeValues(trace, fakes, forward_values)
     returned = _returned_names(trace)
     compiled: dict[tuple[str, ...], tuple[Kernel, Sequence[Any]]] = {}
-    new = from_trace(trace)
-    new.bound_symbols = []
+    result = from_trace(trace)
+    result.bound_symbols = []
     for line in trace.bound_symbols:
         if line.sym.is_fusion:
-            inputs = [known.values[proxy.name] for proxy in line.args]
+            inputs = [fake_values.values[proxy.name] for proxy in line.args]
             layouts = [fakes.traced.get(proxy.name) if proxy.name in returned else None for proxy in line.output]
             graph = graph_of(line)
-            key = (str(graph.graph), *map(_look, (*inputs, *layouts)))
+            key = (str(graph.graph), *map(_layout_key, (*inputs, *layouts)))
             if key not in compiled:
-                compiled[key] = _compile_region(graph, inputs, layouts, known.mode, line, module)
+                compiled[key] = _compile_region(graph, inputs, layouts, fake_values.mode, line, module)
             run, outputs = compiled[key]
-            known.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
+            fake_values.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
             line = with_functions(line, {line.sym.name: _taking_arguments(run)})
         else:
-            known.add(line)
-        new.bound_symbols.append(line)
-    return new, known.values
+            fake_values.add(line)
+        result.bound_symbols.append(line)
+    return result, fake_values.values
 
 
 def _returned_names(trace: TraceCtx) -> set[str]:
@@ -99,12 +99,12 @@ def _compile_region(
     ``layouts`` has a fake value for each output whose layout must not change, and None for other outputs.
     """
     lines = region.subsymbols
-    shown = f"{lines[0].sym.name} ... {lines[-1].sym.name} ({len(lines)} operators)"
+    description = f"{lines[0].sym.name} ... {lines[-1].sym.name} ({len(lines)} operators)"
     try:
         return kernel(graph, inputs, layouts, mode)
     except HoldsForSomeSizes as error:
         warnings.warn(
-            f"{module}: inductor's code of a region, {shown}, would hold for some sizes only ({error}), so torch "
+            f"{module}: inductor's code of a region, {description}, would hold for some sizes only ({error}), so torch "
             f"computes its operators one by one; pass dynamic=False for a program for each shape",
             stacklevel=2,
         )
@@ -113,13 +113,13 @@ def _compile_region(
         return (lambda args: graph(*args)), outputs
     except RuntimeError as error:
         raise RuntimeError(
-            f"{module}: inductor cannot compile a region, {shown}: {error}; leave out fuse='inductor', by which torch "
-            f"computes each operator"
+            f"{module}: inductor cannot compile a region, {description}: {error}; leave out fuse='inductor', by which "
+            f"torch computes each operator"
         ) from error
 
 
-def _look(value: Any) -> str:
-    """Return a text that is equal for values with equal sizes, strides, dtypes and devices."""
+def _layout_key(value: Any) -> str:
+    """Return a string that is equal for values with equal sizes, strides, dtypes and devices."""
     if not isinstance(value, Tensor):
         return str(value)
     offset = torch.ops.aten.sym_storage_offset.default(value)  # the method takes no symbols
@@ -127,13 +127,13 @@ def _look(value: Any) -> str:
 
 
 class _FakeValues:
-    """The fake values of a phase by name, which grow as its lines are read in order."""
+    """The fake values of a phase, by name; :meth:`add` takes the lines of the phase in order."""
 
     def __init__(self, trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any]) -> None:
         self.mode = detect_fake_mode(list(fakes.traced.values()))
         self.values: dict[str, Any] = {}
         self._fakes = fakes
-        self._paths: dict[str, Sequence[str]] = {}  # of gathered parameters, by the name of the gather's handle
+        self._paths: dict[str, Sequence[str]] = {}  # paths of gathered parameters, by the name of the gather's handle
         for proxy in proxies_in(trace.args):
             value = forward_values.get(proxy.name, fakes.traced.get(proxy.name))
             is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
@@ -145,7 +145,7 @@ class _FakeValues:
         if executor.launches.get(line.sym.name) is executor.all_gather:
             self._paths[line.output.name] = paths_of(line)
         elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
-            self._add_parameters(outputs, paths)  # encoded ones are bytes, but no operator reads these
+            self._add_parameters(outputs, paths)  # an encoded parameter is bytes, but no operator reads bytes
         elif executor.codes.get(line.sym.name) is executor.decode:
             self._add_parameters(outputs, paths_of(line))
         elif line.sym == executor.cast:
@@ -170,7 +170,7 @@ class _FakeValues:
             self.values.update({name: self._contiguous(value) for name, value in traced.items()})
 
     def _contiguous(self, value: Any) -> Any:
-        """Return a fake of the zeros that stand for a missing tangent; return a number as given."""
+        """Return a contiguous fake for the zeros of a missing tangent; return a number unchanged."""
         if not isinstance(value, Tensor):
             return value
         with self.mode:

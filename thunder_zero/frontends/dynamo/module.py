@@ -1,15 +1,15 @@
-"""DynamoModule: the sharded model that ``tz.compile`` makes, and the graphs that it has.
+"""DynamoModule: the sharded model that ``tz.compile`` returns, with its graphs.
 
-In: calls of the model. Out: what its forward returns. Dynamo captures forward in its first call, and gives each graph
-to ``_capture``. When forward reaches a graph, ``_call`` runs it by its number::
+In: calls of the model. Out: the results of forward. Dynamo captures forward in the first call, and gives each graph to
+``_capture``. When forward reaches a graph, ``_call`` runs the graph by its number::
 
     forward    | graph | Python without a graph | graph |  ->  output
                    |                                |
                _call(0, inputs)                 _call(1, inputs)         inputs that are placeholders have paths
                    |
-               captured[0].programs[paths].run(other inputs)             Programs (programs.py), made at the first call
+               captured[0].programs[paths].run(other inputs)             Programs (programs.py), created at first use
 
-Dynamo guards how parameters look, not which objects they are. So one graph may run for several submodules, and has
+Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules, and has
 Programs for each choice of paths. Reading a parameter between graphs raises, since nothing gathers it there.
 """
 
@@ -31,7 +31,7 @@ from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import metered, too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
 from thunder_zero.frontends.dynamo.captured import (
-    looks,
+    key_of_graph,
     paths_of,
     replaced_parameter,
     shapes_of_inputs,
@@ -60,9 +60,10 @@ class DynamoModule(ZeroModule):
     _fuses: bool
 
     def capture(self, *, dynamic: bool | None, fuses: bool) -> None:
-        """Let dynamo capture forward when it is called.
+        """Let dynamo capture forward when the model is called.
 
-        ``dynamic`` is the argument of ``torch.compile``. If ``fuses``, inductor compiles the regions between our lines.
+        ``dynamic`` is the argument of ``torch.compile``. If ``fuses`` is True, inductor compiles the regions
+        between our lines.
         """
         self._fuses = fuses
         self._runtime, self._graphs = GraphRuntime(self.state), Graphs()
@@ -80,11 +81,11 @@ class DynamoModule(ZeroModule):
         return [[*programs.entries.values()] for programs in self._graphs.ran]
 
     def _count_programs(self) -> int:
-        return self._graphs.compiled
+        return self._graphs.program_count
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Dynamo captures something, inside the block: nothing else needs its settings, or no garbage collection."""
+        """Change dynamo's settings, and disable garbage collection, while dynamo captures inside the block."""
         with dynamo.capturing(self._graphs.breaks, (Placeholder,)), uncollected():
             yield
 
@@ -123,8 +124,8 @@ class DynamoModule(ZeroModule):
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that dynamo captured.
 
-        A call without gradients uses the graph for training if that holds in all grad modes. Dynamo guards the mode, so
-        gradients are on while it looks for a graph, and the program runs in the user's mode.
+        A call without gradients uses the training graph if the graph is valid in all grad modes. Dynamo guards the
+        mode, so gradients are on while dynamo looks a graph up. The program runs in the user's mode.
         """
         user_mode, graphs = GradMode.now(), self._graphs
         if user_mode == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
@@ -146,28 +147,27 @@ class DynamoModule(ZeroModule):
             graphs.user_mode = None
 
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
-        """Trace the backward of a graph, unless an equal one was captured before; keep it, and return its number."""
-        for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
-        if GradMode.now() == GradMode() or not for_all:
-            self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
+        """Trace the backward of a graph, unless an equal graph was captured before; return the graph's number."""
+        is_for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
+        if GradMode.now() == GradMode() or not is_for_all:
+            self._graphs.for_all_modes = is_for_all and self._graphs.for_all_modes is not False
         frame, paths, inputs = dynamo.CompiledFrame.now(), paths_of(inputs), with_slices(graph, inputs)
-        name, look, shared = self._graphs.name_of(frame), looks(graph), shared_memory(inputs)
-        kept = self._graphs.captured.values()
-        equal = (old for old in kept if look is not None and (old.looks, old.name, old.shared) == (look, name, shared))
-        old = next((old for old in equal if old.joint.differentiates or not torch.is_grad_enabled()), None)
-        if old is not None:
-            return self._graphs.keep(replace(old, frame=frame, paths=paths))
+        name, key, overlaps = self._graphs.name_of(frame), key_of_graph(graph), shared_memory(inputs)
+        for earlier in self._graphs.captured.values() if key is not None else ():
+            is_equal = (earlier.key, earlier.name, earlier.overlaps) == (key, name, overlaps)
+            if is_equal and (earlier.joint.differentiates or not torch.is_grad_enabled()):
+                return self._graphs.keep(replace(earlier, frame=frame, paths=paths))
         if (path := replaced_parameter(graph, inputs)) is not None:
             raise aot.Untraced(written_message(path))
         with metered() as spent:
             joint = joint_of(graph, inputs, paths, self.state.plan)
-        return self._graphs.keep(Captured(joint, frame, name, paths, look, shared, shapes_of_inputs(graph), spent()))
+        return self._graphs.keep(Captured(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph, in the user's grad mode."""
         with nullcontext() if self._graphs.user_mode is None else self._graphs.user_mode.entered():
             captured, paths = self._graphs.use(number), paths_of(inputs)
-            if captured.joint.mutated and shared_memory(inputs) != captured.shared:
+            if captured.joint.mutated and shared_memory(inputs) != captured.overlaps:
                 raise RuntimeError(
                     f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
                     f"call that dynamo captured; give it copies, by clone()"
@@ -183,9 +183,9 @@ class DynamoModule(ZeroModule):
             if programs.draws:
                 self.state.same_batch.require_same_generators()
             self._graphs.ran.append(programs)
-            before = len(programs.entries)
+            count = len(programs.entries)
             outputs = programs.run(inputs)
-            self._graphs.compiled += len(programs.entries) - before
+            self._graphs.program_count += len(programs.entries) - count
             return outputs
 
 
@@ -193,7 +193,7 @@ def graphs_of(model: ThunderModule) -> Graphs:
     """Return the graphs of a model of ``tz.compile``.
 
     Raises:
-        TypeError: not a model of ``tz.compile``.
+        TypeError: ``model`` is not a model of ``tz.compile``.
     """
     if not isinstance(model, DynamoModule):
         raise TypeError(
@@ -217,12 +217,12 @@ def _is_inference(value: Any) -> bool:
 def _read_outside_message(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
     """Return the error message for a parameter that was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
-    instead = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
+    action = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
     if type(owner).__module__.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
-        instead = "call set_experts_implementation('grouped_mm') of the plain model, whose experts are then one graph"
+        action = "call set_experts_implementation('grouped_mm') of the plain model, whose experts are then one graph"
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
-        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; {instead}"
+        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; {action}"
     )
 
 

@@ -8,7 +8,7 @@
 
 A value has the name of the user's variable, if there is one. Otherwise, the first of these names it:
 
-- the variable of a view of it that one line alone reads, since printing folds the view into that line
+- the variable of a view of the value, if a single line reads the view: printing folds the view into that line
 - the path of the torch module whose call returns it
 - the function that computes it
 """
@@ -27,7 +27,7 @@ from thunder_zero.compat.aot import Joint, is_backward, module_of, sequence_numb
 from thunder_zero.traces.operators import is_view
 
 UsersValue = tuple[int, str, int | None]  # dynamo's graph, the value's name there, and its position if it is a part
-SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # they return their input, as nothing is recorded
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # return their input: a graph has no history
 TAKEN = frozenset(  # names that Thunder's traces use
     ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
 )
@@ -36,81 +36,83 @@ TAKEN = frozenset(  # names that Thunder's traces use
 def names_of(joint: Joint) -> dict[fx.Node, str]:
     """Return the names of values; a name that occurs again has a number. Views without a variable have no name.
 
-    A value that a checkpoint recomputes in backward is named after its original. Another line of backward has a name
-    only if it makes several values: it is named after the line whose gradient it computes.
+    A value that a checkpoint recomputes in backward is named after its original. Any other line of backward has a name
+    only if it returns several values: it is named after the line whose gradient it computes.
     """
     nodes = [node for node in joint.graph.graph.nodes if node.op == "call_function"]
-    forward, again = (_makers([node for node in nodes if is_backward(node) is phase]) for phase in (False, True))
-    wanted = _wanted(joint, forward) | {value: value[1] for value in again if value not in forward}
+    forward = _producers([node for node in nodes if not is_backward(node)])
+    recomputed = _producers([node for node in nodes if is_backward(node)])
+    unnumbered = _unnumbered_names(joint, forward) | {value: value[1] for value in recomputed if value not in forward}
     names: dict[UsersValue, str] = {}
-    taken: set[str] = set()
-    for value, name in wanted.items():
-        names[value] = first_free(name, taken)
-        taken.add(names[value])
-    made_by = {sequence_number(node): users_value(node) for node in nodes if not is_backward(node)}
-    named = {node: names[value] for value, node in forward.items() if value in names}
-    named |= {node: f"{names[value]}_again" for value, node in again.items() if value in names}
+    used: set[str] = set()
+    for value, name in unnumbered.items():
+        names[value] = first_free(name, used)
+        used.add(names[value])
+    values_by_sequence = {sequence_number(node): users_value(node) for node in nodes if not is_backward(node)}
+    result = {node: names[value] for value, node in forward.items() if value in names}
+    result |= {node: f"{names[value]}_again" for value, node in recomputed.items() if value in names}
     for node in nodes:
         if is_backward(node) and users_value(node) is None and isinstance(node.meta.get("val"), tuple | list):
-            original = made_by.get(sequence_number(node))
+            original = values_by_sequence.get(sequence_number(node))
             if original and (*original, None) in names:
-                named[node] = f"{names[*original, None]}_backward"
-    return named
+                result[node] = f"{names[*original, None]}_backward"
+    return result
 
 
-def _makers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
-    """Return the nodes that make the values that dynamo has names for.
+def _producers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
+    """Return the node that computes each value that dynamo names.
 
-    The last line of a function makes its value. A view that one line reads leaves the name to its base.
+    If a function has several lines, the last line computes its value. If a single line reads a view, the name goes to
+    the base of the view.
     """
-    makers: dict[UsersValue, fx.Node] = {}
+    producers: dict[UsersValue, fx.Node] = {}
     for node in nodes:
         name = users_value(node)
         if name is None or node.target in (*SAME, getitem):
             continue
         value = (*name, None)
-        if value not in makers or is_view(makers[value].target) or not _is_folded(node):
-            makers[value] = node
+        if value not in producers or is_view(producers[value].target) or not _is_folded(node):
+            producers[value] = node
     getters = [(node, users_value(node)) for node in nodes if node.target is getitem]
     parts = {
-        (*name, node.args[1]): node for node, name in getters if name and makers.get((*name, None)) is node.args[0]
+        (*name, node.args[1]): node for node, name in getters if name and producers.get((*name, None)) is node.args[0]
     }
-    return makers | parts  # type: ignore[return-value]
+    return producers | parts  # type: ignore[return-value]
 
 
-def _wanted(joint: Joint, makers: Mapping[UsersValue, fx.Node]) -> dict[UsersValue, str]:
+def _unnumbered_names(joint: Joint, producers: Mapping[UsersValue, fx.Node]) -> dict[UsersValue, str]:
     """Return the name of each value of forward before names are numbered."""
-    variables = {value: variable_of(node) for value, node in makers.items() if value[2] is None}
-    variables |= {value: joint.parts.get(value) for value in makers if value[2] is not None}
-    modules = dict(_modules(makers))
-    wanted: dict[UsersValue, str] = {}
+    variables = {value: variable_of(node) for value, node in producers.items() if value[2] is None}
+    variables |= {value: joint.parts.get(value) for value in producers if value[2] is not None}
+    modules = dict(_modules(producers))
+    unnumbered: dict[UsersValue, str] = {}
     lending: set[UsersValue] = set()  # views that lend their name to their base
-    for value, node in makers.items():
+    for value, node in producers.items():
         is_view_alone = is_view(node.target) and not isinstance(node.meta.get("val"), tuple | list)
-        view = None if variables[value] or is_view_alone else _view_with_name(node, makers)
+        view = None if variables[value] or is_view_alone else _view_with_name(node, producers)
         if view is not None:
             lending.add(view)
         function = None if is_view_alone or value[2] is not None else value[1]
         name = variables[value] or (view and view[1]) or modules.get(value) or function
         if name and value not in lending:
-            wanted[value] = name
-    return wanted
+            unnumbered[value] = name
+    return unnumbered
 
 
-def _modules(makers: Mapping[UsersValue, fx.Node]) -> Iterator[tuple[UsersValue, str]]:
+def _modules(producers: Mapping[UsersValue, fx.Node]) -> Iterator[tuple[UsersValue, str]]:
     """Yield the last value of each call of a torch module, with the module's path."""
-    whole = [(value, module_of(node)) for value, node in makers.items() if value[2] is None]
+    whole = [(value, module_of(node)) for value, node in producers.items() if value[2] is None]
     for path, values in groupby(whole, key=lambda pair: pair[1]):
         if path:
             yield [value for value, _ in values][-1], path
 
 
-def _view_with_name(node: fx.Node, makers: Mapping[UsersValue, fx.Node]) -> UsersValue | None:
+def _view_with_name(node: fx.Node, producers: Mapping[UsersValue, fx.Node]) -> UsersValue | None:
     """Return the user's variable that is a view of a value, is its only reader, and is folded into its own reader."""
     while len(readers := _readers(node)) == 1 and _is_folded(readers[0]):
         node = readers[0]
         name = users_value(node)
-        if variable_of(node) and name and makers.get((*name, None)) is node:
+        if variable_of(node) and name and producers.get((*name, None)) is node:
             return (*name, None)
     return None
 
@@ -120,7 +122,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_folded(node: fx.Node) -> bool:
-    """Return whether a node is a view that exactly one line of its phase reads, so that printing folds it."""
+    """Return whether a node is a view that a single line of its phase reads, so that printing folds it."""
     return is_view(node.target) and len(_readers(node)) == 1 and not is_output(node)
 
 

@@ -70,34 +70,34 @@ class Programs:
 
     joint: aot.Joint
     paths: Sequence[str | None]
-    name: str  # of the model's class
+    name: str  # the name of the model's class
     executor: ZeroExecutor
     fuses: bool
     state: State
     runtime: GraphRuntime
     entries: dict[Mode, GraphEntry] = field(default_factory=dict)
-    restored: Callable[[Sequence[Any]], Any] | None = None  # from the trace's outputs to what forward returns
-    _outputs: Sequence[ref[Any] | None] = ()  # of the last call, until ``restored`` is known
+    restored: Callable[[Sequence[Any]], Any] | None = None  # builds forward's result from the trace's outputs
+    _outputs: Sequence[ref[Any] | None] = ()  # the outputs of the last call, until ``restored`` is set
 
     def __post_init__(self) -> None:
         self._parameters = [path for path in self.paths if path is not None]
         self.draws = draws(self.joint)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run the program that this call needs, which is compiled at first; return the graph's outputs."""
-        records = torch.is_grad_enabled() or self.joint.turns_on
-        mode = Mode(self.joint.differentiates and records, self.runtime.synced)
+        """Run the program of this call's mode, compiled at its first use; return the graph's outputs."""
+        is_recording = torch.is_grad_enabled() or self.joint.turns_on
+        mode = Mode(self.joint.differentiates and is_recording, self.runtime.synced)
         entry = self.entries.pop(mode, None) or self._compile(mode)
         self.entries[mode] = entry
         shards = [self.state.shards[path] for path in self._parameters]
-        with torch.set_grad_enabled(records):
+        with torch.set_grad_enabled(is_recording):
             rows = iter(self.runtime.take_rows(shards, self._parameters) if shards else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
-        if cut := self.joint.without_history if records else range(len(outputs)):
-            others = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
+        if detached := self.joint.without_history if is_recording else range(len(outputs)):
+            other_inputs = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
             outputs = [
-                _without_history(output, others) if position in cut else output
+                _without_history(output, other_inputs) if position in detached else output
                 for position, output in enumerate(outputs)
             ]
         if self.restored is None and not self.joint.returns_subclasses:
@@ -146,23 +146,23 @@ def program_of(
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
-    """Return the program without the gradients of outputs that nobody differentiated; ``missing`` are their names."""
+    """Return the program whose backward takes no tangents for ``missing``, the names of output gradients."""
     with thunder_context():
         pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
     return replace(pruned, forward=program.forward)
 
 
-def traces_without(program: pipeline.Program, *, fuses: bool, **shown: Any) -> Traces:
-    """Return the traces of a program; their ``without`` prunes gradients of outputs."""
+def traces_without(program: pipeline.Program, *, fuses: bool, **other_fields: Any) -> Traces:
+    """Return the traces of a program, with the function ``Traces.without``."""
 
     def without(missing: Sequence[str]) -> Traces:
-        return Traces.of(program_without(program, missing, fuses=fuses), **shown)
+        return Traces.of(program_without(program, missing, fuses=fuses), **other_fields)
 
-    return Traces.of(program, without=without, **shown)
+    return Traces.of(program, without=without, **other_fields)
 
 
 def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
-    """Return the function that divides a scheduled trace into phases, whose regions are fused if asked."""
+    """Return the function that divides a scheduled trace into phases; if ``fuses``, it also fuses regions."""
     return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
@@ -186,13 +186,13 @@ class _Backward(NamedTuple):
 class TracedPhases:
     """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
 
-    Each choice of missing tangents has a backward, which is compiled when it is first needed.
+    Each set of missing tangents has a backward, compiled lazily.
 
     Attributes:
-        saved: fake values of what forward saves.
+        saved: the fakes of the values that forward saves.
         ran: the program with the backward that ran last.
         computation_fn: the function of forward.
-        spent: what compiling the backwards took.
+        spent: the cost of compiling backwards.
     """
 
     def __init__(self, converted: Converted, program: pipeline.Program, module: str, *, fuses: bool) -> None:
@@ -267,9 +267,9 @@ def fakes_of(converted: Converted) -> Fakes:
 
 
 def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
-    """Return an output as ``no_grad`` would make it, since AOTAutograd runs with gradients on in all modes.
+    """Return an output as under ``no_grad``, since AOTAutograd runs with gradients on in all modes.
 
-    As in ``no_grad``, a view of an input requires a gradient if the input does.
+    As under ``no_grad``, a view of an input requires a gradient if the input does.
     """
     if not isinstance(output, Tensor) or not output.requires_grad or any(output is value for value in inputs):
         return output
@@ -283,17 +283,17 @@ class GraphRuntime(ModelRuntime):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self._at_end_of = -1  # the last backward that will reduce at its end, by autograd's number
+        self._at_end_of = -1  # autograd's number of the last backward that reduces at its end
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of all parameters at the end of this backward.
 
-        Only then is it known which parameters the graphs of this backward do not reach.
+        Which parameters the graphs of this backward reach is known only then.
         """
         backward = running_backward()
         if backward != self._at_end_of:
             self._at_end_of = backward
-            at_end_of_backward(self._reduce_rest)
+            at_end_of_backward(self._reduce_all_deferred)
 
-    def _reduce_rest(self) -> None:
+    def _reduce_all_deferred(self) -> None:
         super().reduce_deferred([param.path for param in self._state.plan.params if param.requires_grad])

@@ -1,9 +1,9 @@
-"""Makes the proxies of a joint trace from the values of PyTorch's joint graph.
+"""Creates the proxies of a joint trace from the values of PyTorch's joint graph.
 
 In: a name, and a fake tensor or a symbol of the joint graph. Out: a proxy of the trace that is being written::
 
     'h.0.w', FakeTensor(8, 4)      ->   TensorProxy h_0_w, shape (8, 4)
-    's0', SymInt                   ->   IntegerProxy s0, with the number of the call that dynamo captured
+    's0', SymInt                   ->   IntegerProxy s0, whose value is that of the captured call
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Proxies:
     values: dict[str, Any] = field(default_factory=dict)
 
     def make(self, name: str, value: Any) -> Any:
-        """Return a proxy of a tensor or a symbol, sized as in the call that dynamo captured; return others as given."""
+        """Return a proxy of a tensor or a symbol, with the sizes of the captured call, or any other value unchanged."""
         if not isinstance(value, (Tensor, *py_sym_types)):
             return value
         proxy: Proxy
@@ -73,7 +73,7 @@ class Proxies:
         }
 
     def symbolic_shapes(self, numbers: Mapping[str, NumberProxy]) -> dict[str, SymbolicShape]:
-        """Return the shapes with symbols, by name, as expressions of the symbols of input numbers."""
+        """Return the shapes that have symbols, by the names of values."""
         return {
             name: SymbolicShape(tuple(map(str, value.shape)), numbers)
             for name, value in self.values.items()
@@ -82,7 +82,7 @@ class Proxies:
 
 
 def free_name(name: str) -> str:
-    """Return a name or a path as an identifier that no value of the trace and no symbol of ours has."""
+    """Return an identifier for a name or a path that differs from the names of values and of our symbols."""
     name = re.sub(r"\W", "_", name)
     name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
     return first_free(name, get_tracectx().names)
@@ -105,7 +105,7 @@ def rename_last(proxy: TensorProxy, name: str) -> TensorProxy:
 def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
     """Return the arguments of a node with proxies in place of nodes.
 
-    Collections become Python's own, since Thunder prints no others.
+    Collections become plain Python collections, since Thunder can print only these.
     """
     match tree:
         case fx.Node():

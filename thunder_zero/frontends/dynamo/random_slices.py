@@ -1,11 +1,11 @@
-"""Lets random lines draw other numbers for each slice of tensor parallelism, on each of its ranks.
+"""Makes random lines draw different numbers for each slice of tensor parallelism.
 
-Ranks that compute with slices of one model have generators in one state, so replicated values get equal dropout masks.
+Tensor-parallel ranks of one replica have generators in equal states, so replicated values get equal dropout masks.
 Different slices need different masks, or their elements would always be dropped together::
 
-    x = aten.native_dropout(x, 0.1, True)         x is replicated: alike on all ranks
+    x = aten.native_dropout(x, 0.1, True)         x is replicated: equal on all ranks
 
-    y = aten.mm(x, w)                             w is a slice, so y is one
+    y = aten.mm(x, w)                             w is a slice, and so is y
     y = aten.native_dropout(y, 0.1, True)   ->    state = thunder_zero.generator_of_slice(1, cpu)
                                                   y = run_with_rng_state(state, aten.native_dropout, y, 0.1, True)
 
@@ -29,18 +29,18 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.slices import is_part
 from thunder_zero.traces.operators import draws_random_numbers, is_collective
 
-JOINS = ("all_reduce", "all_gather", "broadcast")  # collectives after which all ranks have the same
+JOINS = ("all_reduce", "all_gather", "broadcast")  # collectives after which all ranks have equal values
 
 
 def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | None], plan: Plan) -> None:
-    """Change a joint graph so that each random line of a slice draws for this rank's slice.
+    """Rewrite random lines of a joint graph whose values are slices, so that they draw for this rank's slice.
 
     ``graph`` is the graph of dynamo. ``paths`` has the parameter's path for each input, None for other inputs.
     """
     sliced = {
         position for position, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None
     }
-    looks = {
+    fakes = {
         (id(inner.graph), node.name): node.meta.get("example_value")
         for inner in graph.modules()
         if isinstance(inner, fx.GraphModule)
@@ -51,7 +51,7 @@ def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | No
         if is_backward(node):
             continue
         source = users_value(node)
-        if _is_slice(node, slices, sliced, None if source is None else looks.get(source), plan.mesh):
+        if _is_slice(node, slices, sliced, None if source is None else fakes.get(source), plan.mesh):
             slices.add(node)
             if node.op == "call_function" and draws_random_numbers(node.target, node.args, node.kwargs):
                 _draw_for_slice(joint.graph.graph, node, plan.mesh.tensor.place)
@@ -66,17 +66,17 @@ def draws(joint: Joint) -> bool:
     )
 
 
-def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], look: object, mesh: Mesh) -> bool:
+def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], fake: object, mesh: Mesh) -> bool:
     """Return whether each rank has a different part of a node's value.
 
-    ``look`` is dynamo's fake value of the node. A user's own collective over other ranks joins no slices.
+    ``fake`` is dynamo's fake value of the node. A user's own collective over other ranks joins no slices.
     """
     if node.op == "placeholder":
         return input_of(node) in sliced
     name = str(node.target)
     if is_collective(node.target) and "wait_tensor" not in name and mesh.joins_slices(node.args[-1]):
         return not any(collective in name for collective in JOINS)
-    return any(map(is_part, tree_leaves(look))) or any(read in slices for read in node.all_input_nodes)
+    return any(map(is_part, tree_leaves(fake))) or any(read in slices for read in node.all_input_nodes)
 
 
 def _draw_for_slice(graph: fx.Graph, node: fx.Node, part: int) -> None:

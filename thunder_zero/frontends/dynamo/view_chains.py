@@ -1,4 +1,4 @@
-"""Shortens chains of views in the joint graph, which autograd makes long.
+"""Shortens the chains of views that autograd leaves in the joint graph.
 
 ::
 
@@ -19,7 +19,7 @@ from torch import fx
 
 from thunder_zero.compat.aot import is_backward
 
-TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # a second one undoes the first
+TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # a second transpose undoes the first
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  # the last of a chain decides the shape
 
 
@@ -49,8 +49,9 @@ def _shape(node: fx.Node) -> tuple[int | str, ...]:
 def _is_replaceable(node: fx.Node, root: fx.Node) -> bool:
     """Return whether all readers of a node can read the root of its chain instead.
 
-    The graph must return a tensor of its own, unless the root is a gradient that nothing else returns.
+    An output of the graph must not share a tensor with another value, unless the root is a gradient that the graph does
+    not return.
     """
     is_output = any(user.op == "output" for user in node.users)
-    is_own = is_backward(root) and root.op == "call_function" and not any(user.op == "output" for user in root.users)
-    return not is_output or is_own
+    is_returned = any(user.op == "output" for user in root.users)
+    return not is_output or (is_backward(root) and root.op == "call_function" and not is_returned)
