@@ -1,4 +1,4 @@
-"""Moves sums of gradients over tensor-parallel ranks right behind the lines that compute the summands.
+"""Moves sums of gradients over tensor-parallel ranks to the lines that compute their parts.
 
 Each tensor-parallel rank computes a part of a norm's gradient, and torch sums the parts over ranks. Forward creates the
 DTensors of parameters first, so autograd sums their gradients last, and ZeRO could reduce no gradient earlier::
