@@ -119,7 +119,7 @@ def simulated_ranks(
         names = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
         aliases = {name: target for name, target in names.items() if name != target}
         contents = Contents(
-            params, aliases, {}, {name: name for name in params}, {}, {}, rank, world_size, (rank, world_size)
+            params, aliases, {}, {name: name for name in params}, {}, {}, rank, world_size, rank, world_size
         )
         ranks.append(Simulated(contents, make(params.values())))
     return ranks

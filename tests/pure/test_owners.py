@@ -52,7 +52,7 @@ def test_the_largest_goes_first_and_later_parameters_go_to_idle_ranks() -> None:
     first, second = assign(pieces, 2, 15)
     assert (first.numbers, first.owners) == ((0, 1, 2), (0, 1, 1))
     assert (second.numbers, second.owners) == ((3, 4, 5), (0, 1, 0)), "rank 0 has 9, rank 1 has 15"
-    (more,) = assign([Piece(6, 1, 5)], 2, 15, before=(14, 18))
+    (more,) = assign([Piece(6, 1, 5)], 2, 15, loads=(14, 18))
     assert more.owners == (0,)
 
 

@@ -1,4 +1,4 @@
-"""Saves copies in a thread, by a process group whose collectives do not meet training's."""
+"""Saves copies in a background thread, with a process group of its own."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.group import group_like
 from thunder_zero.sharded.state import State
 
-Write = Callable[[Entries, dist.ProcessGroup], Path]
+WriteCheckpoint = Callable[[Entries, dist.ProcessGroup], Path]
 
 
 class BackgroundSaves:
-    """The asynchronous saves of a model. They run one after the other in a thread, with their own process group."""
+    """The asynchronous saves of a model. They run one after the other, in one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
-        self._group = group_like(group, device)
+        self._group = group_like(group, device)  # so that its collectives do not mix with training's
         # A new thread's current CUDA device is the first one, and the thread would take memory there.
         set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
 
-    def start(self, entries: Entries, write: Write) -> Future[Path]:
-        """Save in the thread. An error is a warning at once, and the next save raises it."""
+    def start(self, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
+        """Start a save in the thread. If it fails, it warns at once, and the next save raises the error."""
         self.last = self._thread.submit(write, entries, self._group)
         self.last.add_done_callback(_warn_of_error)
         return self.last
@@ -41,8 +41,8 @@ class BackgroundSaves:
 _saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
 
 
-def save_in_thread(state: State, entries: Entries, write: Write) -> Future[Path]:
-    """Start to write copies of entries, which training does not change; a collective."""
+def save_in_thread(state: State, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
+    """Copy entries to the CPU, and start writing the copies in a thread; a collective."""
     if state not in _saves:
         _saves[state] = BackgroundSaves(state.group, state.device)
     with all_or_none(state.group, "to save"):
@@ -59,12 +59,12 @@ def wait_for_last(state: State) -> BaseException | None:
 
 
 def raise_error_of_last(state: State) -> None:
-    """Wait for the last asynchronous save of a model; if it failed, raise its error, once."""
+    """Wait for the last asynchronous save of a model, and raise its error. An error is raised only once."""
     if (error := wait_for_last(state)) is not None:
         _saves[state].last = None
         raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
 
 
-def _warn_of_error(saved: Future[Path]) -> None:
-    if (error := saved.exception()) is not None:
+def _warn_of_error(future: Future[Path]) -> None:
+    if (error := future.exception()) is not None:
         warnings.warn(f"an asynchronous save failed: {error}; the next save raises this error", stacklevel=2)

@@ -1,8 +1,8 @@
-"""Lists what one rank has of a model, of its averages and of extras, by the names of a checkpoint.
+"""Lists one rank's values of a model, of its averages and of extras, by the names of a checkpoint.
 
 The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}``,
-with the plain module's names of parameters. Values that each rank has for itself (extras, ignored parameters and their
-states) are under ``"rank<number>"``.
+with the plain module's parameter names. Values that differ between ranks (extras, ignored parameters and their
+states) are saved under ``"rank<number>"``.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 EMAS = "ema"  # averages of parameters, by the name of their extra
 COUNTS = "_counts"  # the counts of an EMA, next to its averages
-EXTRA_STATE = "_extra_state"  # ends the name of a module's extra state; other values that hooks add are not saved
+EXTRA_STATE = "_extra_state"  # the last part of an extra state's name; other values that hooks add are not saved
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one rank has of a model, or of the averages of a model.
+    """One rank's values of a model, or of the averages of a model.
 
     Attributes:
-        params: the parameters by name, a tied one under its first name: DTensors, or full tensors (stage 0).
-        aliases: the first name of a tied parameter by each further name.
-        ignored: parameters that the policy ignores, by name; each rank has its own values.
-        paths: the path in the plain module by name; torch's wrappers leave their own names out of state dicts.
-        buffers: the buffers of the state dict, by name; rank 0's are saved.
-        states: the modules' extra states, by name, and the object that loads each; rank 0's are saved.
-        rank, ranks: this rank's number among all ranks, and how many ranks there are.
-        in_copy: this rank's number among the ranks that share a copy of the model, and how many share it.
-        writes: True if this rank's copy is written (hybrid sharding has several copies).
-        root: the beginning of the path of all names.
-        what: what this is, in a message.
+        params: the parameters by name: DTensors, or full tensors in stage 0. A tied parameter has its first name.
+        aliases: the first name of a tied parameter, by each of its further names.
+        ignored: parameters that the policy ignores, by name. Their values may differ between ranks.
+        paths: the path in the plain module, by name. State dicts leave out the names that torch's wrappers add.
+        buffers: the buffers of the state dict, by name. Rank 0 saves its values.
+        states: the modules' extra states by name, each with an object that loads it. Rank 0 saves its values.
+        rank, ranks: this rank's number among all ranks, and the number of ranks.
+        replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks.
+        is_writer: True if the replica of this rank is saved. Hybrid sharding has several replicas.
+        root: the first parts of each key.
+        label: a noun for these values in error messages.
     """
 
     params: Mapping[str, Tensor]
@@ -59,35 +59,34 @@ class Contents:
     states: Mapping[str, tuple[Any, Stateful]]
     rank: int
     ranks: int
-    in_copy: tuple[int, int]
-    writes: bool = True
+    replica_rank: int
+    replica_size: int
+    is_writer: bool = True
     root: KeyPath = (MODEL,)
-    what: str = "model"
+    label: str = "model"
 
     @property
     def rank_prefix(self) -> str:
-        """The first part of the keys of values that belong to this rank alone."""
+        """The first part of the key of a value that only this rank has."""
         return f"rank{self.rank}"
 
-    def entries_of(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
-        """Return what this rank writes of a value.
+    def entries_of(self, label: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
+        """Return the entry that this rank writes for a value, or no entry if another rank writes it.
 
-        Every rank writes its part of a cut DTensor. Any other value is written by one of the ranks that have it: ranks
-        take turns.
+        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that all of them have.
 
         Args:
-            what: the value's name in a message.
-            turn: numbers the values, to take turns. None: each rank has another value, and writes it under a path of
-                its own.
+            label: the value's name in error messages.
+            turn: the number of the value, which decides whose turn it is. None if ranks have different values; then
+                each rank writes its value under its own prefix.
         """
         if turn is None:
-            return {(self.rank_prefix, *path): as_entry(what, value)}
-        place, size = self.in_copy
-        is_mine = self.writes and (is_cut(value) or turn % size == place)
-        return {path: as_entry(what, value)} if is_mine else {}
+            return {(self.rank_prefix, *path): as_entry(label, value)}
+        is_mine = self.is_writer and (is_cut(value) or turn % self.replica_size == self.replica_rank)
+        return {path: as_entry(label, value)} if is_mine else {}
 
     def entries(self) -> Entries:
-        """Return what this rank writes of the model."""
+        """Return the entries of the model that this rank writes."""
         states = {name: value for name, (value, _) in self.states.items()}
         by_turn: list[tuple[int | None, tuple[str, Any]]] = [
             *enumerate(self.params.items()),
@@ -100,7 +99,7 @@ class Contents:
         return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
-        """Return the averages of an EMA, as contents of a model without buffers.
+        """Return the averages of an EMA in the form of a model's contents, without buffers.
 
         Args:
             name: the EMA's name among the extras.
@@ -119,36 +118,37 @@ class Contents:
             buffers={},
             states={COUNTS: (ema.counts.state_dict(), ema.counts)},
             root=(EMAS, name, MODEL),
-            what=f"EMA {name!r}",
+            label=f"EMA {name!r}",
         )
 
 
 def contents_of(model: ShardedModel) -> Contents:
-    """Return what this rank has of a model. Parameters are shards, also inside ``full_parameters``."""
+    """Return this rank's values of a model. Parameters are shards, even inside ``full_parameters``."""
     state, plain = model.state, model.plain
     path_of = {id(tensor): path for path, tensor in chain(plain.named_parameters(), plain.named_buffers())}
     state_dict = plain.state_dict(keep_vars=True)
     paths = {name: path_of[id(value)] for name, value in state_dict.items() if id(value) in path_of}
     planned = {name: state.plan.by_name[path].path for name, path in paths.items() if path in state.plan.by_name}
-    first = dict[str, str]()
+    first_names = dict[str, str]()
     for name, path in planned.items():
-        first.setdefault(path, name)
-    others, mesh = {name: state_dict[name] for name in paths if name not in planned}, state.plan.mesh
+        first_names.setdefault(path, name)
+    unplanned, mesh = {name: state_dict[name] for name in paths if name not in planned}, state.plan.mesh
     extra_states = [name for name in state_dict if name.rpartition(".")[2] == EXTRA_STATE]
     return Contents(
-        params={name: state.shards[path] for path, name in first.items()},
-        aliases={name: first[path] for name, path in planned.items() if first[path] != name},
-        ignored={name: value for name, value in others.items() if isinstance(value, nn.Parameter)},
+        params={name: state.shards[path] for path, name in first_names.items()},
+        aliases={name: first_names[path] for name, path in planned.items() if first_names[path] != name},
+        ignored={name: value for name, value in unplanned.items() if isinstance(value, nn.Parameter)},
         paths=paths,
-        buffers={name: value for name, value in others.items() if not isinstance(value, nn.Parameter)},
+        buffers={name: value for name, value in unplanned.items() if not isinstance(value, nn.Parameter)},
         states={
             name: (state_dict[name], _extra_state(plain.get_submodule(name.rpartition(".")[0])))
             for name in extra_states
         },
         rank=state.group.rank(),
         ranks=state.group.size(),
-        in_copy=(mesh.shard.place, mesh.shard.size),
-        writes=mesh.replicate.place == 0,
+        replica_rank=mesh.shard.place,
+        replica_size=mesh.shard.size,
+        is_writer=mesh.replicate.place == 0,
     )
 
 
@@ -158,10 +158,10 @@ def _extra_state(module: nn.Module) -> Stateful:
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """Return what this rank writes of its extras: averages by rows, and all other extras in one value.
+    """Return the entries of the extras that this rank writes: averages by rows, all other extras in one value.
 
     Raises:
-        TypeError: an extra is a model.
+        TypeError: an extra is a sharded model.
         ValueError: an extra is an optimizer of a sharded model, or cannot be saved.
     """
     entries, states = Entries(), dict[str, Any]()
@@ -177,20 +177,20 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
             entries |= contents.averages(name, value).entries()
             continue
         states[name] = value.state_dict() if isinstance(value, Stateful) else value
-        as_entry(f"the extra {name!r}", states[name])  # raises, with this extra's name
+        as_entry(f"the extra {name!r}", states[name])  # so that an error names this extra
     return entries | contents.entries_of(EXTRA, (EXTRA,), states, None)
 
 
-def as_entry(what: str, value: Any) -> Tensor | bytes:
-    """Return a value as an entry of a checkpoint. Raises ValueError as :func:`pickle_value` does."""
-    return value.detach() if isinstance(value, Tensor) else pickle_value(what, value)
+def as_entry(label: str, value: Any) -> Tensor | bytes:
+    """Return a tensor, or the pickled bytes of any other value. Raise ValueError if :func:`pickle_value` does."""
+    return value.detach() if isinstance(value, Tensor) else pickle_value(label, value)
 
 
-def pickle_value(what: str, value: Any) -> bytes:
-    """Return a value as ``torch.save`` writes it.
+def pickle_value(label: str, value: Any) -> bytes:
+    """Return the bytes that ``torch.save`` writes for a value; ``label`` names the value in the error.
 
     Raises:
-        ValueError: ``torch.load(weights_only=True)`` cannot read it; ``what`` names the value.
+        ValueError: ``torch.load(weights_only=True)`` cannot read the bytes.
     """
     stream = io.BytesIO()
     try:
@@ -198,31 +198,31 @@ def pickle_value(what: str, value: Any) -> bytes:
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(
-            f"cannot save {what}: torch.load(weights_only=True) cannot read an object of type {type(value).__name__}; "
+            f"cannot save {label}: torch.load(weights_only=True) cannot read an object of type {type(value).__name__}; "
             f"pass numbers, strings, tensors, or dicts and lists of them"
         ) from error
     return stream.getvalue()
 
 
 def is_cut(value: object) -> TypeGuard[DTensor]:
-    """Return whether each rank has a part of a value."""
+    """Return whether a value is a DTensor that is sharded over ranks."""
     return isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements)
 
 
 def split_rank_prefix(key: str) -> tuple[int, str] | None:
-    """Return the rank that a key's value belongs to, and the rest of the key; None if the ranks share the value."""
+    """Return the rank number at the start of a key and the remaining key; None if the key has no rank prefix."""
     match = RANK_KEY.fullmatch(key)
     return None if match is None else (int(match[1]), match[2])
 
 
 def name_some(names: Sequence[str]) -> str:
     """Return the first three names and the number of further ones, or "none", for a message."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(map(repr, names[:3])) + more) or "none"
+    suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(map(repr, names[:3])) + suffix) or "none"
 
 
-def require_same_names(problem: str, saved: Iterable[str], here: Iterable[str], action: str) -> None:
-    """Raise ValueError unless the names in a checkpoint are those of this rank."""
-    missing, unexpected = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+def require_same_names(problem: str, saved: Iterable[str], expected: Iterable[str], action: str) -> None:
+    """Raise ValueError unless the saved names are the expected ones. The error has ``problem`` and ``action``."""
+    missing, unexpected = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise ValueError(f"{problem} (missing: {name_some(missing)}; unexpected: {name_some(unexpected)}); {action}")

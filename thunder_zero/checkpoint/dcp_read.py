@@ -1,13 +1,13 @@
 """Checks and reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
 
-Sound metadata describes each element of each tensor once, at places inside of the folder that are large enough. A file
-is read once, from its start to its end, and hashed on the way::
+Valid metadata describes each element of each tensor once, and its byte ranges lie inside files of the folder. A file is
+read once, from its start to its end, and hashed on the way::
 
-    __0_0.distcp    | model.embed.weight | optim.state... | param_groups |     -> SHA-256 of all of it
+    __0_0.distcp    | model.embed.weight | optim.state... | param_groups |     -> SHA-256 of the whole file
                        decoded              not needed       decoded
 
-DCP's planner cuts. Its reader is not called: it unpickles what could run code, casts a tensor of another dtype, and
-jumps in the file. No process group is needed.
+DCP's planner decides which byte ranges to read. DCP's reader is not used: it unpickles arbitrary code, casts a tensor
+of another dtype, and seeks in the file. No process group is needed.
 """
 
 from __future__ import annotations
@@ -41,41 +41,40 @@ from thunder_zero.compat.private import StorageInfo, narrow_tensor_by_index
 from thunder_zero.sharded.dtensors import local
 
 METADATA = ".metadata"
-DESCRIBES = "torch.distributed.checkpoint.metadata"  # its classes may be in metadata
-OTHERS = {
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"  # all of its classes may be in metadata
+ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("collections", "OrderedDict"),
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 }
-QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # no plain tensors
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # the first element of a chunk, and one after its last
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # not supported
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the indices of a chunk's first element, and its exclusive end
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's metadata and nothing else: a pickle may name any function to call."""
+    """An unpickler that accepts only the classes of DCP's metadata: a pickle may name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that metadata consists of. Raises UnpicklingError for any other."""
-        described = module == DESCRIBES and "." not in name
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        kind = super().find_class(module, name) if described or dtype or (module, name) in OTHERS else None
-        if kind is None or (described and not isinstance(kind, type)):
+        """Return a class of DCP's metadata. Raise UnpicklingError for any other class or function."""
+        is_in_metadata_module = module == METADATA_MODULE and "." not in name
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_allowed = is_in_metadata_module or is_dtype or (module, name) in ALLOWED
+        kind = super().find_class(module, name) if is_allowed else None
+        if kind is None or (is_in_metadata_module and not isinstance(kind, type)):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in it")
         return kind
 
 
 def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
-    """Read DCP's description of a checkpoint.
-
-    Other files are not read, but their sizes are checked.
+    """Read DCP's metadata of a checkpoint. Check the sizes of the other files, without reading them.
 
     Args:
-        expected: the manifest's entry of the metadata, to compare its SHA-256 with.
+        expected: the manifest's entry of the metadata file, with the SHA-256 to compare.
 
     Raises:
-        ValueError: there is no metadata, it is damaged, or a file that it names is too short.
+        ValueError: ``folder`` has no metadata, the metadata is damaged, or a file that it names is too short.
     """
     try:
         content = (folder / METADATA).read_bytes()
@@ -85,22 +84,22 @@ def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
         raise_faults(folder, [fault])
     try:
         metadata: Metadata = MetadataUnpickler(io.BytesIO(content)).load()
-        wrong = _wrong_in_metadata(metadata)
+        problem = _problem_of_metadata(metadata)
     except Exception as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise ValueError(f"cannot read {folder}: .metadata is damaged ({wrong}); {USE_ANOTHER}")
-    if (wrong := _wrong_in_files(folder, metadata)) is not None:
-        raise_faults(folder, [wrong])
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(f"cannot read {folder}: .metadata is damaged ({problem}); {USE_ANOTHER}")
+    if (problem := _problem_of_files(folder, metadata)) is not None:
+        raise_faults(folder, [problem])
     return metadata
 
 
 def places_by_key(metadata: Metadata) -> dict[str, Any]:
-    """Return where each key's bytes are in the files. Keys with equal places are names of one tensor."""
+    """Return the files and offsets of each key's bytes. Keys with equal places are names of one tensor."""
     places: dict[str, list[Any]] = {}
     for index, info in (metadata.storage_data or {}).items():
         places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
-    return {key: tuple(sorted(of_key)) for key, of_key in places.items()}
+    return {key: tuple(sorted(places_of_key)) for key, places_of_key in places.items()}
 
 
 def read_entries(
@@ -110,18 +109,16 @@ def read_entries(
     parts: Mapping[str, Tensor] = MappingProxyType({}),
     files: Sequence[File] = (),
 ) -> dict[str, Any]:
-    """Read the values of keys; tensors are in new memory on the CPU, in the file's dtype.
-
-    Each file is read once at most.
+    """Read the values of keys into new memory on the CPU, in the file's dtype. Each file is read at most once.
 
     Args:
-        parts: DTensors by key, of the shapes in the files: only this rank's part is read.
-        files: files to read in full and compare with their SHA-256, whether they have a value of these keys or not.
+        parts: DTensors by key. For these keys only this rank's part is read.
+        files: files to read in full and to compare with their SHA-256, even if they have no value of these keys.
 
     Raises:
-        ValueError: rows are missing; a file was changed, or a value in it is not what the metadata says.
+        ValueError: rows are missing, a file was changed, or a value differs from its metadata.
     """
-    values, plan = _planned(metadata, keys, parts)
+    values, plan = _plan_reads(metadata, keys, parts)
     by_file: dict[str, list[ReadItem]] = {file.name: [] for file in files}
     counts = Counter[str]()
     for item in plan:
@@ -139,17 +136,17 @@ def read_entries(
             fault, failure = "", error
         faults += [fault] if fault else []
         failures += [] if failure is None else [failure]
-    raise_faults(folder, faults)  # first, since what cannot be decoded was probably changed
+    raise_faults(folder, faults)  # first, since a value that cannot be decoded was probably changed
     for failure in failures:
         reason = str(failure).partition("\n")[0]
         raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from failure
     return values
 
 
-def _planned(
+def _plan_reads(
     metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], list[ReadItem]]:
-    """Return new memory for the tensors among the keys, and what to read, as DCP's planner cuts it."""
+    """Allocate memory for the tensors among the keys, and return it with DCP's plan of the items to read."""
     wanted: dict[str, Any] = {key: metadata.state_dict_metadata[key] for key in keys}
     values: dict[str, Any] = {}
     for key, stored in wanted.items():
@@ -162,10 +159,10 @@ def _planned(
 def _read_file(
     path: Path, metadata: Metadata, items: Iterable[ReadItem], values: dict[str, Any], expected: File | None
 ) -> tuple[str, Exception | None]:
-    """Read items of one file, once; hash all of it if a SHA-256 is expected.
+    """Read the items of one file in one pass. Hash the whole file if a SHA-256 is expected.
 
     Returns:
-        The fault of the file, empty if there is none, and the first error of decoding its items.
+        The fault of the file, or ""; and the first error while decoding its items, or None.
     """
     by_range: dict[tuple[int, int], list[ReadItem]] = {}
     for item in items:
@@ -180,12 +177,12 @@ def _read_file(
                 for item in by_range[start, length]:
                     _decode(data, item, metadata, values)
             except Exception as error:
-                failure = failure or error  # the rest is hashed all the same
+                failure = failure or error  # go on, so that the whole file is hashed
         return "" if expected is None else fault_of(expected, file.sha256()), failure
 
 
 def _decode(data: bytes, item: ReadItem, metadata: Metadata, values: dict[str, Any]) -> None:
-    """Decode the bytes of an item, and put what this rank needs of it into ``values``."""
+    """Decode the bytes of an item, and copy the part that this rank needs into ``values``."""
     key, transforms = item.dest_index.fqn, metadata.storage_data[item.storage_index].transform_descriptors or ()
     stream = io.BytesIO(data)
     if transforms:  # such as compression
@@ -214,21 +211,21 @@ def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
         )
 
 
-# What is wrong with metadata
+# Validation of metadata
 
 
-def _wrong_in_metadata(metadata: Any) -> str | None:
-    """Describe the first fault of metadata, to complete "metadata is damaged"; None if there is none."""
+def _problem_of_metadata(metadata: Any) -> str | None:
+    """Describe the first problem of metadata, or return None. The text completes "metadata is damaged"."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
-        return next(_wrong(metadata.state_dict_metadata, metadata.storage_data), None)
-    except Exception as error:  # a part of it lacks a field, is another object, or a number is too large
+        return next(_problems(metadata.state_dict_metadata, metadata.storage_data), None)
+    except Exception as error:  # an entry lacks a field or has another type, or a number is too large
         return f"an entry has another type than DCP's: {error}"
 
 
-def _wrong_in_files(folder: Path, metadata: Metadata) -> str | None:
-    """Describe the first file that is missing or too short for its metadata; None if there is none."""
+def _problem_of_files(folder: Path, metadata: Metadata) -> str | None:
+    """Describe the first file that is missing, or too short for its metadata; return None if all are sound."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -242,15 +239,15 @@ def _wrong_in_files(folder: Path, metadata: Metadata) -> str | None:
     return None
 
 
-def _wrong(entries: Any, places: Any) -> Iterator[str]:
-    """Yield a sentence for each fault. The code after a ``yield`` may fail if that fault was found."""
+def _problems(entries: Any, places: Any) -> Iterator[str]:
+    """Yield a sentence for each problem. The code after a ``yield`` may fail, so only the first one is reliable."""
     if type(entries) is not dict or type(places) is not dict:
         yield "its list of entries, or of places in files, is not a dict"
     for key, stored in entries.items():
         if type(key) is not str:
             yield f"it has an entry that is named {key!r}"
         if isinstance(stored, TensorStorageMetadata):
-            yield from _wrong_tensor(key, stored, places)
+            yield from _problems_of_tensor(key, stored, places)
         elif not isinstance(stored, BytesStorageMetadata):
             yield f"{key} is a {type(stored).__name__}"
         elif MetadataIndex(key) not in places:
@@ -266,14 +263,14 @@ def _wrong(entries: Any, places: Any) -> Iterator[str]:
             yield f"{index.fqn} is at {start!r}, {length!r} in {name!r}"
         if length:
             ranges.setdefault(name, set()).add((start, start + length))
-    for name, in_file in ranges.items():  # a set, since tied weights have equal ranges
-        for (_, end), (start, _) in pairwise(sorted(in_file)):
+    for name, ranges_of_file in ranges.items():  # a set, since tied weights have equal ranges
+        for (_, end), (start, _) in pairwise(sorted(ranges_of_file)):
             if end > start:
                 yield f"entries overlap in {name} at byte {start:,}"
 
 
-def _wrong_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) -> Iterator[str]:
-    """Yield a sentence for each fault of a tensor's metadata."""
+def _problems_of_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) -> Iterator[str]:
+    """Yield a sentence for each problem of a tensor's metadata."""
     size, dtype = stored.size, stored.properties.dtype
     if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
         yield f"the dtype of {key} is {dtype!r}"
@@ -283,13 +280,13 @@ def _wrong_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) ->
     for chunk in stored.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
             yield f"a part of {key} is a {type(chunk).__name__}"
-        first, sizes = chunk.offsets, chunk.sizes
-        if not _are_counts(first) or not _are_counts(sizes) or not len(first) == len(sizes) == len(size):
+        starts, sizes = chunk.offsets, chunk.sizes
+        if not _are_counts(starts) or not _are_counts(sizes) or not len(starts) == len(sizes) == len(size):
             yield f"a part of {key} has another rank"
-        box = tuple(first), tuple(start + length for start, length in zip(first, sizes, strict=True))
+        box = tuple(starts), tuple(start + length for start, length in zip(starts, sizes, strict=True))
         if prod(sizes):
             boxes.append(box)
-            if any(end > whole for end, whole in zip(box[1], size, strict=True)):
+            if any(end > limit for end, limit in zip(box[1], size, strict=True)):
                 yield f"a part of {key} at {box[0]} is outside of its shape {tuple(size)}"
     if _overlap(boxes):
         yield f"parts of {key} overlap"
@@ -307,15 +304,15 @@ def _are_counts(values: Any) -> bool:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes overlap; compares neighbours along the dimension that is cut most often."""
+    """Return whether any two boxes overlap, by a sweep along the dimension with the most different starts."""
     dimensions = range(len(boxes[0][0]) if boxes else 0)
     if len(boxes) < 2 or not dimensions:
         return len(boxes) > 1
-    most = max(dimensions, key=lambda dimension: len({start[dimension] for start, _ in boxes}))
+    swept = max(dimensions, key=lambda dimension: len({start[dimension] for start, _ in boxes}))
     active: list[Box] = []
-    for start, end in sorted(boxes, key=lambda box: box[0][most]):
-        active = [box for box in active if box[1][most] > start[most]]
-        if any(all(start[dim] < stop[dim] and first[dim] < end[dim] for dim in dimensions) for first, stop in active):
+    for start, end in sorted(boxes, key=lambda box: box[0][swept]):
+        active = [box for box in active if box[1][swept] > start[swept]]
+        if any(all(start[dim] < stop[dim] and begin[dim] < end[dim] for dim in dimensions) for begin, stop in active):
             return True
         active.append((start, end))
     return False

@@ -6,9 +6,9 @@
     __1_0.distcp    rank 1's: "model.embed.weight" rows 4-6, ...
     .metadata       for each key its shape, dtype and chunks, and for each chunk its file, start and length
 
-DCP's planner cuts DTensors and checks that ranks wrote all of their rows. Any reader of DCP's format reads the files.
-DCP's writer is not called: it hashes nothing. Who writes what follows from the model, so no process group is needed,
-and each rank sends one message.
+DCP's planner cuts DTensors, and checks that ranks wrote all rows. Any reader of DCP's format reads the files. DCP's
+writer is not used, since it computes no hash. Each rank plans its own items without communication, then sends one
+message to rank 0.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from thunder_zero.checkpoint.manifest import File
 from thunder_zero.compat.private import StorageInfo
 
 KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
-# What a rank writes, by path: a tensor; a DTensor, of which it writes its part; a pickled value; or, for an alias (tied
-# weights), the path of the value, which is written once. Aliases are equal on every rank.
+# The values that a rank writes, by path: a tensor, a DTensor (it writes its local part) or a pickled value. An alias of
+# a tied weight has the path of the value, which is written once. All ranks have equal aliases.
 Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 
@@ -43,10 +43,10 @@ class Part:
     """One rank's part of a checkpoint.
 
     Attributes:
-        plan: DCP's plan of its items.
-        places: where the items were written.
-        aliases: the key of the value by the key of an alias.
-        files: the files that it wrote.
+        plan: DCP's plan of the items.
+        places: the file and byte range of each item.
+        aliases: the key of the value, by the key of an alias.
+        files: the files that the rank wrote.
     """
 
     plan: SavePlan
@@ -56,7 +56,7 @@ class Part:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that hashes what is written to it, not what the disk stores, so that a faulty disk is detected."""
+    """A new file that hashes the bytes before they are written, so that a later check detects a faulty disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -68,14 +68,14 @@ class HashedFile(io.BufferedWriter):
         return super().write(data)
 
     def seal(self, path: Path) -> File:
-        """Flush the file to disk; return its entry of the manifest."""
+        """Flush the file to disk, and return its entry for the manifest."""
         self.flush()
         os.fsync(self.fileno())
         return File(path.name, self.tell(), self._digest.hexdigest())
 
 
 class WritePlanner(DefaultSavePlanner):
-    """DCP's planner for values that are pickled already, and for aliases."""
+    """DCP's planner, for entries with pickled values and aliases."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class WritePlanner(DefaultSavePlanner):
         self.is_coordinator = False
 
     def create_local_plan(self) -> SavePlan:
-        """Plan what this rank writes. Parts without rows are left out."""
+        """Return DCP's plan for this rank, without empty parts."""
         plan = super().create_local_plan()
         return replace(plan, items=[item for item in plan.items if not _is_empty(item)])
 
@@ -95,12 +95,12 @@ class WritePlanner(DefaultSavePlanner):
 
 
 def key_of(path: KeyPath) -> str:
-    """Return the key of a path in the files, as DCP joins it."""
+    """Return the key of a path: its parts joined by dots, as DCP does."""
     return ".".join(map(str, path))
 
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write what a planner plans for a rank to a new file, and flush it to disk."""
+    """Write the items of a rank's plan to a new file, and flush it to disk."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())
@@ -109,8 +109,8 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
             value, start = planner.resolve_data(item), stream.tell()
             if isinstance(value, Tensor):
                 value = value.detach().cpu()
-                has_more = value.untyped_storage().nbytes() != value.nbytes  # torch would save the whole storage
-                torch.save(value.clone() if has_more else value, stream)
+                is_view = value.untyped_storage().nbytes() != value.nbytes  # torch would save the whole storage
+                torch.save(value.clone() if is_view else value, stream)
             else:
                 stream.write(value)
             places[item.index] = StorageInfo(path.name, start, stream.tell() - start)
@@ -118,7 +118,7 @@ def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
 
 
 def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
-    """Write DCP's metadata of all ranks' parts, which must have each element once; return all files."""
+    """Write DCP's metadata of all ranks' parts, and return all files. DCP raises if an element is missing."""
     _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
     places = {index: place for part in parts for index, place in part.places.items()}
     for alias, key in {alias: key for part in parts for alias, key in part.aliases.items()}.items():

@@ -1,12 +1,12 @@
-"""Makes a complete checkpoint visible in one rename, moves ``latest``, deletes old ones.
+"""Makes a complete checkpoint visible in one rename, moves ``latest``, and deletes old checkpoints.
 
 A name that begins with a dot is temporary; a checkpoint under any other name is complete::
 
     runs/step-100/            a checkpoint
     runs/latest               a link to the last checkpoint
-    runs/.step-200.saving/    is being written, or was when the process died (owner.json)
-    runs/.step-100.replaced/  the earlier checkpoint step-100, between two renames
-    runs/.step-50.removed/    is being deleted
+    runs/.step-200.saving/    a checkpoint that is being written, or whose process died (owner.json)
+    runs/.step-100.replaced/  the earlier checkpoint step-100, while a save replaces it
+    runs/.step-50.removed/    a checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def locate(path: Path) -> Path:
     """Return the folder of a checkpoint, even if ``path`` is a link, or a save is replacing the checkpoint.
 
     Raises:
-        FileNotFoundError: there is none; it names the checkpoints that there are.
+        FileNotFoundError: no checkpoint is at ``path``. The error names the existing checkpoints.
     """
     path = path.parent / os.readlink(path) if path.is_symlink() else path
     for folder in (path, _replaced(path)):
@@ -51,7 +51,7 @@ def locate(path: Path) -> Path:
 
 
 def is_unchanged(folder: Path, written: Manifest) -> bool:
-    """Return whether the folder still has the checkpoint of a manifest: each save has another number."""
+    """Return whether the folder still has the checkpoint of a manifest. Each save has a new number in its manifest."""
     try:
         return manifest.read(folder) == written
     except (FileNotFoundError, ValueError):
@@ -59,7 +59,7 @@ def is_unchanged(folder: Path, written: Manifest) -> bool:
 
 
 def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
-    """Return the visible checkpoints in a folder, with their manifests. A damaged manifest hides its checkpoint."""
+    """Return the visible checkpoints in a folder, with their manifests. Skip a checkpoint with a damaged manifest."""
     manifests = {}
     for folder in parent.iterdir() if parent.is_dir() else ():
         if not folder.name.startswith(".") and not folder.is_symlink() and (folder / manifest.NAME).is_file():
@@ -71,26 +71,25 @@ def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
 
 
 @contextmanager
-def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
-    """Reword an OSError of the block: what cannot be written, why, and what is unchanged."""
+def explain_write_error(name: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
+    """Reword an OSError of the block, so that it names the file, the reason, and the unchanged files."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = (
-            error if isinstance(error, OSError) else error.__context__
-        )  # torch.save hides it behind an error of its zip
+        # torch.save raises an error of its zip file instead, whose context is the OSError.
+        cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         reason = "the disk is full" if cause.errno == errno.ENOSPC else cause.strerror
-        raise OSError(f"cannot write {what}: {reason}; {unchanged}") from error
+        raise OSError(f"cannot write {name}: {reason}; {unchanged}") from error
 
 
 def prepare(path: Path) -> None:
-    """Make an empty staging folder for a checkpoint, and delete what dead saves left.
+    """Make an empty staging folder for a checkpoint, and delete folders of saves whose process died.
 
     Raises:
-        ValueError: the name is reserved, or the path is inside of a checkpoint.
-        FileExistsError: the path exists and is no checkpoint.
+        ValueError: the name of ``path`` is reserved, or ``path`` is inside a checkpoint.
+        FileExistsError: ``path`` exists and is not a checkpoint.
     """
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
@@ -112,8 +111,8 @@ def prepare(path: Path) -> None:
             remove(_replaced(path))
         else:  # the process died between the two renames of a save
             os.rename(_replaced(path), path)
-    empty = path.is_dir() and not any(path.iterdir())
-    if path.exists() and not empty and not (path / manifest.NAME).is_file():
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if path.exists() and not is_empty and not (path / manifest.NAME).is_file():
         raise FileExistsError(f"{path} exists and is not a checkpoint of thunder_zero; choose another name")
     staging = staging_of(path)
     _delete(staging)
@@ -124,11 +123,11 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
-    """Check that all files exist, add the manifest, make the checkpoint visible in one rename, and move the link.
+    """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
 
     Args:
-        ranks: how many ranks have saved.
-        latest: move the link.
+        ranks: the number of ranks that saved.
+        latest: True also moves the link ``latest`` to the checkpoint.
     """
     staging = staging_of(path)
     for file in files:
@@ -159,10 +158,9 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
 
 
 def prune(path: Path, max_to_keep: int) -> None:
-    """Delete old checkpoints of the series of a path: names that differ only in their last number.
+    """Keep the last ``max_to_keep`` checkpoints of a series, and delete older ones. Warn if that fails.
 
-    The last ``max_to_keep`` checkpoints stay. Folders of dead saves of the series are deleted, too. An error is
-    a warning.
+    Names of one series differ only in their last number. Folders of its saves whose process died are deleted, too.
     """
     parent, series = path.parent, _series(path.name)
     _clear_dead(parent, series)
@@ -185,7 +183,7 @@ def _series(name: str) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that nobody finds half of it."""
+    """Delete a checkpoint. It is renamed first, so that no reader finds a part of it."""
     doomed = folder.parent / f".{folder.name.lstrip('.')}.removed"
     _delete(doomed)
     with suppress(FileNotFoundError):  # another save has removed it
@@ -194,12 +192,12 @@ def remove(folder: Path) -> None:
 
 
 def _clear_dead(parent: Path, series: str | None = None) -> None:
-    """Delete folders of dead saves; best effort: errors are ignored.
+    """Delete leftover folders; best effort: errors are ignored.
 
     A folder is deleted if its deletion was interrupted, if its process is dead, or if another checkpoint replaced it.
 
     Args:
-        series: in this series, folders are deleted, too, if it is unknown whether their process is alive.
+        series: a series whose folders are deleted even if it is unknown whether their process is alive.
     """
     for leftover in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
         alive = leftover.suffix == ".saving" and owner.is_alive(leftover)
@@ -217,7 +215,7 @@ def _clear_dead(parent: Path, series: str | None = None) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder with its files, even if another save is deleting it, too."""
+    """Delete a folder with its files, even while another save deletes it, too."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
@@ -229,7 +227,7 @@ def abandon(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,9 +1,8 @@
-"""``tz.save_pretrained``: the folder that ``from_pretrained`` loads, one tensor at a time.
+"""``tz.save_pretrained``: writes the folder that ``from_pretrained`` loads, one tensor at a time.
 
-The module's class decides which name of a tied weight is written, which tensors are left out or renamed, what an
-adapter has, and what stands in ``config.json``. This differs between versions of the libraries. So the class's own
-``save_pretrained`` runs, into a temporary folder, on a stand-in of one number for each tensor. The files that it wrote
-show what to write::
+The module's class decides which names and tensors a file has, and the content of ``config.json``. This differs between
+versions of the libraries. So the class's own ``save_pretrained`` runs into a temporary folder, with a stand-in of one
+number for each tensor. The files that it wrote give the names to write::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -53,11 +52,10 @@ CARD = "README.md"  # an existing one is the user's
 WEIGHTS = f"model{SUFFIX}"
 CONFIG = "config.json"
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json; the first one until transformers 4.55
-INSTEAD = (
+ALTERNATIVE = (
     "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
 )
-# By file: its tensors, and the most bytes of tensors in a file (None: there is one file; otherwise several are named
-# after it).
+# By file: its tensors, and the maximum bytes of tensors in a file. None: no maximum, so the tensors are not split.
 Weights = Mapping[Path, tuple[Sequence[TensorToWrite], int | None]]
 
 
@@ -69,32 +67,33 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Write a folder of the whole model that ``from_pretrained`` and our argument ``weights`` load.
+    """Write the whole model to a folder that ``from_pretrained`` and our argument ``weights`` load.
 
     A collective: all ranks must call it; rank 0 writes. Each tensor is gathered, written and dropped before the next.
-    The files get their names once all are complete. Then earlier safetensors files of that name are deleted if they are
-    no longer part of the model.
+    The files get their names once all are complete. Then safetensors files of an earlier save are deleted if the new
+    model does not have them.
 
-    A Hugging Face model's own ``save_pretrained`` decides which files there are, and under which names tensors are
-    written: ``config.json``, ``generation_config.json`` and ``model.safetensors``, or only the adapters of a
-    ``PeftModel``. Any other module has only ``model.safetensors``, with a tied weight under its first name.
+    A Hugging Face model's own ``save_pretrained`` decides the files and the names of tensors: ``config.json``,
+    ``generation_config.json`` and ``model.safetensors``, or only the adapters of a ``PeftModel``. Any other module is
+    saved as ``model.safetensors`` alone, with a tied weight under its first name.
 
     >>> tz.save_pretrained(model, "runs/model", dtype=torch.bfloat16)
     >>> LlamaForCausalLM.from_pretrained("runs/model")
 
     Args:
         model: a model with ZeroTransform.
-        folder: made if it is missing; rank 0 must see it.
-        max_shard_size: the most bytes of tensors in one file, as a number or as in ``"5GB"`` or ``"500MiB"``. A larger
-            tensor has a file of its own. Several files have an index. Adapters are always one file.
-        dtype: the dtype of floating-point tensors, such as ``"bfloat16"`` (default None: the shards' own).
+        folder: the folder to write, on a file system that rank 0 sees. It is created if it is missing.
+        max_shard_size: the maximum bytes of tensors in one file: a number, or a text such as ``"5GB"`` or ``"500MiB"``.
+            A larger tensor has its own file. Several files have an index. Adapters are always one file.
+        dtype: the dtype of floating-point tensors, such as ``"bfloat16"``. By default it is the shards' dtype.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform.
-        ValueError: an argument is invalid; safetensors files cannot hold a tensor's dtype; the module's own
+        ValueError: an argument is invalid, safetensors files cannot hold a tensor's dtype, or the module's own
             ``save_pretrained`` raises.
-        OSError: a file cannot be written; existing files are unchanged.
-        RuntimeError: another rank refused; an argument differs between ranks; the call is inside ``full_parameters``.
+        OSError: a file cannot be written. Existing files are unchanged.
+        RuntimeError: another rank raised, an argument differs between ranks, or the call is inside
+            ``full_parameters``.
     """
     sharded = sharded_model(model)
     state = sharded.state
@@ -106,26 +105,28 @@ def save_pretrained(
         state_dict = sharded.plain.state_dict(keep_vars=True)
         facts += argument_facts({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
-        writes = state.group.rank() == 0
-        weights, others = _plan_files(sharded.plain, state_dict, folder, max_bytes, dtype) if writes else ({}, {})
-    _gather_and_write(state, state_dict, weights, others)
+        is_writer = state.group.rank() == 0
+        weights, other_files = (
+            _plan_files(sharded.plain, state_dict, folder, max_bytes, dtype) if is_writer else ({}, {})
+        )
+    _gather_and_write(state, state_dict, weights, other_files)
 
 
 def _gather_and_write(
-    state: State, state_dict: Mapping[str, Any], weights: Weights, others: Mapping[Path, bytes]
+    state: State, state_dict: Mapping[str, Any], weights: Weights, other_files: Mapping[Path, bytes]
 ) -> None:
-    """Write what rank 0 planned; a collective."""
+    """Gather the tensors that rank 0 planned, and write them on rank 0; a collective."""
     files = [members for planned in weights.values() for members in split_into_files(*planned)]
     keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
     values = (_gather(state, state_dict[key]) for key in keys)  # a generator, so that one tensor is held at a time
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
-            _write(weights, others, values)
+            _write(weights, other_files, values)
     except Exception as error:
         failure = error
     for _ in values:
-        pass  # every rank takes part in every gather: ranks that do not write, and rank 0 after an error
+        pass  # every rank takes part in every gather, even rank 0 after an error
     with all_or_none(state.group, SAVE):
         if failure is not None:
             raise failure
@@ -134,30 +135,30 @@ def _gather_and_write(
 def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """Return the files of tensors to write, and the contents of other files; make the folder."""
+    """Make the folder; return the tensors to write to each safetensors file, and the contents of other files."""
     tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     present = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    names_in, others = _files_of_module(module, tensors, dtype_to_write(present, dtype))
+    names_by_file, other_files = _files_of_module(module, tensors, dtype_to_write(present, dtype))
     weights: dict[Path, tuple[list[TensorToWrite], int | None]] = {}
-    for path, names in names_in.items():
+    for path, names in names_by_file.items():
         to_write = [
             _tensor_to_write(name, tensors[key], key, names_of[id(tensors[key])], names, dtype)
             for name, key in names.items()
         ]
         require_storable(to_write)
         weights[folder / path] = to_write, max_bytes if path == Path(WEIGHTS) else None
-    for path in {path.parent for path in (*names_in, *others)}:
+    for path in {path.parent for path in (*names_by_file, *other_files)}:
         with explain_write_error(str(folder / path), FILES_UNCHANGED):
             (folder / path).mkdir(parents=True, exist_ok=True)
     existing = {Path(CARD)} if (folder / CARD).exists() else set()
-    return weights, {folder / path: text for path, text in others.items() if path not in existing}
+    return weights, {folder / path: text for path, text in other_files.items() if path not in existing}
 
 
 def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict by name. DTensors become tensors on the meta device, without values."""
+    """Return the tensors of a state dict by name, with meta tensors in place of DTensors."""
     tensors: dict[str, Tensor] = {}
     on_meta: dict[int, Tensor] = {}  # a tied parameter has one tensor under all of its names
     left_out = []
@@ -179,13 +180,13 @@ def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 def _tensor_to_write(
     name: str, like: Tensor, key: str, tied: Sequence[str], names: Container[str], dtype: torch.dtype | None
 ) -> TensorToWrite:
-    """Describe a tensor of a file.
+    """Return the description of a tensor in a file.
 
     Args:
-        tied: the names of the tensor in the state dict. They become aliases, unless the file has other names for it.
+        tied: all names of the tensor in the state dict. Those that the file does not have become aliases.
         names: all names in the file.
     """
-    aliases = tuple(other for other in tied if other not in names) if name in tied else ()
+    aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
 
@@ -200,15 +201,15 @@ def _gather(state: State, value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _write(weights: Weights, others: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
-    """Write all files, then give them their names; only on rank 0."""
+def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
+    """Write all files under temporary names, then rename them; only on rank 0."""
     written: dict[Path, list[Path]] = {}
 
     def read(tensor: TensorToWrite) -> Tensor:
         return next(values).to(tensor.dtype)
 
     with create_together() as create:
-        for path, contents in others.items():
+        for path, contents in other_files.items():
             with create(path) as stream:
                 stream.write(contents)
         for path, (tensors, max_bytes) in weights.items():
@@ -217,56 +218,56 @@ def _write(weights: Weights, others: Mapping[Path, bytes], values: Iterator[Tens
         remove_older(path, files, lambda older: True)
 
 
-# What the module's own save_pretrained writes
+# Running the module's own save_pretrained
 
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """A module of Hugging Face's libraries."""
+    """A module of Hugging Face's libraries, which can save itself."""
 
     def save_pretrained(self, folder: str, *, state_dict: Mapping[str, Tensor]) -> object:
-        """Write this state dict to a folder."""
+        """Write a state dict to a folder."""
 
 
 def _files_of_module(
     module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
-    """Return which files a module's own ``save_pretrained`` writes.
+    """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
 
     A module without that method has one file, with each tensor under its first name.
 
     Args:
-        module: may have placeholders; it is not changed.
-        tensors: by name; a tied tensor is one object under each name.
-        dtype: of the weights, for ``config.json``.
+        module: the plain module, which may have placeholders. It is not changed.
+        tensors: the tensors by name. A tied tensor is one object under each name.
+        dtype: the dtype of the weights, for ``config.json``.
 
     Returns:
-        For each safetensors file, by a tensor's name in it, the name in the state dict; and the contents of each other
-        file.
+        For each safetensors file, a mapping from names in the file to names in the state dict; and the contents of
+        each other file.
     """
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    names = list(first.values())
+        first_names.setdefault(id(tensor), name)
+    names = list(first_names.values())
     if not isinstance(module, SavesPretrained):
         return {Path(WEIGHTS): {name: name for name in names}}, {}
-    numbers = {key: torch.tensor([number]) for number, key in enumerate(first)}
+    numbers = {key: torch.tensor([number]) for number, key in enumerate(first_names)}
     stand_ins = {name: numbers[id(tensor)] for name, tensor in tensors.items()}
     with TemporaryDirectory() as folder:
         try:
             _skeleton(module).save_pretrained(folder, state_dict=stand_ins)
         except Exception as error:
-            raise ValueError(f"{type(module).__name__}.save_pretrained raised: {error}; {INSTEAD}") from error
+            raise ValueError(f"{type(module).__name__}.save_pretrained raised: {error}; {ALTERNATIVE}") from error
         written = {path: path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-        weights = {to: _names_in(path, names, module) for path, to in written.items() if path.suffix == SUFFIX}
-        others = {to: _read_contents(path, to, dtype) for path, to in written.items() if to not in weights}
+        weights = {name: _names_in(path, names, module) for path, name in written.items() if path.suffix == SUFFIX}
+        other_files = {name: _read_contents(path, name, dtype) for path, name in written.items() if name not in weights}
     if not weights:
-        raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {INSTEAD}")
-    return weights, others
+        raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {ALTERNATIVE}")
+    return weights, other_files
 
 
 def _skeleton(module: nn.Module) -> Any:
-    """Copy a module, with parameters without values. Saving reads their shapes, and changes the module's configs."""
+    """Copy a module, with parameters on the meta device. Its ``save_pretrained`` may change the copy's configs."""
     parameters = {}
     for param in module.parameters():
         shape, dtype = shape_and_dtype(param)
@@ -275,22 +276,22 @@ def _skeleton(module: nn.Module) -> Any:
 
 
 def _names_in(path: Path, names: list[str], module: object) -> dict[str, str]:
-    """Return the state dict's names by the names in a file of stand-ins, in the state dict's order."""
+    """Return a mapping from names in a file of stand-ins to names in the state dict, in the state dict's order."""
     numbers: dict[str, int] = {}
     for name, stand_in in load_file(path).items():
         if stand_in.shape != (1,) or stand_in.dtype is not torch.int64:
             raise ValueError(
                 f"{type(module).__name__}.save_pretrained does not write the state dict that it is given: {name!r} in "
-                f"{path.name} is {tuple(stand_in.shape)} {stand_in.dtype}; {INSTEAD}"
+                f"{path.name} is {tuple(stand_in.shape)} {stand_in.dtype}; {ALTERNATIVE}"
             )
         numbers[name] = int(stand_in)
     return {name: names[number] for name, number in sorted(numbers.items(), key=lambda entry: entry[1])}
 
 
-def _read_contents(path: Path, to: Path, dtype: torch.dtype) -> bytes:
-    """Read a file. In ``config.json`` set the weights' dtype, since a placeholder has the dtype of compute."""
+def _read_contents(path: Path, name: Path, dtype: torch.dtype) -> bytes:
+    """Read a file. Set the weights' dtype in ``config.json``, since placeholders have the dtype of compute."""
     contents = path.read_bytes()
-    if to != Path(CONFIG):
+    if name != Path(CONFIG):
         return contents
     config: dict[str, Any] = json.loads(contents)
     config |= {key: name_of(dtype) for key in DTYPE_KEYS if key in config}

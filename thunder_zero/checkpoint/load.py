@@ -1,15 +1,15 @@
 """``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing.
 
 In: a folder; a model, optimizers and extras, which then have the saved values. Out: the extras that were saved. A
-collective, in which ranks agree after each step, so that all ranks refuse what one rank refuses::
+collective. Ranks agree after each step, so that all ranks raise if one rank does::
 
-    check_arguments       the arguments, checked, and equal on all ranks                        preamble.py
-    _find_checkpoint      rank 0 finds the folder
-    read_checkpoint       names, shapes and dtypes are the model's; this rank's part is read into new memory (read.py);
-                          each rank reads some of the files in full, and compares their SHA-256 (dcp_read.py)
-    _write_all_or_none    only now something changes: first states, which may raise, then tensors
+    check_arguments       check the arguments, and compare them between ranks                   preamble.py
+    _find_checkpoint      find the folder, on rank 0
+    read_checkpoint       compare names, shapes and dtypes with the model's; read this rank's part into new memory
+                          (read.py); read some files in full, and compare their SHA-256 (dcp_read.py)
+    _write_all_or_none    the first change: load states, which may raise; then copy tensors
 
-If another save replaces the folder meanwhile, the load raises.
+If another save replaces the folder during a load, the load raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
-VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # extras that are returned, not loaded into
+VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # extras that are returned, not written to
 
 
 class OwnExtras(dict[str, Any]):
@@ -60,13 +60,13 @@ class Loaded:
     """The extras of a checkpoint.
 
     Attributes:
-        own: the extras that this rank saved, by name. If another number of ranks saved, it has only the extras whose
-            values are equal on all of them, so ``own.get("rng")`` may be None.
-        of_rank: the extras of each rank that saved, in rank order.
+        own: the extras that this rank saved, by name. If another number of ranks saved the checkpoint, only the extras
+            that had equal values on all ranks; then ``own.get("rng")`` may be None.
+        of_rank: the extras that each rank saved, in rank order.
     """
 
     own: Mapping[str, Any]
-    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes what `own` has
+    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes the extras in `own`
 
 
 @tagged("tz.load")
@@ -78,10 +78,10 @@ def load(
     extra: Mapping[str, Any] = NO_EXTRAS,
     verify_files: bool = True,
 ) -> Loaded:
-    """Load a checkpoint, on any number of ranks and in any stage: all of it, or nothing.
+    """Load a checkpoint on any number of ranks and in any stage. If it raises, the model is unchanged.
 
-    A collective: all ranks must call it. Before anything changes, each rank reads its part into new memory, and every
-    file is compared with its SHA-256. The ranks divide the files among them.
+    A collective: all ranks must call it. Before anything changes, each rank reads its part into new memory. Ranks
+    divide the files among them, and compare each file with its SHA-256.
 
     >>> loaded = tz.load("runs/latest", model, optimizer, extra={"scheduler": scheduler})
     >>> torch.set_rng_state(loaded.own["rng"])
@@ -90,82 +90,83 @@ def load(
         path: the folder that :func:`save` wrote, or the link ``latest``; or a folder that another tool wrote with
             ``dcp.save``, with model and optimizer under usual names.
         model: a model with ZeroTransform.
-        optimizer: one or several, of the classes and parameter groups with which they were saved.
-        extra: EMAs, and objects with a ``load_state_dict``, get what was saved under their name. A number, string,
-            tensor, list or dict stays as it is: :attr:`Loaded.own` has the saved value.
-        verify_files: False loads a checkpoint of another tool, which has no manifest to compare the files with.
+        optimizer: an optimizer, or several in a list, with the classes and parameter groups of the save.
+        extra: objects by name. An EMA, or an object with ``load_state_dict``, loads its saved state. Any other value is
+            unchanged: :attr:`Loaded.own` has the saved value.
+        verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
 
     Returns:
         The extras that were saved.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform; an extra is an object without ``load_state_dict``.
-        FileNotFoundError: there is no checkpoint.
-        ValueError: the checkpoint is damaged, or of another model or optimizer; an extra is not in it, or differs
-            between ranks.
-        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; the call is inside
-            ``EMA.applied``.
+        TypeError: ``model`` has no ZeroTransform, or an extra is an object without ``load_state_dict``.
+        FileNotFoundError: ``path`` has no checkpoint.
+        ValueError: the checkpoint is damaged or has another model or optimizer, or an extra is missing in it or differs
+            between the ranks that saved.
+        RuntimeError: another rank raised, arguments differ between ranks, ``no_sync`` holds gradients, or the call is
+            inside ``EMA.applied``.
     """
     state = sharded_model(model).state
     with all_alike_or_none(state.group, "to load") as facts:
-        others = {"verify_files": verify_files}
-        contents, optimizers = check_arguments(facts, "load from", Path(path), model, optimizer, extra, **others)
+        contents, optimizers = check_arguments(
+            facts, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
+        )
         wait_for_last(state)  # the next save raises its error
         require_at_rest(state, "load", extra)
         _require_loadable(extra)
-    where, saved = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
+    location, saved = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
     with all_or_none(state.group, "to load"):
-        if not where.is_dir():
+        if not location.is_dir():
             raise OSError(
-                f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
+                f"rank 0 found {location}, this rank does not see it; load from a file system that all ranks share"
             )
-        with _refuse_replaced(where, saved):
+        with _refuse_replaced(location, saved):
             files = () if saved is None else _files_to_verify(saved, contents.rank, contents.ranks)
-            manifest.require_no_faults(where, files, contents=False)
-            described = next((file for file in saved.files if file.name == METADATA), None) if saved else None
-            metadata = read_metadata(where, described)
-            read = read_checkpoint(where, metadata, [contents, *averages], optimizers, files)
-        loaded = Loaded(own_extras(read.of_rank, contents.rank, contents.ranks), read.of_rank)
+            manifest.require_no_faults(location, files, contents=False)
+            metadata_file = next((file for file in saved.files if file.name == METADATA), None) if saved else None
+            metadata = read_metadata(location, metadata_file)
+            new_values = read_checkpoint(location, metadata, [contents, *averages], optimizers, files)
+        loaded = Loaded(own_extras(new_values.of_rank, contents.rank, contents.ranks), new_values.of_rank)
         extra_states = extras_to_load(extra, loaded, contents.ranks)
-    _write_all_or_none(read.tensors, [*extra_states, *read.states], state.group)
+    _write_all_or_none(new_values.tensors, [*extra_states, *new_values.states], state.group)
     state.mark_stale(state.shards)
     return loaded
 
 
 def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
-    """Return the folder that rank 0 finds, since a link may move meanwhile, and its manifest; a collective.
+    """Let rank 0 find the checkpoint's folder; return the folder and its manifest; a collective.
 
     The manifest is None without ``verify_files``.
     """
-    where, saved = path, None
+    location, saved = path, None
     with all_or_none(group, "to load"):
-        if group.rank() == 0:
-            where = folder.locate(path)
-            saved = manifest.require_manifest(where) if verify_files else None
-    found: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((where, saved), group)
-    return found
+        if group.rank() == 0:  # only one rank, since a link may move meanwhile
+            location = folder.locate(path)
+            saved = manifest.require_manifest(location) if verify_files else None
+    result: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((location, saved), group)
+    return result
 
 
 def _files_to_verify(saved: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
-    """Return the files that a rank verifies: consecutive files, in which most of its own rows are.
+    """Return the files that a rank verifies: consecutive files, which probably have the rows that it reads.
 
-    The metadata is left out: every rank reads and verifies it.
+    They do not include the metadata file, which every rank reads and verifies.
     """
     files = [file for file in saved.files if file.name != METADATA]
     return tuple(files[rank * len(files) // ranks : (rank + 1) * len(files) // ranks])
 
 
 @contextmanager
-def _refuse_replaced(where: Path, saved: Manifest | None) -> Iterator[None]:
+def _refuse_replaced(location: Path, saved: Manifest | None) -> Iterator[None]:
     """Raise ValueError if another save replaces the checkpoint during the block, even if the block raises, too."""
     failure = None
     try:
         yield
     except Exception as error:
         failure = error
-    if saved is not None and not folder.is_unchanged(where, saved):
-        raise ValueError(f"another save replaced or deleted {where} while it was read; load again") from failure
+    if saved is not None and not folder.is_unchanged(location, saved):
+        raise ValueError(f"another save replaced or deleted {location} while it was read; load again") from failure
     if failure is not None:
         raise failure
 
@@ -181,7 +182,7 @@ def _require_loadable(extra: Mapping[str, object]) -> None:
 
 
 def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> OwnExtras:
-    """Return the extras that this rank saved; if another number of ranks saved, the extras that are equal on all."""
+    """Return the extras that this rank saved. If another number of ranks saved, return those equal on all ranks."""
     if len(of_rank) == ranks:
         return OwnExtras(of_rank[rank])
     pickled = [{name: pickle_value(name, value) for name, value in extras.items()} for extras in of_rank or ({},)]
@@ -190,7 +191,9 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> O
 
 
 def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """Return the extras that load a state, each with the call that loads it. EMAs, which have rows, are left out.
+    """Return the extras that load a state, each with the call that loads it.
+
+    EMAs are left out, since their averages are loaded by rows.
 
     Raises:
         ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.
@@ -211,7 +214,7 @@ def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> Stat
 
 @torch.no_grad()
 def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States, group: dist.ProcessGroup) -> None:
-    """Write all values, or none, if loading a state raises on any rank; a collective."""
+    """Write all values; if loading a state raises on any rank, write none on all ranks. A collective."""
     with all_or_none(group, "to load"):
         restoring = _restore_at_end([target for target, _ in states])
     with restoring:
@@ -224,20 +227,17 @@ def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States,
 
 
 def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
-    """Return a context that restores the present states of objects at its end, unless ``pop_all`` was called.
-
-    Optimizer states are not copied, since loading replaces their tensors.
-    """
+    """Return an exit stack that restores the current states of the objects, unless ``pop_all`` is called before."""
     stack = ExitStack()
     for target in targets:
-        if isinstance(target, Optimizer):
+        if isinstance(target, Optimizer):  # loading replaces the tensors of states, so no copy is needed
             stack.callback(vars(target).update, state=target.state, param_groups=target.param_groups)
         else:
             stack.callback(_restore, target, copy.deepcopy(target.state_dict()))
     return stack
 
 
-def _restore(target: Stateful, before: Any) -> None:
-    """Restore a state; best effort: an object that refuses its old state keeps what it has."""
+def _restore(target: Stateful, old_state: Any) -> None:
+    """Restore an old state; best effort: errors are ignored."""
     with suppress(Exception):
-        target.load_state_dict(before)
+        target.load_state_dict(old_state)

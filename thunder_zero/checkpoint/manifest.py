@@ -1,6 +1,6 @@
-"""``manifest.json``: the sizes and SHA-256 of a checkpoint's files; compares files with it.
+"""``manifest.json``: the sizes and SHA-256 of all files of a checkpoint; compares files with it.
 
-Needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
+This module needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 2
-BLOCK_BYTES = 1 << 20  # read and hashed at a time, where the bytes are not kept
+BLOCK_BYTES = 1 << 20  # the size of a read whose bytes are only hashed
 USE_ANOTHER = "use another checkpoint"
 
 
@@ -34,9 +34,9 @@ class Manifest:
     """The manifest of a checkpoint.
 
     Attributes:
-        number: larger than that of every checkpoint that was in the folder at the time of the save.
-        ranks: how many ranks saved it.
-        files: all files but the manifest.
+        number: a number larger than those of all checkpoints that the folder had at the time of the save.
+        ranks: the number of ranks that saved.
+        files: all files except the manifest.
     """
 
     number: int
@@ -51,7 +51,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """Parse a manifest. Raises ValueError if it is damaged or has another format."""
+    """Parse a manifest. Raise ValueError if it is damaged or has another format."""
     try:
         document = json.loads(text)
         if document.pop("sha256") != _digest(document):
@@ -76,7 +76,7 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint whose files will be verified. Raises ValueError if there is none."""
+    """Read the manifest of a checkpoint whose files will be verified. Raise ValueError if the folder has none."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -87,11 +87,11 @@ def require_manifest(folder: Path) -> Manifest:
 
 
 class ForwardReader:
-    """Reads ranges of an unbuffered file in ascending order, so that no byte is read twice.
+    """A reader of an unbuffered file, which takes ranges in ascending order and reads no byte twice.
 
     Args:
-        hashed: hash the file; then the bytes between the ranges are read, too.
-        done: called with the number of bytes read since the last call.
+        hashed: True hashes the file, and therefore also reads the bytes between the ranges.
+        done: a function that is called after each read, with the number of bytes.
     """
 
     def __init__(self, file: RawIOBase, *, hashed: bool, done: Callable[[int], None] = lambda count: None) -> None:
@@ -99,7 +99,7 @@ class ForwardReader:
         self._digest = hashlib.sha256() if hashed else None
 
     def read(self, start: int, length: int) -> bytes:
-        """Return the bytes of a range, which begins where the last range ended or later."""
+        """Return the bytes of a range. It must begin at the end of the last range, or later."""
         if self._digest is None:
             self._file.seek(start)
         while (gap := start - self._file.tell()) > 0:
@@ -111,7 +111,7 @@ class ForwardReader:
         return b"".join(parts)
 
     def sha256(self) -> str:
-        """Read the rest of the file; return the SHA-256 of all of it, in hex digits."""
+        """Read the remaining bytes, and return the SHA-256 of the whole file in hex digits."""
         assert self._digest is not None, "the reader hashes"
         while block := self._file.read(BLOCK_BYTES):
             self._digest.update(block)
@@ -129,12 +129,12 @@ class ForwardReader:
 
 
 def fault_of(file: File, sha256: str) -> str:
-    """Describe a difference between a file's SHA-256 and its manifest's; empty if there is none."""
+    """Describe a difference between a file's SHA-256 and the manifest's. Return "" if they are equal."""
     return "" if sha256 == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
 
 
 def raise_faults(folder: Path, faults: Sequence[str]) -> None:
-    """Raise ValueError if the files of a checkpoint have faults."""
+    """Raise ValueError with the faults of a checkpoint's files, if there are any."""
     if faults:
         raise ValueError(f"{folder} is damaged: {'; '.join(faults)}; {USE_ANOTHER}")
 
@@ -142,26 +142,27 @@ def raise_faults(folder: Path, faults: Sequence[str]) -> None:
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise ValueError unless files are as they were saved.
+    """Raise ValueError unless files have the sizes and SHA-256 of their save.
 
     Args:
         contents: False compares sizes only, and reads no file.
-        done: called with the number of bytes read since the last call.
+        done: a function that is called after each read, with the number of bytes.
     """
     faults = [
         fault
         for file in files
-        if (fault := _wrong_size(folder / file.name, file) or (contents and _changed(folder / file.name, file, done)))
+        if (fault := _fault_of_size(folder / file.name, file))
+        or (contents and (fault := _fault_of_contents(folder / file.name, file, done)))
     ]
     raise_faults(folder, faults)
 
 
-def _changed(path: Path, file: File, done: Callable[[int], None]) -> str:
+def _fault_of_contents(path: Path, file: File, done: Callable[[int], None]) -> str:
     with path.open("rb", buffering=0) as stream:
         return fault_of(file, ForwardReader(stream, hashed=True, done=done).sha256())
 
 
-def _wrong_size(path: Path, file: File) -> str:
+def _fault_of_size(path: Path, file: File) -> str:
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -173,7 +174,7 @@ def _wrong_size(path: Path, file: File) -> str:
 
 
 def _manifest(document: Mapping[str, Any]) -> Manifest:
-    """Build a manifest from JSON. Raises TypeError if a field has another type, or a file is not in the folder."""
+    """Build a manifest from JSON. Raise TypeError if a field has another type, or a name leads out of the folder."""
     manifest = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
     numbers = [manifest.number, manifest.ranks, *(file.size for file in manifest.files)]
     if not all(type(number) is int and number >= 0 for number in numbers):

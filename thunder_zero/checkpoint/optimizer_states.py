@@ -1,15 +1,15 @@
-"""Optimizers by the names of a checkpoint: what a rank writes of them, and what it reads.
+"""Maps the states of optimizers to the keys of a checkpoint, and back.
 
-An optimizer numbers parameters; a checkpoint names them, so that it can be loaded in any stage, on any number of
+An optimizer numbers parameters. A checkpoint names them, so that it can be loaded in any stage, on any number of
 ranks::
 
-    optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; with tz.whole all of it, by the owner
-    optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        one numbering for the groups of all optimizers
+    optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; with tz.whole the owner writes it all
+    optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        groups of all optimizers are numbered together
     optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
 
-To write (:func:`optimizer_entries`), in: optimizers; out: entries by path, and facts that ranks compare. To read
+To save (:func:`optimizer_entries`), in: optimizers; out: entries by path, and facts that ranks compare. To load
 (:class:`SavedOptimizers`), in: a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes.
-Both begin with :func:`params_by_group`. No function is a collective.
+Both begin with :func:`params_by_group`. No function here is a collective.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class SteppedParam:
     """A parameter that an optimizer steps.
 
     Attributes:
-        name: its first name in the model's state dict.
-        number: its index among the model's parameters; None if it is ignored, and each rank has its own values.
-        states: its states by name, as far as this rank has them.
-        owner: the rank, in a copy of the model, that has all of its states (``tz.whole``); None if each rank has its
-            part of them.
+        name: the parameter's first name in the model's state dict.
+        number: the index among the model's parameters; None for an ignored parameter.
+        states: the states that this rank has, by name.
+        owner: the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows.
     """
 
     name: str
@@ -66,7 +65,7 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
     """Return the parameters of each group, for the groups of all optimizers in one list.
 
     Raises:
-        ValueError: a parameter is not the model's, or is in several optimizers; a state belongs to no parameter.
+        ValueError: a parameter is not the model's or is in several optimizers, or a state belongs to no parameter.
     """
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
@@ -87,10 +86,10 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
         for key in optimizer.state:
             if id(key) in stepped_ids:
                 continue
-            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            label = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
-                f"{class_name(optimizer)} has a state for {what}, which is not one of its parameters, so the state has "
-                f"no name to be saved under; remove it from optimizer.state and save it as an extra"
+                f"{class_name(optimizer)} has a state for {label}, which is not one of its parameters, so the state "
+                f"has no name to be saved under; remove it from optimizer.state and save it as an extra"
             )
     for name, count in Counter(member.name for member in chain(*groups)).items():
         if count > 1:
@@ -98,30 +97,30 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
     return groups
 
 
-# To write
+# Saving
 
 
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """Return what this rank writes of the optimizers, and facts that ranks compare.
+    """Return the entries of the optimizers that this rank writes, and facts that ranks compare.
 
     Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. They
     compare the options of groups, because only rank 0 saves them.
     """
     values, facts, groups = Entries(), list[Fact](), params_by_group(contents, optimizers)
     for member in chain(*groups):
-        what, described = f"the optimizer's state of parameter {member.name!r}", list[str]()
+        label, descriptions = f"the optimizer's state of parameter {member.name!r}", list[str]()
         for key, value in member.states.items():
             values |= _state_entry(contents, member, key, value)
-            described.append(f"{key} by rows" if is_cut(value) else str(key))
+            descriptions.append(f"{key} by rows" if is_cut(value) else str(key))
         if member.owner is not None:
-            facts.append(Fact(what, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
+            facts.append(Fact(label, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
         elif member.number is not None:
-            facts.append(Fact(what, ", ".join(described) or "none", "step the optimizer on every rank"))
+            facts.append(Fact(label, ", ".join(descriptions) or "none", "step the optimizer on every rank"))
     param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, (group, members) in enumerate(zip(param_groups, groups, strict=True)):
         for key, value in {**group, "params": [member.name for member in members]}.items():
-            what = f"hyper-parameter {key!r} of parameter group {number}"
-            values |= contents.entries_of(what, (OPTIM, GROUPS, number, key), value, 0)
+            label = f"hyper-parameter {key!r} of parameter group {number}"
+            values |= contents.entries_of(label, (OPTIM, GROUPS, number, key), value, 0)
     classes = [class_name(optimizer) for optimizer in optimizers]
     for optimizer, kind in zip(optimizers, classes, strict=True):
         facts += option_facts(kind, optimizer.param_groups, SAME_OPTIONS)
@@ -129,20 +128,20 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return what this rank writes of a state: its part of a cut state, or all of another one if it is its turn.
+    """Return the entry that this rank writes for a state, or no entry if another rank writes it.
 
     Raises:
-        ValueError: the state has no usable name, or cannot be merged across ranks.
+        ValueError: ``key`` is not a string without dots, or ``value`` cannot be merged across ranks.
     """
-    what, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
+    label, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
     path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:
-        raise ValueError(f"cannot save {what}: the name of a state must be a string without dots; rename it")
+        raise ValueError(f"cannot save {label}: the name of a state must be a string without dots; rename it")
     if member.owner is not None:
-        return contents.entries_of(what, path, value, member.owner)
+        return contents.entries_of(label, path, value, member.owner)
     if not isinstance(value, Tensor | bool | int | float | str | None):
         raise ValueError(
-            f"cannot save {what}: values of type {type(value).__name__} cannot be merged across ranks; save it as an "
+            f"cannot save {label}: values of type {type(value).__name__} cannot be merged across ranks; save it as an "
             f"extra"
         )
     is_like_param = (
@@ -150,24 +149,24 @@ def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any)
     )
     if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not is_like_param:
         raise ValueError(
-            f"cannot save {what}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
+            f"cannot save {label}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
             f"parameter, of shape {tuple(param.shape)}; save optimizer.state_dict() on each rank instead"
         )
-    return contents.entries_of(what, path, value, member.number)
+    return contents.entries_of(label, path, value, member.number)
 
 
-# To read
+# Loading
 
 
 class SavedOptimizers:
-    """The optimizers' part of a checkpoint, as the optimizers of this rank need it.
+    """The optimizer states in a checkpoint that this rank reads.
 
     Attributes:
-        keys: what has to be read.
-        parts: the parameter of each key whose value is cut like it; of other keys everything is read.
+        keys: the keys to read.
+        parts: for each key whose value is cut into rows, the parameter with these rows. Other values are read in full.
 
     Args:
-        prefix: begins the keys of all optimizers.
+        prefix: the prefix of the keys of all optimizers.
     """
 
     def __init__(self, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str) -> None:
@@ -180,7 +179,7 @@ class SavedOptimizers:
         self.parts = _parts(self._states, stored)
 
     def state_dicts(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a state dict for ``Optimizer.load_state_dict`` of each optimizer, from the values of all keys."""
+        """Build a state dict for each optimizer's ``load_state_dict``, from the values of all keys."""
         names = [[member.name for member in group] for group in self._groups]
         saved = groups_of({key.removeprefix(self._group_prefix): values[key] for key in self._options}, names)
         _require_groups(saved, names)
@@ -188,7 +187,7 @@ class SavedOptimizers:
         for key, (member, name) in self._states.items():
             by_name.setdefault(member.name, {})[name] = _as_state(values[key], member, key in self.parts)
         for kind, optimizer in zip(values.get(OPTIMIZER_CLASSES, ()), self._optimizers, strict=False):
-            if kind != class_name(optimizer):  # it might take the state for something else without an error
+            if kind != class_name(optimizer):  # another class might load the state without an error
                 raise ValueError(
                     f"the checkpoint's optimizer is {kind}, this one is {class_name(optimizer)}; pass an optimizer of "
                     f"the saved class, or load without it"
@@ -198,7 +197,7 @@ class SavedOptimizers:
 
 
 def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with parameters by number, from groups and their parameters' names."""
+    """Return a state dict that numbers parameters, from groups and states that name them."""
     numbers = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in groups]
     return {STATE: {number: states[name] for name, number in numbers.items() if name in states}, GROUPS: numbered}
@@ -207,9 +206,9 @@ def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, An
 def _states_of(
     contents: Contents, members: Sequence[SteppedParam], prefix: str, stored: Mapping[str, Any]
 ) -> dict[str, tuple[SteppedParam, str]]:
-    """Return the states in a checkpoint that this rank reads: by key, the parameter, and the name of the state.
+    """Return the keys of the states that this rank reads, each with its parameter and the state's name.
 
-    Whole states are read by their owner alone.
+    Only the owner reads a whole state.
     """
     by_start = {f"{prefix}{STATE}.{member.name}": member for member in members}
     ignored = [member for member in members if member.number is None]
@@ -218,20 +217,20 @@ def _states_of(
     for key in stored:
         start, dot, name = key.rpartition(".")
         while dot and start not in by_start:  # another tool's states may have dots in their names
-            start, dot, more = start.rpartition(".")
-            name = f"{more}.{name}"
-        if dot and by_start[start].owner in (None, contents.in_copy[0]):
+            start, dot, part = start.rpartition(".")
+            name = f"{part}.{name}"
+        if dot and by_start[start].owner in (None, contents.replica_rank):
             states[key] = by_start[start], name
     return states
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters of the states that are cut like their parameter, by key of the state.
+    """Return the parameter of each state that is cut into rows as its parameter is, by the state's key.
 
     Raises:
-        ValueError: a state has neither its parameter's shape nor one number, and the parameter is cut.
+        ValueError: a parameter is sharded, and its state has neither the parameter's shape nor one number.
     """
-    cut_alike = {
+    param_shaped = {
         name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
     }
     parts = {}
@@ -239,7 +238,8 @@ def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, 
         entry = stored[key]
         if member.owner is not None or not isinstance(entry, TensorStorageMetadata):
             continue
-        if _has_shape(entry, member) and name in cut_alike:  # a number may be a step, or the average of a number
+        # A state with one number may be a step count, even if its parameter is one number, too.
+        if _has_shape(entry, member) and name in param_shaped:
             parts[key] = member.tensor
         elif is_cut(member.tensor) and entry.size.numel() != 1:
             raise ValueError(
@@ -254,17 +254,17 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
     """Build an optimizer's parameter groups from hyper-parameters.
 
     Args:
-        values: hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``, as the option
-            ``flatten_optimizer_state_dict`` of torch writes them.
-        names: the names of each group's parameters, for the second form.
+        values: hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``, the keys of torch's option
+            ``flatten_optimizer_state_dict``.
+        names: the names of each group's parameters, which the second kind of keys needs.
     """
     groups: dict[int, Group] = {}
     by_param: dict[str, Group] = {name: {} for name in chain(*names)}
     for key, value in values.items():
         number, _, name = key.partition(".")
-        param, _, flat = key.rpartition(".")
+        param, _, option = key.rpartition(".")
         if param in by_param:
-            by_param[param][flat] = value
+            by_param[param][option] = value
         elif number.isdecimal() and (name != "params" or _are_names(value)):
             groups.setdefault(int(number), {})[name] = value
         else:
@@ -273,11 +273,13 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
 
 
 def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
-    """Return the hyper-parameters of a group. Raises ValueError unless they are equal for all of its parameters."""
+    """Return the hyper-parameters of a group. Raise ValueError unless they are equal for all of its parameters."""
     known = [name for name in names if by_param[name]]
     for name in known:
-        first, other = by_param[known[0]], by_param[name]
-        if first.keys() != other.keys() or any(not torch.as_tensor(first[key] == other[key]).all() for key in first):
+        expected, options = by_param[known[0]], by_param[name]
+        if expected.keys() != options.keys() or any(
+            not torch.as_tensor(value == options[key]).all() for key, value in expected.items()
+        ):
             raise ValueError(
                 f"parameters {known[0]!r} and {name!r} are in one group of this optimizer, and had other "
                 f"hyper-parameters in the checkpoint; {AS_SAVED}"
@@ -289,17 +291,18 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[str]]) -> None:
+def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequence[Sequence[str]]) -> None:
     """Raise ValueError unless each parameter group has the parameters that it had when it was saved."""
-    if len(saved) != len(here):
+    if len(saved) != len(names_of_groups):
         raise ValueError(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(here)}; {AS_SAVED}"
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(names_of_groups)}; "
+            f"{AS_SAVED}"
         )
-    for number, (group, names) in enumerate(zip(saved, here, strict=True)):
-        what = f"parameter group {number} of the checkpoint's optimizer"
+    for number, (group, names) in enumerate(zip(saved, names_of_groups, strict=True)):
+        label = f"parameter group {number} of the checkpoint's optimizer"
         if "params" not in group:
-            raise ValueError(f"{what} lists no parameters; {USE_ANOTHER}")
-        require_same_names(f"{what} has other parameters", group["params"], names, AS_SAVED)
+            raise ValueError(f"{label} lists no parameters; {USE_ANOTHER}")
+        require_same_names(f"{label} has other parameters", group["params"], names, AS_SAVED)
 
 
 def _has_shape(entry: Any, member: SteppedParam) -> bool:
@@ -308,8 +311,8 @@ def _has_shape(entry: Any, member: SteppedParam) -> bool:
 
 
 def _as_state(value: Any, member: SteppedParam, is_like_param: bool) -> Any:
-    """Return a state as the optimizer has it: a DTensor, if it is cut like its parameter or has several numbers."""
-    param, stays = member.tensor, member.owner is not None or not isinstance(value, Tensor)
-    if stays or not isinstance(param, DTensor) or (value.numel() == 1 and not is_like_param):
+    """Return a state in the optimizer's form: a DTensor, if it is cut into rows or has several elements."""
+    param, is_whole = member.tensor, member.owner is not None or not isinstance(value, Tensor)
+    if is_whole or not isinstance(param, DTensor) or (value.numel() == 1 and not is_like_param):
         return value
     return dtensor_like(value.to(local(param).device), param, param.shape if is_like_param else value.shape)

@@ -1,7 +1,7 @@
-"""Notes which process writes a folder, and proves later that this process is dead.
+"""Records which process writes a folder, and later decides whether this process is dead.
 
-The proof works on one machine and in one container. On Linux a process ID and a start time identify a process in a
-namespace while the kernel runs (its boot ID). Without a proof the process may be alive.
+This works only on the machine and in the container of that process. On Linux, the boot ID, the PID namespace, the
+process ID and the start time identify a process. In all other cases the process may be alive.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ ENDED = ("Z", "X")  # states of a process that is dead, but still has an entry i
 
 
 def write(folder: Path) -> None:
-    """Note this process as the owner of a folder; a no-op where the system cannot identify processes."""
+    """Record this process as the owner of a folder; a no-op if the system cannot identify processes."""
     if (place := _place()) is not None:
-        note = {"place": place, "pid": os.getpid(), "start": _stat(os.getpid())[START]}
-        (folder / NAME).write_text(json.dumps(note))
+        record = {"place": place, "pid": os.getpid(), "start": _stat(os.getpid())[START]}
+        (folder / NAME).write_text(json.dumps(record))
 
 
 def is_alive(folder: Path) -> bool | None:
-    """Return whether the owner of a folder is alive; None if there is no note, or it is of another machine."""
+    """Return whether the owner of a folder is alive; None if the owner is unknown or on another machine."""
     try:
-        note = json.loads((folder / NAME).read_text())
-        place, pid, start = note["place"], int(note["pid"]), str(note["start"])
+        record = json.loads((folder / NAME).read_text())
+        place, pid, start = record["place"], int(record["pid"]), str(record["start"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
     if place != _place() or pid < 1:
         return None
     try:
         with suppress(PermissionError):
-            os.kill(pid, 0)  # sends nothing; /proc may hide the processes of other users
+            os.kill(pid, 0)  # sends no signal; /proc may hide the processes of other users
         stat = _stat(pid)
     except ProcessLookupError:
         return False
@@ -47,7 +47,7 @@ def is_alive(folder: Path) -> bool | None:
 
 
 def _place() -> str | None:
-    """Return the running kernel and the namespace of this process's ID; None where the system does not tell."""
+    """Return a text that identifies the running kernel and the PID namespace; None if the system has neither."""
     try:
         return f"{socket.gethostname()} {BOOT.read_text().strip()} {NAMESPACE.stat().st_ino}"
     except OSError:

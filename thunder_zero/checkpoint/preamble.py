@@ -1,4 +1,4 @@
-"""Checks the arguments of ``tz.save`` and ``tz.load``, and lists what ranks must agree on."""
+"""Checks the arguments of ``tz.save`` and ``tz.load``, and lists what ranks compare."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def check_arguments(
     model: nn.Module,
     optimizer: Optimizers | None,
     extra: Mapping[str, Any],
-    **others: object,
+    **options: object,
 ) -> tuple[Contents, list[Optimizer]]:
-    """Return what this rank has of the model, and the optimizers as a list.
+    """Check the arguments; return this rank's values of the model, and the optimizers as a list.
 
     Args:
-        facts: what ranks must agree on is appended: the path, the extras' names, the number of optimizers, ``others``.
-        action: comes before the path in a message, such as "save at".
-        others: further arguments by name.
+        facts: a list to which the facts that ranks must agree on are appended: the path, the names of extras, the
+            number of optimizers, and ``options``.
+        action: the words before the path in an error message, such as "save at".
+        options: further arguments by name.
 
     Raises:
-        TypeError: ``extra`` is no mapping from names; ``model`` has no ZeroTransform.
+        TypeError: ``extra`` is not a mapping from names, or ``model`` has no ZeroTransform.
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
@@ -47,17 +48,17 @@ def check_arguments(
             f"the path to {action}": path,
             "the list of names in extra": sorted(extra),
             "the number of optimizers": len(optimizers),
-            **others,
+            **options,
         }
     )
     return contents_of(sharded_model(model)), optimizers
 
 
 def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
-    """Raise unless the parameters and gradients of a model, and its EMAs, can be saved or loaded.
+    """Raise unless a model, its gradients and its EMAs can be saved or loaded now.
 
     Raises:
-        RuntimeError: gradients are accumulated, or the parameters are averages.
+        RuntimeError: ``no_sync`` holds gradients, or the parameters hold averages.
         ValueError: an extra is an EMA of another model.
     """
     state.require_own_values(action)

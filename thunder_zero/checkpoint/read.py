@@ -1,14 +1,14 @@
-"""Reads a checkpoint for this rank, once its names, shapes and dtypes are those of the model here.
+"""Compares a checkpoint's names, shapes and dtypes with the model's, then reads this rank's part.
 
-In: a checkpoint's folder, its metadata, and what this rank has (``contents.py``). Out: :class:`NewValues`: tensors of
+In: a checkpoint's folder, its metadata, and this rank's values (``contents.py``). Out: :class:`NewValues`: tensors of
 this rank with their new values, calls that load states, the extras of all ranks. Nothing changes, and nothing is sent:
 ``load.py`` writes. On rank 1::
 
-    model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     this rank's rows are read
-    rank1.model.scale       a parameter that the policy ignores                 each rank reads its own
-    rank0.extra             what rank 0 gave as extra                           every rank reads the extras of all ranks
+    model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     read this rank's rows
+    rank1.model.scale       a parameter that the policy ignores                 read the value of this rank
+    rank0.extra             the extras of rank 0                                read the extras of all ranks
 
-Other tools begin their keys with other words (``ROOTS``).
+Other tools use other prefixes of keys (``ROOTS``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import frozen_param
 from thunder_zero.sharded.optimizers import load_exactly
 
-# How tools begin their keys: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
+# Prefixes of keys in checkpoints of torch's tutorials, Fabric, Trainer, Accelerate, torchtune and (none) torchtitan.
 ROOTS = {
     "model": (MODEL, "app.model", "state_dict", "model_state_dict", "state.model", ""),
     "optimizer": (OPTIM, "optimizer", "app.optim", "app.optimizer", "optimizer_0", "optimizer_state_dict"),
@@ -52,14 +52,14 @@ NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_stat
 BUILD = "build the model as it was saved"
 
 
-States = Sequence[tuple[Any, Callable[[], object]]]  # an object with a state, and the call that loads it
+States = Sequence[tuple[Any, Callable[[], object]]]  # objects with a state, each with the call that loads it
 
 
 class NewValues(NamedTuple):
-    """What was read of a checkpoint, in new memory."""
+    """Values that were read from a checkpoint, in new memory."""
 
-    tensors: Sequence[tuple[Tensor, Tensor]]  # this rank's part of a tensor of the model or of averages; its new value
-    states: States  # of modules, averages and optimizers; a call may raise
+    tensors: Sequence[tuple[Tensor, Tensor]]  # local tensors of the model or of averages, each with its new value
+    states: States  # modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
 
 
@@ -70,18 +70,18 @@ def read_checkpoint(
     optimizers: Sequence[Optimizer],
     files: Sequence[File] = (),
 ) -> NewValues:
-    """Read this rank's part of a checkpoint; nothing changes.
+    """Read this rank's part of a checkpoint into new memory.
 
     Args:
-        contents: the model's, then its averages'.
-        files: files to compare with their SHA-256 while they are read.
+        contents: this rank's values of the model, then those of each EMA.
+        files: files to read in full and to compare with their SHA-256.
     """
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
     targets = {key: target for item in contents for key, target in _match(item, stored).items()}
     tensors = {key: tensor for key, tensor in targets.items() if isinstance(tensor, Tensor)}
     twins = {alias: key for alias, key in targets.items() if isinstance(key, str)}
-    # Another tool may have written a tied parameter twice, or it was not tied there.
+    # Another tool may have written a tied parameter twice, or its model did not tie the parameter.
     stored_twice = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
     extras = {split[0]: key for key in stored if (split := split_rank_prefix(key)) and split[1] == EXTRA}
     parts = tensors | {alias: tensors[key] for alias, key in twins.items()}
@@ -106,89 +106,89 @@ def read_checkpoint(
     return NewValues([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
 
 
-def _prefix(what: str, fits: Callable[[str], int], stored: Iterable[str], action: str) -> str:
-    """Return how the keys of a model or an optimizer begin: the usual root that fits best.
+def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], action: str) -> str:
+    """Return the prefix of a model's or an optimizer's keys: the usual root with the highest score.
 
     Args:
-        what: a key of ``ROOTS``.
-        fits: how well a prefix fits; 0 if not at all.
+        kind: "model" or "optimizer", a key of ``ROOTS``.
+        score: a function that returns how well a prefix matches the keys; 0 if no key has the prefix.
     """
-    best = max((f"{root}." if root else "" for root in ROOTS[what]), key=fits)
-    if fits(best):
+    best = max((f"{root}." if root else "" for root in ROOTS[kind]), key=score)
+    if score(best):
         return best
-    shown = ", ".join(repr(root) for root in ROOTS[what] if root)
+    usual = ", ".join(repr(root) for root in ROOTS[kind] if root)
     first_keys = {key.partition(".")[0]: key for key in sorted(stored, reverse=True)}  # by root
     raise ValueError(
-        f"the checkpoint has no {what} under {shown}: it has {name_some(sorted(first_keys.values()))}; {action}"
+        f"the checkpoint has no {kind} under {usual}: it has {name_some(sorted(first_keys.values()))}; {action}"
     )
 
 
 def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    def fits(prefix: str) -> int:  # equal names count more than any keys: those may be of another model
+    def score(prefix: str) -> int:  # names of this model count more than other keys, perhaps of another model
         return 2 * sum(prefix + name in keys for name in names) + any(prefix and key.startswith(prefix) for key in keys)
 
-    return _prefix("model", fits, keys, NO_MODEL)
+    return _find_prefix("model", score, keys, NO_MODEL)
 
 
 def _optimizer_prefix(keys: Collection[str]) -> str:
-    def fits(prefix: str) -> int:
+    def score(prefix: str) -> int:
         return any(key.startswith((f"{prefix}{GROUPS}.", f"{prefix}{STATE}.")) for key in keys)
 
-    return _prefix("optimizer", fits, keys, NO_OPTIMIZER)
+    return _find_prefix("optimizer", score, keys, NO_OPTIMIZER)
 
 
 def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Match the keys of a checkpoint with what this rank has of a model or of averages.
+    """Match the keys of a checkpoint with this rank's values of a model or of averages.
 
     Returns:
-        By key: a tensor of this rank; for an alias the key of its first name; for a state the object that loads it.
+        The target of each key: a tensor; for an alias, the key of the first name; for a state, the object to load.
 
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    root, what = f"{key_of(contents.root)}.", contents.what
+    root, label = f"{key_of(contents.root)}.", contents.label
     prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
     rank_prefix = f"{contents.rank_prefix}.{root}"
     if not any(key.startswith(prefix) for key in stored):
-        raise ValueError(f"the checkpoint has no {what}; leave it out of extra, or load another checkpoint")
+        raise ValueError(f"the checkpoint has no {label}; leave it out of extra, or load another checkpoint")
     targets: dict[str, Any] = {
         prefix + name: tensor for name, tensor in {**contents.params, **contents.buffers}.items()
     }
     for name, tensor in contents.ignored.items():
-        is_shared = rank_prefix + name not in stored and prefix + name in stored  # FSDP2 saves one value of it
+        is_shared = rank_prefix + name not in stored and prefix + name in stored  # FSDP2 saves one value for all ranks
         targets[(prefix if is_shared else rank_prefix) + name] = tensor
     targets |= {prefix + alias: prefix + name for alias, name in contents.aliases.items()}
     targets |= {prefix + name: loader for name, (_, loader) in contents.states.items()}
-    begins = (prefix, rank_prefix) if prefix else rank_prefix  # without a prefix the checkpoint has other keys, too
-    saved = [key for key in stored if key in targets or key.startswith(begins)]
-    require_same_names(f"the checkpoint has another {what}", saved, targets, BUILD)
+    prefixes = (prefix, rank_prefix) if prefix else rank_prefix  # "" would match the keys of optimizers, too
+    saved = [key for key in stored if key in targets or key.startswith(prefixes)]
+    require_same_names(f"the checkpoint has another {label}", saved, targets, BUILD)
     for key, target in targets.items():
         tensor, entry = targets[target] if isinstance(target, str) else target, stored[key]
         if isinstance(tensor, Tensor):
-            _require_alike(what, key, tensor, entry)
+            _require_equal_type(label, key, tensor, entry)
     return targets
 
 
-def _require_alike(what: str, key: str, tensor: Tensor, entry: Any) -> None:
+def _require_equal_type(label: str, key: str, tensor: Tensor, entry: Any) -> None:
     """Raise ValueError unless an entry of a checkpoint has a tensor's shape and dtype."""
     if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
+        raise ValueError(f"the checkpoint has another {label}: {key} is not a tensor in it; {BUILD}")
     if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
         param = frozen_param(tensor)
         bits = f", which rests as {param.frozen_format}" if param else ""
         raise ValueError(
-            f"the checkpoint has another {what}: {key} has shape {tuple(entry.size)} and dtype "
+            f"the checkpoint has another {label}: {key} has shape {tuple(entry.size)} and dtype "
             f"{entry.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
             f"{BUILD}"
         )
 
 
-def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:
-    """Raise ValueError if ranks have saved ignored parameters, and another number of ranks loads them."""
+def _require_as_many_ranks(count: int, stored: Mapping[str, Any]) -> None:
+    """Raise ValueError if the checkpoint has ignored parameters, and another number of ranks saved it."""
     split = [split_rank_prefix(key) or (0, "") for key in stored]
-    ranks = {rank for rank, rest in split if rest.startswith((f"{MODEL}.", f"{OPTIM}."))}
-    if ranks and ranks != set(range(here)):
+    ranks = {rank for rank, key in split if key.startswith((f"{MODEL}.", f"{OPTIM}."))}
+    if ranks and ranks != set(range(count)):
         raise ValueError(
-            f"cannot load on {here} ranks: the checkpoint has values of ignored parameters from each of {len(ranks)} "
+            f"cannot load on {count} ranks: the checkpoint has values of ignored parameters from each of {len(ranks)} "
             f"ranks; load it on {len(ranks)} ranks"
         )

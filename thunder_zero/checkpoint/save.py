@@ -1,14 +1,14 @@
-"""``tz.save``: checks that all ranks save the same model, then writes now, or in a thread.
+"""``tz.save``: checks that all ranks save the same model, then writes at once, or in a thread.
 
 In: a path, a model, optimizers and extras. Out: a future of the path, and a folder that appears in one rename. A
 collective::
 
-    check_arguments     the arguments, checked                                                     preamble.py
-    entries_of          what this rank writes, by key: its rows, and its turns of what all ranks have
-                        all ranks agree on arguments, optimizers' states and averages, in one message
-    write_checkpoint    each rank writes a file into a hidden folder; rank 0 then writes metadata, and publishes
+    check_arguments     check the arguments                                                        preamble.py
+    entries_of          list the values that this rank writes: its rows, and its share of the values that all ranks have
+                        compare arguments, optimizers' states and averages between ranks, in one message
+    write_checkpoint    write one file per rank into a hidden folder; on rank 0 write metadata and rename the folder
 
-With ``wait=False`` the last step works on copies, in a thread (background.py).
+With ``wait=False`` the last step writes copies, in a thread (background.py).
 """
 
 from __future__ import annotations
@@ -50,63 +50,66 @@ def save(
 ) -> Future[Path]:
     """Save a checkpoint: every rank writes its shards; any number of ranks can load it, in any stage.
 
-    A collective: all ranks must call it. When the folder is complete, it becomes visible, and the link ``latest`` in
-    the same place moves to it. If a process dies before, existing checkpoints stay as they are.
+    A collective: all ranks must call it. When the folder is complete, it becomes visible, and the link ``latest``
+    beside it moves to it. If a process dies before that, existing checkpoints are unchanged.
 
     >>> tz.save("runs/step-100", model, optimizer, extra={"scheduler": scheduler, "rng": torch.get_rng_state()})
 
-    The files are those of ``torch.distributed.checkpoint`` (DCP), as ``dcp.save({"model": ..., "optim": ...})`` writes
-    FSDP2's ``get_state_dict``. ``manifest.json`` has the SHA-256 of each file.
+    The folder has the format of ``torch.distributed.checkpoint`` (DCP), with the keys of FSDP2's ``get_state_dict``, as
+    in ``dcp.save({"model": ..., "optim": ...})``. ``manifest.json`` has the SHA-256 of each file.
 
     Args:
         path: the checkpoint's folder, on a file system that all ranks see. An existing checkpoint is replaced.
         model: a model with ZeroTransform.
-        optimizer: one or several, built on ``model.parameters()``; saved under parameter names.
-        extra: this rank's own values by name. A value is an EMA, has ``state_dict`` and ``load_state_dict``, or is one
-            that ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
-        max_to_keep: how many checkpoints to keep whose names differ only in their last number. Older ones are deleted.
+        optimizer: an optimizer on ``model.parameters()``, or several in a list. States are saved by parameter name.
+        extra: values of this rank by name: EMAs, objects with ``state_dict`` and ``load_state_dict``, or values that
+            ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
+        max_to_keep: the number of checkpoints to keep among those whose names differ only in their last number. Older
+            checkpoints are deleted.
         wait: False copies everything to the CPU and writes it in a thread, while training continues.
 
     Returns:
-        A future of the path. With ``wait=False`` it is done once the checkpoint is visible. If such a save fails, there
-        is a warning at once, and the future's ``result`` and the next save raise the error.
+        A future of the path. With ``wait=False`` it is done once the checkpoint is visible. If a save in the thread
+        fails, it warns at once; the future's ``result`` and the next save raise the error.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform; an extra is a model.
-        ValueError: ``path`` or ``max_to_keep`` is invalid; an extra or an optimizer's state cannot be saved.
-        OSError: a file cannot be written. FileExistsError: ``path`` exists and is no checkpoint.
-        RuntimeError: another rank refused; ranks differ; the call is inside ``no_sync`` or ``EMA.applied``; the
-            previous save failed.
+        TypeError: ``model`` has no ZeroTransform, or an extra is a model.
+        ValueError: ``path`` or ``max_to_keep`` is invalid, or an extra or an optimizer's state cannot be saved.
+        OSError: a file cannot be written.
+        FileExistsError: ``path`` exists and is not a checkpoint.
+        RuntimeError: another rank raised, arguments differ between ranks, the call is inside ``no_sync`` or
+            ``EMA.applied``, or the previous save failed.
     """
     state = sharded_model(model).state
     with all_alike_or_none(state.group, "to save") as facts:
-        others = {"max_to_keep": max_to_keep, "wait": wait}
-        contents, optimizers = check_arguments(facts, "save at", Path(path), model, optimizer, extra, **others)
+        contents, optimizers = check_arguments(
+            facts, "save at", Path(path), model, optimizer, extra, max_to_keep=max_to_keep, wait=wait
+        )
         raise_error_of_last(state)
         if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
             raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
         require_at_rest(state, "save", extra)
-        entries, more_facts = entries_of(contents, optimizers, extra)
-        facts += more_facts
+        entries, entry_facts = entries_of(contents, optimizers, extra)
+        facts += entry_facts
     if not wait:
         return save_in_thread(state, entries, partial(write_checkpoint, Path(path), max_to_keep=max_to_keep))
-    done: Future[Path] = Future()
-    done.set_result(write_checkpoint(Path(path), entries, state.group, max_to_keep=max_to_keep))
-    return done
+    future: Future[Path] = Future()
+    future.set_result(write_checkpoint(Path(path), entries, state.group, max_to_keep=max_to_keep))
+    return future
 
 
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Fact]]:
-    """Return what this rank writes, and what ranks must agree on."""
-    values, facts = optimizer_entries(contents, optimizers)
+    """Return the entries that this rank writes, and the facts that ranks must agree on."""
+    states, facts = optimizer_entries(contents, optimizers)
     facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
-    return contents.entries() | extra_entries(contents, extra) | values, facts
+    return contents.entries() | extra_entries(contents, extra) | states, facts
 
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write this rank's entries, and publish the checkpoint once all ranks have written; a collective."""
+    """Write this rank's entries; once all ranks have written, make the checkpoint visible. A collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):
@@ -128,7 +131,7 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
 
 
 def _write_part(path: Path, entries: Entries, rank: int) -> tuple[Part | None, Exception | None]:
-    """Write this rank's part; return it, or the error."""
+    """Write this rank's part. Return the part and None, or None and the error."""
     try:
         return dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries)), None
     except Exception as error:
@@ -136,7 +139,7 @@ def _write_part(path: Path, entries: Entries, rank: int) -> tuple[Part | None, E
 
 
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
-    """Write the metadata of all ranks' parts, publish the checkpoint, and delete older ones; only on rank 0."""
+    """Write the metadata, make the checkpoint visible, and delete older checkpoints; only on rank 0."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
     folder.publish(path, len(parts), files)
     if max_to_keep is not None:

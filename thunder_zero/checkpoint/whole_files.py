@@ -1,7 +1,7 @@
-"""Writes files of whole tensors, safetensors one tensor at a time; all get their names together.
+"""Writes safetensors files one tensor at a time, and gives all files their names at the end.
 
 The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). The
-library of that name would write all tensors of a file at once.
+library ``safetensors`` would need all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from thunder_zero.checkpoint.folder import explain_write_error
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-MADE_HERE = {"made_by": "thunder_zero"}  # marks our files in their metadata: we remove no others
-ALIGNMENT = 8  # bytes, of the first tensor's start
+MADE_HERE = {"made_by": "thunder_zero"}  # the mark in our files' metadata: only marked files are deleted
+ALIGNMENT = 8  # bytes to which the first tensor's offset is aligned
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,17 +49,17 @@ Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor that is about to be written."""
+    """The description of a whole tensor to write to a file."""
 
-    name: str  # in the file
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype  # in the file
-    key: str  # in the checkpoint
-    aliases: tuple[str, ...] = ()  # further names of it (tied weights)
+    name: str  # the name in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # the dtype in the file
+    key: str  # the key in the checkpoint
+    aliases: tuple[str, ...] = ()  # further names of a tied weight
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file."""
+        """The tensor's size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -67,15 +67,15 @@ ReadTensor = Callable[[TensorToWrite], Tensor]  # returns the values, in the fil
 
 
 def dtype_to_write(present: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is written in: ``wanted``, unless that is None or the tensor has no floats."""
+    """Return ``wanted`` for a floating-point tensor, unless it is None. Return ``present`` for any other tensor."""
     return wanted if wanted is not None and present.is_floating_point else present
 
 
 @contextmanager
 def create_together() -> Iterator[Create]:
-    """Yield a function that opens a file to write. At the end of the block all files get their names.
+    """Yield a function that opens a temporary file to write. Rename all files at the end of the block.
 
-    If a file cannot be written, existing files are unchanged.
+    If writing a file fails, existing files are unchanged.
     """
     written: list[tuple[Path, Path]] = []
 
@@ -99,16 +99,16 @@ def create_together() -> Iterator[Create]:
 
 
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
-    """Raise ValueError unless safetensors files can hold the dtypes of tensors."""
+    """Raise ValueError unless the safetensors format has the dtype of each tensor."""
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
 
 
 def split_into_files(tensors: Iterable[TensorToWrite], max_bytes: int | None) -> list[list[TensorToWrite]]:
-    """Group tensors into files of at most ``max_bytes`` of tensors. A larger tensor gets a file of its own.
+    """Group tensors into files with at most ``max_bytes`` of tensors. A larger tensor gets its own file.
 
-    In a file the tensors with the largest elements come first, so that all are aligned.
+    In a file, tensors with larger elements come first, so that all tensors are aligned.
     """
     files: list[list[TensorToWrite]] = [[]]
     size = 0  # bytes of the last file
@@ -129,15 +129,16 @@ def write_parts(
     notes: Mapping[str, str],
     max_file_bytes: int | None,
 ) -> list[Path]:
-    """Write safetensors files, and at last their index if there are several; return all paths.
+    """Write safetensors files, and an index if there are several files; return all paths.
 
     Tensors are read in the order of :func:`split_into_files`.
 
     Args:
-        create: opens a file to write.
-        out: the file; several files are named after it.
+        create: a function that opens a file to write.
+        out: the path of the file. Several files get numbers behind its stem.
+        read: a function that returns a tensor's values.
         notes: further metadata of each file.
-        max_file_bytes: the most bytes of tensors in a file; None: there is one file.
+        max_file_bytes: the maximum bytes of tensors in a file; None writes one file.
     """
     require_storable(tensors)
     files = split_into_files(tensors, max_file_bytes)
@@ -148,16 +149,16 @@ def write_parts(
             _write_file(stream, members, read, notes)
     if len(files) == 1:
         return paths
-    where = {tensor.name: path.name for path, members in zip(paths, files, strict=True) for tensor in members}
-    total = {"total_size": sum(tensor.nbytes for tensor in tensors), **MADE_HERE}
+    file_of_tensor = {tensor.name: path.name for path, members in zip(paths, files, strict=True) for tensor in members}
+    metadata = {"total_size": sum(tensor.nbytes for tensor in tensors), **MADE_HERE}
     index = out.with_name(out.name + INDEX_SUFFIX)
     with create(index) as stream:
-        stream.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode() + b"\n")
+        stream.write(json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=1).encode() + b"\n")
     return [*paths, index]
 
 
 def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]) -> None:
-    """Write one safetensors file. Its metadata has the name of each alias as JSON."""
+    """Write one safetensors file. Its metadata maps each alias to a tensor's name, as JSON."""
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
@@ -175,12 +176,12 @@ def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTe
 
 
 def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
-    """Delete files that an earlier call wrote under a name and this call did not: a reader would mix them.
+    """Delete files of an earlier save to the same path, which a reader would mix with the new files.
 
     Args:
-        out: the name.
-        written: the files that this call wrote.
-        is_ours: returns whether a file may be deleted.
+        out: the path of the save.
+        written: the new files, which are kept.
+        is_ours: a function that returns whether a file may be deleted.
     """
     stem, dot, end = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
     named = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
@@ -191,7 +192,7 @@ def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], b
 
 
 def is_made_here(path: Path) -> bool:
-    """Return whether :func:`write_parts` wrote a safetensors file or an index, by its metadata."""
+    """Return whether the metadata of a safetensors file or an index says that :func:`write_parts` wrote it."""
     try:
         if path.name.endswith(INDEX_SUFFIX):
             metadata = json.loads(path.read_text())["metadata"]

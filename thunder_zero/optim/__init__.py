@@ -1,12 +1,13 @@
 """Optimizers that step whole parameters, each by its owner; clipping and averages over ranks.
 
-In: a sharded model's shards and gradients. Out: stepped shards, clipped gradients, averages. Doors: ``optimizer``
-(``tz.whole``), ``global_numbers`` (``tz.clip_grad_norm_``, ``tz.global_mean``), ``ema`` (``tz.EMA``). When made::
+In: a sharded model's shards and gradients. Out: stepped shards, clipped gradients, averages. Entry points:
+``optimizer`` (``tz.whole``), ``global_numbers`` (``tz.clip_grad_norm_``, ``tz.global_mean``), ``ema`` (``tz.EMA``).
+When an optimizer is built::
 
-    members    finds the parameters; refuses an ordinary optimizer by what  probe  finds of it
-    owners     decides on integers who steps what      options  describes options as text, for probe and agreement
+    members    finds the parameters, and raises if  probe  shows that the ordinary optimizer cannot be used
+    owners     assigns each parameter to a rank        options  describes options as text, for probe and agreement
 
-and in each step of the ``torch.optim.Optimizer`` over the shards::
+In each step of the ``torch.optim.Optimizer`` over the shards::
 
     agreement -> for each bucket:  exchange.ToOwners -> stepper (the ordinary optimizer, whole) -> exchange.FromOwners
 """

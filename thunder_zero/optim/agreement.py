@@ -1,4 +1,4 @@
-"""Compares ranks before and after a step of whole parameters, so that all ranks refuse together."""
+"""Compares ranks before and after a step of whole parameters, so that all ranks raise together."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LATER = (
 def agree_on_step(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Agree with all ranks on what a step does; one small collective if they agree.
+    """Compare the next step between ranks; one small collective if all ranks agree.
 
     Args:
         kind: the name of the optimizer's class.
-        members: in the order in which they travel.
-        known: ranks have agreed on members and groups in an earlier step.
+        members: the parameters, in the order in which they are sent.
+        known: True if an earlier step compared members and groups.
 
     Returns:
-        The paths of the parameters that have a gradient, and the paths of those of which every rank has the present
-        values in full. Both are equal on all ranks.
+        The paths of the parameters that have a gradient, and the paths of the parameters whose current values every
+        rank has in full. Both results are equal on all ranks.
 
     Raises:
-        RuntimeError: ranks differ; on every rank.
+        RuntimeError: ranks differ. All ranks raise.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
@@ -44,7 +44,7 @@ def agree_on_step(
     digest = _digest(facts)
     numbers = [digest, digest**2, *map(int, (*has_grad, *state.resident.out_of_date(paths)))]
     total, squares, *sums = _sum_over_ranks(numbers, state)
-    if state.plan.ranks * squares != total**2:  # equal if and only if all digests are
+    if state.plan.ranks * squares != total**2:  # equal if and only if all digests are equal
         require_same(facts, state.group)
     counts, out_of_date = sums[: len(paths)], sums[len(paths) :]
     for path, count in zip(paths, counts, strict=True):
@@ -53,12 +53,12 @@ def agree_on_step(
                 f"parameter {path!r} has a gradient on {count} of {state.plan.ranks} ranks, so its owner cannot have "
                 f"the whole gradient; set .grad, or clear it, on all ranks alike"
             )
-    at_hand = (path for path, count in zip(paths, out_of_date, strict=True) if count == 0)
-    return frozenset(path for path, count in zip(paths, counts, strict=True) if count), frozenset(at_hand)
+    with_grad = frozenset(path for path, count in zip(paths, counts, strict=True) if count)
+    return with_grad, frozenset(path for path, count in zip(paths, out_of_date, strict=True) if count == 0)
 
 
 def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List what must be equal on all ranks."""
+    """List the optimizer's properties that must be equal on all ranks."""
     facts = [Fact("the optimizer's class", kind, remedy)]
     facts += [
         Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
@@ -77,12 +77,13 @@ def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) ->
 
 
 def _digest(facts: Sequence[Fact]) -> int:
-    """Return a digest of 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
+    """Return a 24-bit digest of facts."""
+    # Not more bits, so that sums of squares fit into int64 on 32,768 ranks.
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
-    """Raise on every rank if a rank has failed in its part of a step; one small collective."""
+    """Raise on every rank if a step failed on any rank; one small collective."""
     if _sum_over_ranks([int(failure is not None)], state)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:

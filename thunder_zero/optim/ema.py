@@ -1,10 +1,10 @@
-"""``tz.EMA``: moving averages of parameters, by rows, and the model with them for a moment.
+"""``tz.EMA``: moving averages of sharded parameters, and a block in which the model computes with them.
 
-In: a sharded model, now and after each step. Out: averages, laid out as parameters are, so that a checkpoint has them
-by rows::
+In: a sharded model, now and after each step. Out: averages with the parameters' placement, which a checkpoint saves by
+rows::
 
-    update     average = decay * average + (1 - decay) * parameter     each rank its own part, nothing is sent
-    applied    parameters and averages are exchanged, and back         ranks agree first that all can
+    update     average = decay * average + (1 - decay) * parameter     each rank updates its rows, without communication
+    applied    swap parameters and averages, and swap them back        ranks first agree that all of them can
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from thunder_zero.sharded.sharded_model import sharded_model
 
 @dataclass
 class Counts:
-    """How often an EMA was updated; a checkpoint saves and restores it by its state dict."""
+    """Counts of an EMA's updates, which a checkpoint saves and restores."""
 
-    calls: int = 0  # how often ``update`` was called
-    averaged: int = 0  # how many of these calls averaged
+    calls: int = 0  # the number of calls of ``update``
+    averaged: int = 0  # the number of these calls that changed the averages
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore counts from :meth:`state_dict`."""
+        """Restore the counts from the dict that :meth:`state_dict` returned."""
         self.calls, self.averaged = state["calls"], state["averaged"]
 
 
 class EMA:
     """Exponential moving averages of a sharded model's parameters.
 
-    The values are those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` on one process.
-
-    The first update copies the parameters. A later update sets each average to ``decay * average + (1 - decay) *
-    parameter``. Averages are laid out as parameters are, as DTensors from stage 1 on. Each rank averages its part, and
-    nothing is sent.
+    The values equal those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` on one
+    process. The first update copies the parameters. A later update sets each average to ``decay * average + (1 - decay)
+    * parameter``. Averages have the parameters' placement: they are DTensors from stage 1 on. Each rank averages its
+    rows without communication.
 
     >>> ema = tz.EMA(model, decay=0.999)
     >>> for x, y in batches:
@@ -58,25 +57,25 @@ class EMA:
     ...     evaluate(model)
     >>> tz.save("runs/step-100", model, optimizer, extra={"ema": ema})
 
-    The parameters that require gradients when the EMA is made are averaged, ignored ones too. Inside ``applied`` other
-    parameters, and buffers, keep the model's values: compute statistics of BatchNorm again there, or leave them as they
-    are. An average has its parameter's dtype. If that has 16 bits, the average is float32, as small updates would be
-    lost.
+    An EMA averages the parameters that require gradients when it is built, including parameters that the policy
+    ignores. All other parameters and the buffers keep the model's values inside ``applied``. You may compute BatchNorm
+    statistics again there. An average has its parameter's dtype, or float32 for a 16-bit parameter, which would lose
+    small updates.
 
     Args:
         model: a model with ZeroTransform.
         decay: the weight of the old average, 0 or more and less than 1.
-        every: average only in each ``every``-th call of ``update``, 1 or more.
+        every: the number of ``update`` calls for each change of the averages, 1 or more.
 
     Attributes:
-        averages: the averages by name of the parameter.
-        counts: how often it was updated.
+        averages: the averages by parameter name.
+        counts: the counts of updates.
         state: the model's state.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform.
-        ValueError: ``decay`` or ``every`` is out of its range; no parameter requires gradients.
-        RuntimeError: the parameters are averages at present, inside ``applied``.
+        ValueError: ``decay`` or ``every`` is out of its range, or no parameter requires gradients.
+        RuntimeError: the model is inside ``applied`` of an EMA.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
@@ -94,14 +93,14 @@ class EMA:
             )
 
     def __repr__(self) -> str:
-        """Describe the settings, and how often it averaged."""
+        """Describe the settings, and the number of updates of the averages."""
         return (
             f"EMA(decay={self.decay}, every={self.every}) of {self.state.name}, {self.counts.averaged} times averaged"
         )
 
     @property
     def decay(self) -> float:
-        """The weight of the old average. It may be set between updates, equally on all ranks."""
+        """The weight of the old average. You may change it between updates, equally on all ranks."""
         return self._decay
 
     @decay.setter
@@ -112,10 +111,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the present values of the parameters. Call it after each step of the optimizer, on every rank.
+        """Update the averages with the current parameters. Call it on every rank after each step of the optimizer.
 
         Raises:
-            RuntimeError: inside ``applied``; a parameter was frozen when the EMA was made, and is trained now.
+            RuntimeError: the call is inside ``applied``, or a parameter was frozen when the EMA was built and is
+                trained now.
         """
         self.state.require_own_values("update an EMA")
         for name, param in self._params.items():
@@ -137,34 +137,34 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the model's parameters by the averages inside the block: to evaluate, generate or export.
+        """Temporarily replace the model's parameters by the averages: to evaluate, generate or export.
 
-        A collective: all ranks must enter the block, and leave it. Parameters and averages are exchanged one at a time.
-        This takes the memory of one of a rank's parameters, and a copy of each parameter of 16 bits. ZeRO-1 refreshes
+        A collective: all ranks must enter the block, and leave it. Parameters and averages are swapped one at a time.
+        This needs temporary memory for one local parameter, and for a copy of each 16-bit parameter. ZeRO-1 refreshes
         the other ranks' rows once in the block and once after it.
 
-        Inside the block state dicts and ``full_parameters`` have averages. Steps of an optimizer, updates of an EMA,
-        ``tz.save``, ``tz.load`` and other loads are refused.
+        Inside the block, state dicts and ``full_parameters`` return averages. Steps of an optimizer, updates of an EMA,
+        ``tz.save``, ``tz.load`` and other loads raise.
 
         Raises:
-            RuntimeError: there is no average yet; the call is inside another such block, ``full_parameters`` or an
-                accumulation; ranks have updated different numbers of times. It raises on every rank.
+            RuntimeError: the EMA has no average yet, ranks have different counts of updates, or the call is inside
+                ``applied``, ``full_parameters`` or an accumulation. All ranks raise.
         """
         with doing(f"EMA.applied of {self.state.name}"):
             with all_or_none(self.state.group, "EMA.applied"):
                 self._require_applicable()
             require_same([self.fact("the EMA")], self.state.group)
-        values: dict[str, Tensor] = {}
-        self._exchange(values)
+        originals: dict[str, Tensor] = {}
+        self._swap(originals)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
         try:
             yield
         finally:
             self.state.averaged = frozenset()
-            self._exchange(values)
+            self._swap(originals)
 
     def fact(self, name: str) -> Fact:
-        """Return what ranks must agree on; ``name`` begins the message if they differ."""
+        """Return the settings and counts that ranks must agree on. An error begins with ``name``."""
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Fact(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
@@ -179,24 +179,24 @@ class EMA:
         self.state.require_reduced("enter EMA.applied")
 
     @torch.no_grad()
-    def _exchange(self, values: dict[str, Tensor]) -> None:
-        """Exchange parameters and averages.
+    def _swap(self, originals: dict[str, Tensor]) -> None:
+        """Swap the values of parameters and averages.
 
         Args:
-            values: in the first call empty, and filled with the values of parameters whose average has another dtype;
-                in the second call these values are restored.
+            originals: the values of parameters whose average has another dtype. The first call fills the empty dict,
+                the second call restores its values.
         """
         for name, average in self.averages.items():
             param = self._params[name]
-            before = param.detach().clone()
-            param.copy_(values.pop(name, average))  # raises the shard's version, by which ZeRO-1 sees the change
+            old_value = param.detach().clone()
+            param.copy_(originals.pop(name, average))  # bumps the shard's version, so that ZeRO-1 sees the change
             if average.dtype is param.dtype:
-                average.copy_(before)
+                average.copy_(old_value)
             else:
-                values[name] = before
+                originals[name] = old_value
 
 
 def _copy(param: Tensor) -> Tensor:
-    """Copy a parameter, in float32 if it has 16 bits or fewer."""
-    half = param.dtype.itemsize < torch.float32.itemsize
-    return param.detach().to(torch.float32 if half else param.dtype, copy=True)
+    """Copy a parameter, in float32 if its dtype has fewer than 32 bits."""
+    is_small = param.dtype.itemsize < torch.float32.itemsize
+    return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""Brings the rows of a bucket's parameters and gradients to their owners, and updated rows back.
+"""Sends the rows of a bucket's parameters and gradients to their owners, and updated rows back.
 
 ::
 
@@ -6,8 +6,9 @@
     rank 1: rows 2 3                                                                                 rows 2 3
     rank 2: row  4                                                                                   row  4
 
-In ZeRO-1 every rank has the parameter in full, so only the gradient's rows travel to the owner. If a parameter is
-replicated, every rank has it and its gradient in full: only the whole parameter travels, from the owner to all ranks.
+In ZeRO-1 every rank has the parameter in full, so only the gradient's rows are sent to the owner. If a parameter is
+replicated, every rank also has its gradient in full. Then only the stepped parameter is sent, from the owner to all
+ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import rest_device
 
-ByPeer = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
+ByPeer = defaultdict[int, list[Tensor]]  # messages by peer
 
 
 class ToOwners:
     """The rows of a bucket's parameters and gradients, in flight to the owners.
 
     Args:
-        paths: the parameters that have a gradient.
-        at_hand: the parameters that every rank has in full (ZeRO-1), so that only their gradients travel.
+        paths: the paths of the parameters that have a gradient.
+        full_paths: the paths of the parameters that every rank has in full (ZeRO-1). Only their gradients are sent.
     """
 
     def __init__(
-        self, state: State, members: Sequence[Member], paths: Collection[str], at_hand: Collection[str]
+        self, state: State, members: Sequence[Member], paths: Collection[str], full_paths: Collection[str]
     ) -> None:
         self._state, plan, shard = state, state.plan, state.plan.mesh.shard
         self._owned: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
@@ -49,22 +50,21 @@ class ToOwners:
                 if member.owner == shard.place:
                     self._owned[param.path] = (param, values, grad)
                 continue
-            to_send = [rows for rows in (None if param.path in at_hand else values, grad) if rows is not None]
+            to_send = [rows for rows in (None if param.path in full_paths else values, grad) if rows is not None]
             if member.owner == shard.place:
-                whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in to_send]
-                for full, rows in zip(whole, to_send, strict=True):
+                full_tensors = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in to_send]
+                for full, rows in zip(full_tensors, to_send, strict=True):
                     full[geometry.rows].copy_(rows)
                     for peer in shard.peers:
                         incoming[peer].append(full[geometry.rows_of(peer)].view(-1))
-                full_param = state.resident.full(param).clone() if param.path in at_hand else whole[0]
-                self._owned[param.path] = (param, full_param, None if grad is None else whole[-1])
+                full_param = state.resident.full(param).clone() if param.path in full_paths else full_tensors[0]
+                self._owned[param.path] = (param, full_param, None if grad is None else full_tensors[-1])
             else:
-                rows_here = [rows.to(state.device).contiguous() for rows in to_send]
-                outgoing[member.owner] += [rows.view(-1) for rows in rows_here]
+                outgoing[member.owner] += [rows.to(state.device).contiguous().view(-1) for rows in to_send]
         self._handle = _launch(state, outgoing, incoming)
 
     def wait(self) -> dict[str, ParamAndGrad]:
-        """Return the whole parameters that this rank owns, by path, once they have arrived."""
+        """Wait for the messages; return the whole parameters that this rank owns, by path."""
         self._handle.wait()
         arrived = {}
         for path, (param, full, grad) in self._owned.items():
@@ -99,7 +99,7 @@ class FromOwners:
         self._handle = _launch(state, outgoing, incoming)
 
     def wait(self) -> None:
-        """Write the rows into the shards, once they have arrived."""
+        """Wait for the messages, and write the rows into the shards."""
         self._handle.wait()
         for member, rows in self._rows:
             local(member.shard).detach().copy_(rows)
@@ -113,5 +113,5 @@ def _gradient(member: Member) -> Tensor:
 
 
 def _launch(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
-    """Launch the messages; none if a single rank has everything."""
+    """Launch the messages; a no-op on a single rank."""
     return state.transport.trade(outgoing, incoming) if state.plan.mesh.shard.size > 1 else WaitsBy(tuple)

@@ -1,7 +1,7 @@
-"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items equally.
+"""Clips gradients by their norm over all ranks; computes a loss that weighs the items of all ranks equally.
 
 In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
-whose gradients average to those of all items; each rank sends one small message::
+for the mean over the items of all ranks. Each rank sends one small message::
 
     clip_grad_norm_    norm of this rank's rows     -> all ranks' norms -> one norm -> gradients scaled in place
     global_mean        number of this rank's items  -> their sum        -> total * ranks / sum
@@ -21,7 +21,7 @@ from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
-READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
+READY, NO_GRADIENT, UNREDUCED = range(3)  # a rank's status, which is sent with its norm
 
 
 @tagged("clip_grad_norm_")
@@ -30,8 +30,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    torch's own function works, too, and returns a DTensor. This function returns a plain tensor, refuses gradients that
-    ``no_sync`` has not reduced, and leaves out parameters that the policy ignores, which are no DTensors.
+    You may also call torch's function, which returns a DTensor. This function returns a plain tensor, and raises if
+    ``no_sync`` holds unreduced gradients. It leaves out parameters that the policy ignores.
 
     A collective: all ranks must call it, after the backward that reduces. Each rank sends one small message. A tied
     parameter counts once.
@@ -40,9 +40,10 @@ def clip_grad_norm_(
 
     Args:
         model: a model with ZeroTransform.
-        max_norm: the largest norm; gradients whose norm is larger are scaled down to it.
+        max_norm: the maximum norm. Gradients with a larger norm are scaled down.
         norm_type: p of the p-norm, more than 0; ``math.inf`` is the largest absolute value.
-        error_if_nonfinite: raise if the norm is NaN or Inf; otherwise such gradients become NaN or 0, as torch's do.
+        error_if_nonfinite: True raises if the norm is NaN or Inf. False scales the gradients to NaN or 0, as torch
+            does.
 
     Returns:
         The norm before clipping: 0-dim, equal on all ranks.
@@ -50,8 +51,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: ``model`` has no ZeroTransform.
         ValueError: ``max_norm`` or ``norm_type`` is out of its range.
-        RuntimeError: there is no gradient yet; no_sync holds unreduced gradients; the norm is NaN or Inf and
-            ``error_if_nonfinite``.
+        RuntimeError: a rank has no gradient, ``no_sync`` holds unreduced gradients, or the norm is NaN or Inf and
+            ``error_if_nonfinite`` is True.
     """
     state = sharded_model(model).state
     if not max_norm >= 0:
@@ -62,16 +63,16 @@ def clip_grad_norm_(
 
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most ``max_norm``; return the norm before.
+    """Scale all gradients in place so that their global norm is at most ``max_norm``; return the norm before scaling.
 
-    It raises on every rank, or on none.
+    If a rank raises, all ranks do.
     """
     if state.plan.mesh.is_sliced:
         require_equal_gradients_once(state, set(map(id, state.shards.values())))
     norm, statuses = total_norm(state, norm_type)
-    if OPEN in statuses:
+    if UNREDUCED in statuses:
         path = next(iter(state.accumulation.paths), None)
-        where = f"on rank {statuses.index(OPEN)}" if path is None else f"of parameter {path!r}"
+        where = f"on rank {statuses.index(UNREDUCED)}" if path is None else f"of parameter {path!r}"
         raise unreduced("clip", where)
     if NO_GRADIENT in statuses:
         raise RuntimeError(
@@ -88,7 +89,7 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
 
 
 def _local_parts(state: State) -> list[Tensor]:
-    """Return this rank's part of each shard that has a gradient; its ``grad`` is this rank's part of the gradient."""
+    """Return the local tensor of each shard that has a gradient, with the local gradient as its ``grad``."""
     parts = []
     for shard in state.shards.values():
         if shard.grad is not None:
@@ -101,12 +102,11 @@ def _local_parts(state: State) -> list[Tensor]:
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """Return the norm of all gradients as one vector, and each rank's status; one small collective.
 
-    The norm has equal bits on every rank. In one copy of the model, each row of a sharded parameter counts on the rank
-    that has it, and a replicated parameter counts on rank 0. A parameter that torch's tensor parallelism does not slice
-    counts on the first rank of the slices.
-
-    torch's own function hangs for an infinite ``norm_type`` if a rank has no rows.
+    The norm has equal bits on every rank. Each element counts once: a row of a sharded parameter on its rank, a
+    replicated parameter on the first rank of a replica. A parameter that is not tensor-parallel counts on the first
+    rank of the ``tensor`` axis.
     """
+    # Not torch's function on DTensors: it hangs for an infinite norm_type if a rank has no rows.
     grads = {param: state.shards[param.path].grad for param in state.plan.params}
     present = {param: local(grad) for param, grad in grads.items() if grad is not None}
     mesh = state.plan.mesh
@@ -121,7 +121,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     local_norm = get_total_norm(counted, norm_type).to(state.device, dtype)
-    status = OPEN if state.accumulation.paths else READY if present else NO_GRADIENT
+    status = UNREDUCED if state.accumulation.paths else READY if present else NO_GRADIENT
     message = torch.stack([local_norm, torch.full_like(local_norm, status)])
     norms, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
     norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # all copies are equal
@@ -130,32 +130,32 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
 
 @tagged("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
-    """Return a loss that trains on the mean over all ranks' items, where ranks have different numbers of items.
+    """Return a loss for the mean over all ranks' items, if ranks have different numbers of items.
 
-    Gradients are averaged over ranks. If each rank took its own mean, the tokens (or rows) of a rank with few tokens
-    would weigh more. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all
-    items. A collective: all ranks must call it; each rank sends one small message.
+    Gradients are averaged over ranks. If each rank used its local mean, an item (such as a token) of a rank with few
+    items would weigh more. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over
+    all items. A collective: all ranks must call it; each rank sends one small message.
 
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
 
     Args:
         model: a model with ZeroTransform.
-        total: 0-dim; the sum of the losses of this rank's items.
-        count: the number of this rank's items in the step, in all micro-batches if it accumulates. May be 0.
+        total: the sum of the losses of this rank's items, 0-dim.
+        count: the number of this rank's items in all micro-batches of the step, 0 or more.
 
     Returns:
         The loss to call ``backward`` on.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform.
-        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item. It raises on every rank.
+        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item. All ranks raise.
     """
     state = sharded_model(model).state
-    valid = is_count(count)
-    total_count, invalid = all_reduce_sum((count if valid else 0, not valid), state.group, state.device)
-    if invalid:
+    is_valid = is_count(count)
+    total_count, invalid_counts = all_reduce_sum((count if is_valid else 0, not is_valid), state.group, state.device)
+    if invalid_counts:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if total_count == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.ranks / total_count)  # ranks of slices have one batch, and each of them counts it
+    return total * (state.plan.ranks / total_count)  # ranks of the ``tensor`` axis each count their common batch

@@ -1,14 +1,14 @@
-"""Finds the model and the parameters of ``tz.whole``; makes the optimizer that it stands for.
+"""Finds the model and the parameters of ``tz.whole``; builds and probes the ordinary optimizer.
 
-In: what ``tz.whole`` was given. Out: its model; the ordinary optimizer, made and probed; parameters in buckets, each
-with its owner; or a refusal::
+In: the arguments of ``tz.whole``. Out: the model's state, the ordinary optimizer, and parameters in buckets, each with
+its owner; or an error::
 
-    params -> groups_of_params -> model_of       State of the model that all of them belong to
-                               -> make_ordinary  an optimizer of parameters without memory, and what probe.py found
+    params -> groups_of_params -> model_of       the state of the parameters' model
+                               -> make_ordinary  an optimizer of parameters without memory, and the result of probe.py
                                -> members_of     [[Member, Member], [Member]], a list for each bucket
 
-This runs when an optimizer is made and when it gets a group. :func:`make_ordinary` also runs in a step, after options
-or groups have changed.
+This runs when an optimizer is built, and when a group is added. :func:`make_ordinary` also runs in a step, after
+options or groups have changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from thunder_zero.sharded.state import State
 
 
 def require_maker(make: object) -> None:
-    """Raise TypeError unless an object can make optimizers."""
+    """Raise TypeError unless ``make`` is an optimizer class or a function."""
     if isinstance(make, Optimizer) or not callable(make):
         raise TypeError(
             f"tz.whole was given a {type(make).__name__} to make optimizers with; give the class itself and then the "
@@ -48,29 +48,29 @@ def require_maker(make: object) -> None:
 
 
 def groups_of_params(params: Iterable[Any]) -> Groups:
-    """Return groups with lists of parameters, from parameters, named parameters or groups."""
+    """Return parameter groups, given parameters, named parameters or groups."""
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return Optimizer(params, {}).param_groups
 
 
 def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
-    """Return the model that all shards belong to.
+    """Return the state of the model that all shards belong to.
 
     Args:
-        state: the model's, if it is known.
+        state: the state of the expected model, if it is known.
 
     Raises:
-        ValueError: a shard belongs to no model or to another one; there are none.
-        RuntimeError: torch's tensor parallelism slices the model.
+        ValueError: ``shards`` is empty, or a shard belongs to no model or to a different model.
+        RuntimeError: the model is tensor-parallel.
     """
     for shard in shards:
         owner = owner_of(shard)
         if owner is None:
-            before = owner_of_replaced(shard)
-            what = f"the plain module's {before[1].path!r}" if before else f"of shape {tuple(shard.shape)}"
+            replaced = owner_of_replaced(shard)
+            label = f"the plain module's {replaced[1].path!r}" if replaced else f"of shape {tuple(shard.shape)}"
             raise ValueError(
-                f"tz.whole was given a parameter ({what}) that is not one of a sharded model's: take them from "
+                f"tz.whole was given a parameter ({label}) that is not one of a sharded model's: take them from "
                 f"model.parameters() of the model that thunder.jit or thunder_zero.compile returned, and give "
                 f"those that the policy ignores to an optimizer of their own"
             )
@@ -96,21 +96,21 @@ def make_ordinary(
     *,
     trusted: bool,
 ) -> tuple[Optimizer, ProbeResult]:
-    """Make the ordinary optimizer, and probe it. All ranks get equal defaults and equal errors.
+    """Build the ordinary optimizer, and probe it. All ranks get equal results or raise equal errors.
 
     Args:
-        user_options: for each group the options that the user set.
-        moving: the options of groups that steps have changed; a new optimizer has its own values of them, unless the
-            user set them.
-        trusted: it steps every parameter alone, whatever the probe finds.
+        user_options: for each group, the names of the options that the user set.
+        moving: the names of options that steps have changed. The new optimizer has its default values for these,
+            unless the user set them.
+        trusted: True accepts the optimizer even if the probe finds coupled parameters.
 
     Returns:
-        An optimizer over parameters of full shapes, which take no memory; what the probe found.
+        An optimizer over parameters of full shapes without memory, and the result of the probe.
 
     Raises:
-        ValueError: its step needs an argument, or it cannot step groups without parameters.
-        RuntimeError: unless ``trusted``: it couples parameters, cannot be probed, or draws random numbers where the
-            model has several copies.
+        ValueError: the optimizer's step needs an argument, or fails for groups without parameters.
+        RuntimeError: ``trusted`` is False, and the optimizer couples parameters, cannot be probed, or draws random
+            numbers and the model has several replicas.
     """
     kept_options = [
         {key: value for key, value in hyper_parameters(group).items() if key in keys or key not in moving}
@@ -118,9 +118,9 @@ def make_ordinary(
     ]
 
     def make_on(options_of_groups: Groups, params: GroupedParams) -> Optimizer:
-        own_options = [copy_values(dict(group)) for group in options_of_groups]  # steps may change tensors in place
+        copied_options = [copy_values(dict(group)) for group in options_of_groups]  # steps may change tensors in place
         named = "param_names" in groups[0]
-        return make_optimizer(make, copy_values(dict(options)), own_options, user_options, params, named=named)
+        return make_optimizer(make, copy_values(dict(options)), copied_options, user_options, params, named=named)
 
     blanks = [(number, name, blank_param(param, shard)) for param, shard, number, name in _planned_shards(groups)]
     optimizer = make_on(kept_options, blanks)
@@ -131,7 +131,7 @@ def make_ordinary(
 
 
 def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
-    """List the shards of groups: entry in the plan, shard, number of the group, name in the group."""
+    """List the sharded parameters of groups: plan, shard, number of the group, name in the group."""
     return [
         (owner[1], shard, number, name)
         for number, group in enumerate(groups)
@@ -141,7 +141,7 @@ def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None
 
 
 def _require_steppable(optimizer: Optimizer) -> None:
-    """Raise ValueError if a step needs an argument."""
+    """Raise ValueError if a step of the optimizer needs an argument."""
     kind = type(optimizer).__name__
     for argument in signature(optimizer.step).parameters.values():
         if argument.default is not Parameter.empty or argument.kind is not Parameter.POSITIONAL_OR_KEYWORD:
@@ -152,39 +152,39 @@ def _require_steppable(optimizer: Optimizer) -> None:
         )
 
 
-def _require_separable(kind: str, found: ProbeResult, state: State, trusted: bool) -> None:
-    """Raise unless each rank can step some of the parameters.
+def _require_separable(kind: str, result: ProbeResult, state: State, trusted: bool) -> None:
+    """Raise unless each rank can step a subset of the parameters.
 
-    In most buckets most ranks own no parameter of most groups, so groups without parameters must work, too.
+    A rank may own no parameter of a group, so the optimizer must also step groups without parameters.
     """
     plan = state.plan
-    if found.couples and plan.mesh.shard.size > 1 and not trusted:
+    if result.couples and plan.mesh.shard.size > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} couples parameters (beside other probe parameters {found.couples}), and each rank steps only "
+            f"{kind} couples parameters (beside other probe parameters {result.couples}), and each rank steps only "
             f"some of them; use an optimizer that steps every parameter alone, or model.parameters() without tz.whole "
             f"if torch steps it there"
         )
-    if found.fails_empty and found.fails_empty != found.unknown:
+    if result.fails_empty and result.fails_empty != result.unknown:
         raise ValueError(
-            f"{kind} cannot step groups without parameters ({found.fails_empty}), and a rank has such a group if "
+            f"{kind} cannot step groups without parameters ({result.fails_empty}), and a rank has such a group if "
             f"others own all of its parameters; use a class that skips them"
         )
-    if found.moving_if_any:
-        raise ValueError(describe_uneven_option(kind, min(found.moving_if_any)))
-    if found.draws and (copies := plan.mesh.replicate.size) > 1 and not trusted:
+    if result.moving_if_any:
+        raise ValueError(describe_uneven_option(kind, min(result.moving_if_any)))
+    if result.draws and (copies := plan.mesh.replicate.size) > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} draws random numbers ({found.draws}), and the {copies} copies of the model would draw "
+            f"{kind} draws random numbers ({result.draws}), and the {copies} copies of the model would draw "
             f"other ones and drift apart; use an optimizer that draws none, or a mesh of one copy"
         )
-    if found.unknown and plan.ranks > 1 and not trusted:
+    if result.unknown and plan.ranks > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} may couple parameters, and cannot be tried on probe parameters ({found.unknown}), and each rank "
+            f"{kind} may couple parameters, and cannot be tried on probe parameters ({result.unknown}), and each rank "
             f"steps only some of them; give tz.whole trust_optimizer=True if it steps every parameter alone"
         )
 
 
 def describe_uneven_option(kind: str, name: str) -> str:
-    """Return the error about an option that a step changes only in groups with parameters or gradients."""
+    """Return the error message about an option that a step changes only in groups with parameters or gradients."""
     return (
         f"{kind} changes {name!r} of a group only where it has parameters of the group to step, and ranks step "
         f"different ones, so each would have another value; let its step change it in every group, or keep it in the "
@@ -193,11 +193,11 @@ def describe_uneven_option(kind: str, name: str) -> str:
 
 
 def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
-    """Return the trained parameters of groups in buckets, with owners.
+    """Return the trained parameters of groups, in buckets and with owners.
 
     Args:
         offset: the number of the first group.
-        loads: the work that each rank has already.
+        loads: the work of each rank for the parameters that it already owns.
     """
     plan = state.plan
     trained = [

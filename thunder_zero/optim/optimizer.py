@@ -1,16 +1,16 @@
 """``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
 
 In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
-``step`` has the result of one process. A step of two buckets; time goes down, and what stands in one row overlaps::
+``step`` has the result of one process. A step of two buckets; time goes down, and the entries of a row overlap::
 
     agree_on_step: ranks compare groups, and which parameters have gradients agreement.py
     bucket 0 to its owners                                                   exchange.ToOwners
-    bucket 1 to its owners          this rank steps what it owns of 0        stepper.BucketStepper
-    bucket 0 back to all ranks      this rank steps what it owns of 1        exchange.FromOwners
+    bucket 1 to its owners          this rank steps its members of 0         stepper.BucketStepper
+    bucket 0 back to all ranks      this rank steps its members of 1         exchange.FromOwners
     bucket 1 back to all ranks
     raise_on_all: did a rank fail?                                           agreement.py
 
-This file has groups, owners and the order of a step; ``members.py`` makes the ordinary optimizer, and probes it.
+This file has groups, owners and the order of a step; ``members.py`` builds the ordinary optimizer, and probes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from thunder_zero.optim.stepper import BucketStepper, Groups, MakeOptimizer, Use
 from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
 from thunder_zero.sharded.state import State
 
-SHOWN = 8  # ranks, and parameters of each, in a repr
+SHOWN = 8  # the maximum number of ranks in a repr, and of parameters per rank
 
 
 def whole(
@@ -48,47 +48,47 @@ def whole(
 ) -> Whole:
     """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
 
-    Each parameter has one owner among the ranks that share it. In ``step`` the rows of the parameter and of its
-    gradient go to the owner. The owner steps the ordinary optimizer on the whole parameter, and sends the updated rows
-    back. The result is that of one process. Shards, their gradients, the schedule and the model's checkpoints stay as
-    they are.
+    Each parameter has one owner among the ranks that share it. A ``step`` sends the rows of the parameter and of its
+    gradient to the owner. The owner steps the ordinary optimizer on the whole parameter, and sends the updated rows
+    back. The result equals that of one process. Shards, gradients, schedule and checkpoints are those of any optimizer.
 
     >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
 
-    A step is a collective: all ranks must call it. Let B = (W - 1) / W of the parameters' bytes, for W ranks. A rank
+    A step is a collective: all ranks must call it. Let B be (W - 1) / W of the parameters' bytes, for W ranks. A rank
     sends on average 3 B / W bytes a step in stages 2 and 3: gradient and parameter to the owner, the parameter back. It
-    sends 2 B / W in stage 1, where the owner has the parameter, and B where parameters are replicated.
+    sends 2 B / W bytes in stage 1, where the owner has the parameter, and B bytes if parameters are replicated.
 
-    Each state is on the owner alone. At most two buckets of whole parameters and gradients, and the parameters of a
-    third one, are in memory, spread over the ranks.
+    Only the owner has a parameter's state. All ranks together hold at most two buckets of whole parameters and
+    gradients, and the whole parameters of a third bucket.
 
     Args:
-        optimizer: an optimizer's class, or a function that makes one of parameter groups and options.
-        params: parameters of one sharded model, named ones, or groups of them, as for any optimizer of torch.
-        trust_optimizer: True promises that it steps every parameter alone, and draws equal numbers in all copies.
-        options: of the optimizer.
+        optimizer: an optimizer's class, or a function that takes parameter groups and options and returns an optimizer.
+        params: parameters, named parameters or parameter groups of one sharded model.
+        trust_optimizer: True promises that the optimizer steps each parameter independently, and draws equal random
+            numbers in all replicas.
+        options: options of the optimizer.
 
     Returns:
         A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
-        and ``tz.clip_grad_norm_`` work as usual. Its ``state`` has the states of this rank's own parameters, and its
-        ``repr`` the owners.
+        and ``tz.clip_grad_norm_`` work as usual. Its ``state`` has the states of the parameters that this rank owns,
+        and its ``repr`` names the owners.
 
     Raises:
-        TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
-        ValueError: a parameter belongs to no sharded model, or to another one; the optimizer needs a closure.
-        RuntimeError: unless ``trust_optimizer``: the optimizer couples parameters, cannot be probed, or draws random
-            numbers where the model has several copies.
-        Exception: the optimizer raised it, for example because a parameter is no matrix.
+        TypeError: ``optimizer`` does not return a ``torch.optim.Optimizer``.
+        ValueError: a parameter belongs to no sharded model or to a second model, or the optimizer needs a closure.
+        RuntimeError: ``trust_optimizer`` is False, and the optimizer couples parameters, cannot be probed, or draws
+            random numbers and the model has several replicas.
+        Exception: the ordinary optimizer raised it, for example because a parameter is not a matrix.
     """
     return Whole(optimizer, params, options, trust_optimizer)
 
 
-def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mapping[str, Any]]) -> None:
     """Write the options after a step into groups."""
-    for group, options in zip(groups, after, strict=True):
+    for group, options in zip(groups, new_options, strict=True):
         for key, value in options.items():
-            if isinstance(held := group.get(key), Tensor) and isinstance(value, Tensor):
-                held.copy_(value)  # in place: a user or a scheduler may hold it
+            if isinstance(current := group.get(key), Tensor) and isinstance(value, Tensor):
+                current.copy_(value)  # in place: a user or a scheduler may hold the tensor
             else:
                 group[key] = value
 
@@ -96,7 +96,7 @@ def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise ValueError if a state dict has the state of a parameter that another rank owns.
 
-    A hook of :class:`Whole`, called before it loads a state dict.
+    :class:`Whole` registers this hook, which runs before a state dict is loaded.
     """
     assert isinstance(optimizer, Whole)
     rank, shards = optimizer.model.plan.mesh.shard.place, parameters_of(optimizer)
@@ -115,16 +115,16 @@ def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None
 
 
 class GuardedOptimizer(StepsWhole):
-    """An optimizer that refuses to be copied, and refuses attributes of the ordinary optimizer.
+    """An optimizer that cannot be copied, and that raises if attributes of the ordinary optimizer are used.
 
-    Each rank has several ordinary optimizers, and an attribute would reach only some of them.
+    Each rank has several ordinary optimizers, and setting an attribute would change only some of them.
     """
 
-    kind = "..."  # until the ordinary optimizer is made
-    _foreign: frozenset[str] = frozenset()  # the attributes that the ordinary optimizer alone has
+    kind = "..."  # until the ordinary optimizer is built
+    _foreign: frozenset[str] = frozenset()  # attributes of the ordinary optimizer that this class does not have
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse an attribute that a ``torch.optim.Optimizer`` does not have."""
+        """Raise AttributeError: a ``torch.optim.Optimizer`` does not have the attribute."""
         raise AttributeError(
             f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
             f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
@@ -132,7 +132,7 @@ class GuardedOptimizer(StepsWhole):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to set an attribute that the ordinary optimizer has, and would not see."""
+        """Set an attribute. Raise AttributeError if the ordinary optimizer has it, which would not see the value."""
         if name in self._foreign:
             raise AttributeError(
                 f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
@@ -142,7 +142,7 @@ class GuardedOptimizer(StepsWhole):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles."""
+        """Raise TypeError: the optimizer cannot be copied or pickled."""
         raise TypeError(
             f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
             f"its state_dict()"
@@ -154,8 +154,8 @@ class Whole(GuardedOptimizer):
 
     Attributes:
         kind: the name of the ordinary optimizer's class.
-        members: the parameters that it trains, in the order in which they travel.
-        model: the state of the model that they belong to.
+        members: the trained parameters, in the order in which they are sent.
+        model: the state of the parameters' model.
     """
 
     def __init__(self, make: MakeOptimizer, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
@@ -164,34 +164,34 @@ class Whole(GuardedOptimizer):
         self._buckets: list[BucketStepper] = []
         self._steps = 0
         self._is_compared = False
-        self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose optimizers all owners have made
+        self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose ordinary optimizers exist on all owners
         self.members: list[Member] = []
         self._owners: dict[int, int] = {}  # by the shard's id
         groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         self._user_options: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
-        ordinary, found = self._make_ordinary(groups, self._user_options)
-        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(ordinary).__name__
+        ordinary, result = self._make_ordinary(groups, self._user_options)
+        self._moving, self._moves_all, self.kind = result.moving, result.moves_all, type(ordinary).__name__
         pairs = zip(groups, ordinary.param_groups, strict=True)
         super().__init__(
-            [{**hyper_parameters(made), **params_entry(group)} for group, made in pairs], ordinary.defaults
+            [{**hyper_parameters(options), **params_entry(group)} for group, options in pairs], ordinary.defaults
         )
-        self._give_owners(self.param_groups)
+        self._assign_owners(self.param_groups)
         self._foreign = frozenset(dir(ordinary)).difference(OF_BASE, dir(self))
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and give its parameters owners. The owners of other parameters stay.
+        """Add a group, and assign owners to its parameters. Other parameters keep their owners.
 
         Raises:
-            RuntimeError: steps have changed attributes of the ordinary optimizer, such as a count.
+            RuntimeError: steps have changed an attribute of the ordinary optimizer, such as a count of steps.
         """
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
-        if counts := self._buckets[0].moved_attributes():
+        if attributes := self._buckets[0].changed_attributes():
             raise RuntimeError(
-                f"steps of {self.kind} change its {', '.join(map(repr, counts))}, which begins anew for parameters "
+                f"steps of {self.kind} change its {', '.join(map(repr, attributes))}, which begins anew for parameters "
                 f"that are added after a step; give tz.whole all groups before the first step, or make another "
                 f"optimizer of the new ones"
             )
@@ -201,15 +201,15 @@ class Whole(GuardedOptimizer):
         ordinary, _ = self._make_ordinary(groups, user_options)
         super().add_param_group({**hyper_parameters(ordinary.param_groups[0]), **params_entry(groups[0])})
         self._user_options += user_options
-        self._give_owners(self.param_groups[-1:])
+        self._assign_owners(self.param_groups[-1:])
 
     def _make_ordinary(
         self, groups: Groups, user_options: UserOptions, moving: frozenset[str] = frozenset()
     ) -> tuple[Optimizer, ProbeResult]:
         return make_ordinary(self._make, groups, user_options, self._options, self.model, moving, trusted=self._trusted)
 
-    def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Give owners to the parameters of the last groups."""
+    def _assign_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Assign owners to the parameters of the last groups."""
         plan, offset = self.model.plan, len(self.param_groups) - len(groups)
         shard = plan.mesh.shard
         loads = [0] * shard.size
@@ -225,7 +225,7 @@ class Whole(GuardedOptimizer):
         self._probed = describe_for_probe(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the rank that steps a parameter, among the ranks of a copy of the model; None if it is frozen."""
+        """Return the owner's number among the ranks of a replica; None if the parameter is frozen."""
         return self._owners.get(id(shard))
 
     @torch.no_grad()
@@ -233,8 +233,8 @@ class Whole(GuardedOptimizer):
         """Step all parameters that have a gradient; a collective.
 
         Raises:
-            RuntimeError: there is a closure; groups were changed by hand; ranks differ. On every rank.
-            Exception: the ordinary optimizer raised it on a rank; every rank raises.
+            RuntimeError: ``closure`` is not None, the parameters of groups were changed by hand, or ranks differ.
+            Exception: the ordinary optimizer raised it on a rank. All ranks raise.
         """
         if closure is not None:
             raise RuntimeError(
@@ -246,43 +246,43 @@ class Whole(GuardedOptimizer):
                 f"make a new optimizer of other parameters"
             )
         self._steps += 1
-        what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
-        with doing(what):
-            paths, at_hand = agree_on_step(
+        activity = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
+        with doing(activity):
+            paths, full_paths = agree_on_step(
                 self.kind, self.members, self.param_groups, self.model, known=self._is_compared
             )
             self._is_compared = True
             self._probe_again()
-            self.model.transport.enter(CollectiveTag(what, repr((sorted(paths), sorted(at_hand)))))
-            raise_on_all(self._step(paths, at_hand), self.kind, self.model)
+            self.model.transport.enter(CollectiveTag(activity, repr((sorted(paths), sorted(full_paths)))))
+            raise_on_all(self._step(paths, full_paths), self.kind, self.model)
             self._stepped = frozenset(self._buckets)
-            if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
+            if not self.state:  # else torch's state-dict functions would step on this rank alone, to create states
                 self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
-        """Probe again if options or groups have changed. Ranks have compared them, so all ranks do the same."""
+        """Probe again if options or groups have changed. Ranks have compared these, so all ranks probe, or none."""
         if self._probed != describe_for_probe(self.param_groups, self._moving):
-            _, found = self._make_ordinary(self.param_groups, self._user_options, self._moving)
-            self._moving, self._moves_all = self._moving | found.moving, found.moves_all
+            _, result = self._make_ordinary(self.param_groups, self._user_options, self._moving)
+            self._moving, self._moves_all = self._moving | result.moving, result.moves_all
             self._probed = describe_for_probe(self.param_groups, self._moving)
 
-    def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
-        """Step parameters, bucket by bucket.
+    def _step(self, paths: frozenset[str], full_paths: frozenset[str]) -> Exception | None:
+        """Step parameters, bucket by bucket. Return the first error, or None.
 
-        After an error, which is returned, the other buckets travel unchanged: other ranks wait for them.
+        After an error the remaining buckets are still sent, unchanged, because other ranks wait for them.
 
         Args:
-            paths: the parameters that have a gradient.
-            at_hand: the parameters that every rank has in full.
+            paths: the paths of the parameters that have a gradient.
+            full_paths: the paths of the parameters that every rank has in full.
         """
         failure: Exception | None = None
-        groups = after = [hyper_parameters(group) for group in self.param_groups]
+        groups = new_options = [hyper_parameters(group) for group in self.param_groups]
         buckets, texts = self._buckets, list[dict[str, str]]()
 
         def send(bucket: BucketStepper) -> ToOwners:
-            # Owners that still have to make their optimizers get all values: a constructor may keep them.
+            # In the first step owners get all values, since an optimizer's constructor may keep them.
             sends_all = self._moves_all or bucket not in self._stepped
-            return ToOwners(self.model, bucket.members if sends_all else bucket.members_at(paths), paths, at_hand)
+            return ToOwners(self.model, bucket.members if sends_all else bucket.members_at(paths), paths, full_paths)
 
         arriving, leaving = send(buckets[0]), None
         for index, bucket in enumerate(buckets):
@@ -292,9 +292,9 @@ class Whole(GuardedOptimizer):
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
-                    updated, after = bucket.step(values, copy_values(groups), self._user_options, self.state)
-                    texts_before, texts = texts, list(map(describe_values, after))
-                    if differing := changed_names(texts_before or texts, texts):
+                    updated, new_options = bucket.step(values, copy_values(groups), self._user_options, self.state)
+                    previous_texts, texts = texts, list(map(describe_values, new_options))
+                    if differing := changed_names(previous_texts or texts, texts):
                         raise RuntimeError(describe_uneven_option(self.kind, min(differing)))
                 except Exception as error:
                     failure = error
@@ -305,18 +305,18 @@ class Whole(GuardedOptimizer):
             leaving = back
         assert leaving is not None, "an optimizer has parameters"
         leaving.wait()
-        take_options(self.param_groups, after)
+        update_options(self.param_groups, new_options)
         return failure
 
     def __repr__(self) -> str:
-        """Describe the groups, then the first ranks: their parts of the work, and the first parameters they own."""
+        """Describe the groups; then for the first ranks their share of the work, and the parameters that they own."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {member.param.path: work_of_shape(member.param.shape) for member in self.members}
         for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:
             owned = [member.param.path for member in self.members if member.owner == rank]
-            part = sum(map(works.__getitem__, owned)) / max(sum(works.values()), 1)
+            share = sum(map(works.__getitem__, owned)) / max(sum(works.values()), 1)
             paths = ", ".join(owned[:SHOWN]) + f" and {len(owned) - SHOWN} more" * (len(owned) > SHOWN)
-            lines.append(f"    rank {rank} owns {part:.0%} of the work: {paths or 'nothing'}")
+            lines.append(f"    rank {rank} owns {share:.0%} of the work: {paths or 'nothing'}")
         if ranks > SHOWN:
             lines.append(f"    and {ranks - SHOWN} more ranks")
         return "\n".join(lines)

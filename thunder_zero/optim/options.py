@@ -1,4 +1,4 @@
-"""Options of optimizers, also as text that is equal in all processes."""
+"""Reads options of optimizers, and describes them as text that is equal in all processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-PARAMETERS = ("params", "param_names")  # entries of a group that are no options
+PARAMETERS = ("params", "param_names")  # entries of a group that are not options
 OF_BASE = frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {})))  # attributes that every optimizer has
 VALUES = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device)
 CODE = (FunctionType, BuiltinFunctionType, MethodType, type)
@@ -22,12 +22,12 @@ MANY = 1000  # elements; a larger tensor is described by its shape only
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group: all entries but its parameters."""
+    """Return the options of a group: all entries except its parameters."""
     return {key: value for key, value in group.items() if key not in PARAMETERS}
 
 
 def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
-    """Return the names of a group's parameters; None for each, if the group has no names."""
+    """Return the names of a group's parameters, or a list of None if the group has no names."""
     names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
     return names
 
@@ -45,28 +45,28 @@ def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[
 
 
 def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
-    """Describe what a probe's result depends on, for each group.
+    """Describe the options of each group that a probe's result depends on.
 
-    Schedulers change amounts, so an amount counts only as zero or not zero. Options that steps change (``moving``) are
-    left out.
+    A float counts only as zero or not zero, since schedulers change it. Options that steps change (``moving``) are left
+    out.
     """
     options = ({key: group[key] for key in group.keys() - {"params", *moving}} for group in groups)
     return [describe_values(group, amounts=False) for group in options]
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer's class, or its user, has added to those of every optimizer."""
+    """Return the attributes of an optimizer that not every ``torch.optim.Optimizer`` has."""
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 
 def changed_names(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names whose values differ, or that exist only before or only after, in any of several mappings."""
+    """Return the names whose values differ, or exist on one side only, in any pair of mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 def _describe(amounts: bool, value: Any) -> Any:
-    """Return an object whose ``repr`` describes a value that is no collection."""
+    """Return an object whose ``repr`` describes a single value."""
     if isinstance(value, Tensor) and value.numel() <= MANY and not value.requires_grad:
         return tree_map(partial(_describe, amounts), value.tolist())
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Gives each parameter an owner, and a place in a bucket that travels together. Frozen data.
+"""Assigns each parameter to an owner, and to a bucket that is sent together. Frozen data.
 
 The result is equal on every rank, since it depends only on shapes and world size::
 
@@ -22,17 +22,17 @@ from thunder_zero.plan.params import Param
 class Piece:
     """A parameter to be stepped whole."""
 
-    number: int  # its index among the optimizer's parameters
-    work: int  # what its owner does in a step, in any unit that all pieces share
-    nbytes: int  # of the whole parameter
-    kind: Hashable = None  # pieces of different kinds (dtypes) do not travel together
+    number: int  # the index among the optimizer's parameters
+    work: int  # the owner's work in a step, in any unit that all pieces share
+    nbytes: int  # the size of the whole parameter
+    kind: Hashable = None  # the dtype: a bucket has pieces of one kind
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel together."""
+    """Parameters that are sent together."""
 
-    numbers: tuple[int, ...]  # of the pieces, the most work first
+    numbers: tuple[int, ...]  # the numbers of the pieces; pieces with more work come first
     owners: tuple[int, ...]  # for each piece, the rank that steps it
 
 
@@ -41,15 +41,15 @@ class Member:
     """A parameter of a bucket."""
 
     param: Param
-    shard: Tensor  # this rank's part of it, and the key of its states
+    shard: Tensor  # the parameter of the optimizer over shards, which is the key of states
     group: int
-    name: str | None  # in the group, if the group has names
-    owner: int  # the rank that steps it, among the ranks that share a copy of the model
+    name: str | None  # the name in the group, if the group has names
+    owner: int  # the rank that steps the parameter, among the ranks of a replica
 
 
 @dataclass(frozen=True, eq=False)
 class ParamAndGrad:
-    """A whole parameter and its gradient, if it has one, on the device where shards rest."""
+    """A whole parameter and its gradient, or None, on the device of the shards."""
 
     param: Tensor
     grad: Tensor | None
@@ -58,32 +58,31 @@ class ParamAndGrad:
 def work_of_shape(shape: tuple[int, ...]) -> int:
     """Return the work of stepping a parameter: its elements times the smaller side of its matrix.
 
-    This is the work of an optimizer that multiplies matrices, such as one that orthogonalizes. All dimensions but the
-    first count as one side. It also balances an optimizer that only passes over the elements, if most matrices have
-    the same smaller side, as the width of a model is.
+    This is the work of an optimizer that multiplies matrices, such as Muon. All dimensions except the first count as
+    one side. The formula also balances elementwise optimizers if most matrices have equal smaller sides.
     """
     elements = prod(shape)
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
 
 
-def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, before: Sequence[int] = ()) -> tuple[Bucket, ...]:
-    """Put pieces into buckets, in the order in which they travel, and give each piece an owner.
+def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequence[int] = ()) -> tuple[Bucket, ...]:
+    """Group pieces into buckets, in the order in which they are sent, and assign each piece to an owner.
 
-    A bucket holds pieces of similar work, so that its owners finish together. The pieces are sorted by work. A bucket
-    takes as many as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks. Within a
-    bucket the largest piece goes first, to the rank with the least work in the bucket, then in all buckets.
+    A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket takes
+    as many pieces as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks. Each
+    piece goes to the rank with the least work in the bucket, and among equal ranks with the least work in all buckets.
 
     Args:
-        before: the work that each rank has already.
+        loads: the work of each rank for the parameters that it already owns.
     """
-    totals = list(before or [0] * ranks)
+    totals = list(loads or [0] * ranks)
     buckets = []
     for members in _fill_buckets(pieces, ranks, bucket_bytes):
-        here = [0] * ranks
+        works = [0] * ranks  # of each rank, in this bucket
         owners = []
         for piece in members:
-            owner = min(range(ranks), key=lambda rank: (here[rank], totals[rank], rank))
-            here[owner] += piece.work
+            owner = min(range(ranks), key=lambda rank: (works[rank], totals[rank], rank))
+            works[owner] += piece.work
             totals[owner] += piece.work
             owners.append(owner)
         buckets.append(Bucket(tuple(piece.number for piece in members), tuple(owners)))
@@ -94,8 +93,8 @@ def _fill_buckets(pieces: Sequence[Piece], ranks: int, bucket_bytes: int) -> lis
     buckets: list[list[Piece]] = []
     for kind in dict.fromkeys(piece.kind for piece in sorted(pieces, key=lambda piece: piece.number)):
         room = -1
-        alike = (piece for piece in pieces if piece.kind == kind)
-        for piece in sorted(alike, key=lambda piece: (-piece.work, piece.number)):
+        pieces_of_kind = (piece for piece in pieces if piece.kind == kind)
+        for piece in sorted(pieces_of_kind, key=lambda piece: (-piece.work, piece.number)):
             if piece.nbytes > room:
                 room = max(bucket_bytes, ranks * piece.nbytes)
                 buckets.append([])

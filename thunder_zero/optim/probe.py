@@ -1,7 +1,7 @@
-"""Probes an optimizer on probe parameters: what it couples, draws, and what its steps change.
+"""Probes an optimizer on small parameters: does it couple them, draw random numbers, or change options?
 
-Probe parameters are stepped all together, and each alone. A difference proves that the optimizer couples parameters. No
-difference proves nothing: after more steps, or with other gradients, it may behave differently.
+Probe parameters are stepped all together, and each alone. A difference proves that the optimizer couples parameters.
+Equal results prove nothing: after more steps, or with other gradients, the optimizer may still couple them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from thunder_zero.compat.torch.optimizers import step_alone
 from thunder_zero.optim.options import changed_names, describe_values, hyper_parameters, names_of
 from thunder_zero.optim.stepper import GroupedParams
 
-SIDE = 32  # the most rows or columns of a probe parameter
-SCALES = (1.0, 1e-6, 1e3)  # of gradients; probe parameters are float64, far from Inf and zero, squared too
-DOWNHILL = 8  # steps at the end that go one way, as in training: some optimizers measure how far they get
+SIDE = 32  # the maximum number of rows or columns of a probe parameter
+SCALES = (1.0, 1e-6, 1e3)  # sizes of gradients, whose squares are far from Inf and zero in float64
+DOWNHILL = 8  # last steps, which all go in one direction, since some optimizers measure their progress
 STEPS = 4 * len(SCALES) + DOWNHILL
 SOME_LR = 1e-3
 TOLERANCE = 1e-6  # relative to a probe parameter's step, or to the largest value of a state
@@ -38,16 +38,16 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], GroupedParams], Optimizer]  # ta
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found. A text is empty if there is nothing to say.
+    """The result of a probe.
 
     Attributes:
-        couples: what differed beside other probe parameters, and by how much.
-        draws: whose random numbers a step draws.
-        unknown: why the optimizer cannot be probed.
-        fails_empty: the error of a step of groups without parameters.
+        couples: a difference between stepping a parameter alone and with others; "" if there is none.
+        draws: the names of the generators that a step draws from; "" if it draws no random numbers.
+        unknown: the reason why the optimizer cannot be probed; "" if it can.
+        fails_empty: the error of a step of groups without parameters; "" if it succeeds.
         moving: the options of groups that steps change.
-        moving_if_any: the options in ``moving`` that stay as they are if the groups have no parameters.
-        moves_all: a step also moves parameters without a gradient.
+        moving_if_any: the options in ``moving`` that steps change only in groups with parameters.
+        moves_all: True if a step also moves parameters without a gradient.
     """
 
     couples: str = ""
@@ -67,15 +67,15 @@ class _ProbeParameter:
     group: int
     shape: tuple[int, ...]
     name: str | None
-    attributes: Mapping[str, Any]  # of the parameter that it stands for
+    attributes: Mapping[str, Any]  # the attributes of the model's parameter
 
 
 def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> ProbeResult:
-    """Probe an optimizer. Ranks with equal options get equal results, and random states stay as they are.
+    """Probe an optimizer. Ranks with equal options get equal results. Random states are restored.
 
     Args:
-        make_on: makes an optimizer to probe.
-        like: the optimizer over parameters of whole shapes; it is not stepped.
+        make_on: a function that builds an optimizer to probe.
+        like: the optimizer over parameters of whole shapes, which is not stepped.
     """
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 
@@ -105,12 +105,12 @@ class _ProbeRun:
 
     Attributes:
         kinds: the probe parameters.
-        moves: for each step, how far each probe parameter moved.
-        draws: whose random numbers the steps drew.
+        moves: for each step, the change of each probe parameter.
+        draws: the names of the generators that the steps drew from.
         moved: the options of groups that the steps changed.
 
     Raises:
-        ValueError: the run shows nothing: a parameter does not move, or becomes NaN or Inf.
+        ValueError: a probe parameter does not move, or becomes NaN or Inf.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class _ProbeRun:
         self._optimizer = make(
             [(kind.group, kind.name, param) for kind, param in zip(kinds, self._params, strict=True)]
         )
-        before = self._options()
+        initial_options = self._options()
         grads = [torch.zeros_like(param) for param in self._params]
         for step in range(STEPS):
-            last = zip(kinds, self._params, grads, strict=True)
-            grads = [_gradient(step, kind.number, param.detach(), grad) for kind, param, grad in last]
+            triples = zip(kinds, self._params, grads, strict=True)
+            grads = [_gradient(step, kind.number, param.detach(), grad) for kind, param, grad in triples]
             _seed(device, step)
             expected = _next_numbers(device)
             _seed(device, step)
@@ -136,20 +136,20 @@ class _ProbeRun:
             self.draws = ", ".join(sorted(name for name, _ in expected - _next_numbers(device))) or self.draws
             if not all(bool(param.isfinite().all()) for param in self._params):
                 raise ValueError(f"probe parameters become NaN or Inf in step {step + 1}")
-        if not all(any(bool(move.any()) for move in of_param) for of_param in zip(*self.moves, strict=True)):
+        if not all(any(bool(move.any()) for move in moves) for moves in zip(*self.moves, strict=True)):
             raise ValueError(f"probe parameters did not move in {STEPS} steps")
-        self.moved = frozenset(changed_names(before, self._options()))
+        self.moved = frozenset(changed_names(initial_options, self._options()))
 
     def _options(self) -> list[dict[str, str]]:
         return [describe_values(hyper_parameters(group)) for group in self._optimizer.param_groups]
 
     def _step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Step, and return how far each probe parameter moves."""
-        before = [param.detach().clone() for param in self._params]
+        """Step, and return the change of each probe parameter."""
+        old_values = [param.detach().clone() for param in self._params]
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
         step_alone(self._optimizer)
-        return [param.detach() - old for param, old in zip(self._params, before, strict=True)]
+        return [param.detach() - old for param, old in zip(self._params, old_values, strict=True)]
 
     def moves_all(self) -> bool:
         """Return whether a step without gradients moves a probe parameter; False if the step fails."""
@@ -163,37 +163,37 @@ class _ProbeRun:
         return float(self._params[index].detach().abs().max())
 
     def state_after(self, index: int) -> dict[str, Any]:
-        """Return the numbers and tensors of a probe parameter's state and of its group, by readable names."""
+        """Return the numbers and tensors in a probe parameter's state and in its group, by readable names."""
         group = hyper_parameters(self._optimizer.param_groups[self.kinds[index].group])
         values = {"the state": self._optimizer.state.get(self._params[index], {}), "the group": group}
-        leaves = ((what, *leaf) for what, value in values.items() for leaf in tree_flatten_with_path(value)[0])
-        return {what + keystr(path): value for what, path, value in leaves if isinstance(value, Tensor | int | float)}
+        leaves = ((label, *leaf) for label, value in values.items() for leaf in tree_flatten_with_path(value)[0])
+        return {label + keystr(path): value for label, path, value in leaves if isinstance(value, Tensor | int | float)}
 
 
 def _first_difference(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], whole: _ProbeRun) -> str:
-    """Describe the first difference between stepping a probe parameter alone and with the others; empty if none."""
+    """Describe the first difference between stepping a probe parameter alone and with all; return "" if none."""
     differences = list[tuple[int, str]]()
     for kind in whole.kinds:
-        # The first parameter draws the numbers that it draws alone, since both runs are seeded alike.
+        # The parameter comes first, so that it draws equal random numbers in both runs, which have equal seeds.
         together = run([kind, *(other for other in whole.kinds if other is not kind)]) if whole.draws else whole
         differences += _differences(together, together.kinds.index(kind), run([kind]))
     return min(differences, key=lambda difference: difference[0])[1] if differences else ""
 
 
 def _differences(whole: _ProbeRun, index: int, alone: _ProbeRun) -> Iterator[tuple[int, str]]:
-    """Compare a probe parameter in a run with others and in a run alone; yield the step and the text of a difference.
+    """Yield the differences of a probe parameter between a run of all parameters and a run of it alone.
 
-    Moves are compared in each step, states and options after the last step.
+    A difference is a step and a text. Moves are compared in each step, states and options after the last step.
     """
     rounding = ROUNDING * whole.size(index)
     for step, (moves, (move,)) in enumerate(zip(whole.moves, alone.moves, strict=True)):
         size = float(torch.maximum(moves[index].abs(), move.abs()).max())
-        off = float((moves[index] - move).abs().max())
-        if off > TOLERANCE * size + rounding:
-            yield step, f"step {step + 1} was off by {100 * off / size:.3g}%"
-    together, right = whole.state_after(index), alone.state_after(0)
-    for name in sorted(together.keys() | right.keys()):
-        if name not in together or name not in right or not _is_close(together[name], right[name]):
+        error = float((moves[index] - move).abs().max())
+        if error > TOLERANCE * size + rounding:
+            yield step, f"step {step + 1} was off by {100 * error / size:.3g}%"
+    state, expected = whole.state_after(index), alone.state_after(0)
+    for name in sorted(state.keys() | expected.keys()):
+        if name not in state or name not in expected or not _is_close(state[name], expected[name]):
             yield STEPS, f"after {STEPS} steps {name} was another one"
 
 
@@ -208,21 +208,22 @@ def _is_close(first: Any, second: Any) -> bool:
 def _kinds(like: Optimizer) -> list[_ProbeParameter]:
     """Return a probe parameter for each kind of parameter that an optimizer has.
 
-    Parameters are of one kind if an optimizer cannot tell them apart: equal options, shapes, names but for numbers, and
-    attributes. If a kind has several parameters, a second one of the first kind is added: they may be coupled, too.
+    Parameters of one kind have equal options, shapes and attributes, and equal names without digits. If any kind has
+    several parameters, a second probe parameter of the first kind is added, since these may be coupled, too.
     """
-    by_look: dict[object, _ProbeParameter] = {}
+    by_description: dict[object, _ProbeParameter] = {}
     has_several = False
     for number, group in enumerate(like.param_groups):
         options = repr(describe_values(hyper_parameters(group), amounts=False))
         for name, param in zip(names_of(group), group["params"], strict=True):
             shape = tuple(min(length, SIDE) for length in param.shape)
             role = "".join(char for char in name or "" if not char.isdigit())  # equal for all layers
-            look = options, shape, role, repr(describe_values(vars(param)))
-            has_several = has_several or look in by_look
+            key = options, shape, role, repr(describe_values(vars(param)))
+            has_several = has_several or key in by_description
             if param.numel():
-                by_look.setdefault(look, _ProbeParameter(len(by_look), number, shape, name, vars(param)))
-    kinds = list(by_look.values())
+                probe_param = _ProbeParameter(len(by_description), number, shape, name, vars(param))
+                by_description.setdefault(key, probe_param)
+    kinds = list(by_description.values())
     if has_several:
         first = kinds[0]
         kinds.append(replace(first, number=len(kinds), name=first.name and f"{first.name} 2"))
@@ -230,25 +231,25 @@ def _kinds(like: Optimizer) -> list[_ProbeParameter]:
 
 
 def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a learning rate that moves probe parameters: a warmup may begin with zero."""
+    """Return options with a small learning rate in place of zero, with which a warmup may begin."""
     rate = group.get("lr")
     return {**group, "lr": SOME_LR} if isinstance(rate, int | float | Tensor) and rate == 0 else group
 
 
-def _gradient(step: int, number: int, param: Tensor, last: Tensor) -> Tensor:
-    """Return the gradient of a probe parameter in a step; ``last`` is its gradient in the step before.
+def _gradient(step: int, number: int, param: Tensor, previous: Tensor) -> Tensor:
+    """Return the gradient of a probe parameter in a step; ``previous`` is the gradient of the step before.
 
-    Each scale has four steps: noise, equal noise, its opposite, downhill. The last steps all go downhill. The
-    order of the scales depends on ``number``.
+    Each scale has four steps: noise, equal noise, its negative, and a step towards zero. The last steps all go towards
+    zero. The order of the scales depends on ``number``.
     """
     size = SCALES[(step // 4 + number) % len(SCALES)]
     if step % 4 == 3 or step >= STEPS - DOWNHILL:
         return param * (size / param.abs().max().clamp_min(torch.finfo(param.dtype).tiny))
-    return (size * _noise(step, number, param.shape, param.device), last, -last)[step % 4]
+    return (size * _noise(step, number, param.shape, param.device), previous, -previous)[step % 4]
 
 
 def _noise(step: int, number: int, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return noise that is equal on every rank, from a generator of its own."""
+    """Return noise that is equal on every rank, without using the default generators."""
     generator = torch.Generator().manual_seed(1000 * number + step + 1)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu").to(device)
 
@@ -258,7 +259,7 @@ def _in_short(error: Exception) -> str:
 
 
 class NoCollectives(TorchDispatchMode):
-    """Refuses collectives: ranks step different parameters, so a collective would hang."""
+    """A mode in which a collective raises: ranks step different parameters, so it would hang."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COMMUNICATES:
@@ -268,7 +269,7 @@ class NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restore all random states at the end of the block. Inside it warnings are ignored."""
+    """Restore all random states at the end of the block, and ignore warnings inside it."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
@@ -282,13 +283,13 @@ def _preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the random generators outside of torch, by the name of their owner in a message."""
+    """Return the random generators outside of torch, by their owner's name for error messages."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 
 
 def _seed(device: torch.device, number: int) -> None:
-    """Seed all generators, so that all ranks find the same."""
+    """Seed all generators, so that a probe has equal results on all ranks."""
     for module in _generators().values():
         module.seed(number)
     torch.default_generator.manual_seed(number)
@@ -297,7 +298,7 @@ def _seed(device: torch.device, number: int) -> None:
 
 
 def _next_numbers(device: torch.device) -> set[tuple[str, float]]:
-    """Draw the next number of each generator; return it with the owner's name."""
+    """Draw a number from each generator; return pairs of the owner's name and the number."""
     drawn = {name: module.random() for name, module in _generators().items()}
     devices = {torch.device("cpu"), device}
     drawn |= {f"torch's on the {place.type}": torch.rand((), device=place).item() for place in devices}

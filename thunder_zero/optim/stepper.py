@@ -1,7 +1,7 @@
 """Steps an ordinary optimizer on the whole parameters of one bucket that this rank owns.
 
-Between steps its parameters have their shapes and no memory. Its states belong to the optimizer over the shards and are
-shared by reference; hyper-parameters are copied from there before each step.
+Between steps, the ordinary optimizer's parameters have shapes and no memory. Its states are aliases of the states of
+the optimizer over the shards. Hyper-parameters are copied from that optimizer before each step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
 
-MakeOptimizer = Callable[..., Optimizer]  # called as torch's classes are: with parameters or groups, and options
+MakeOptimizer = Callable[..., Optimizer]  # takes parameters or groups, and options, as torch's classes do
 Groups = Sequence[Mapping[str, Any]]
-UserOptions = Sequence[Collection[str]]  # for each group the options that the user set; schedulers and classes add more
+UserOptions = Sequence[Collection[str]]  # for each group, the options that the user set, not those of schedulers
 GroupedParams = Sequence[tuple[int, str | None, Tensor]]  # a group's number, a name if groups have names, a parameter
 
 
@@ -32,7 +32,7 @@ def copy_values(value: Any) -> Any:
 
 
 def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's parameters as an optimizer's constructor takes them: with their names, if they have any."""
+    """Return a group's parameters in the form of a constructor's argument, with their names if they have any."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
@@ -40,13 +40,13 @@ def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
 def group_to_construct(
     group: Mapping[str, Any], user_options: Collection[str], number: int, params: GroupedParams, *, named: bool
 ) -> dict[str, Any]:
-    """Build a group for a constructor: its parameters, and the present values of the options that the user set.
+    """Build a group for a constructor: its parameters, and the current values of the options that the user set.
 
-    Other options are left out, since a constructor may refuse them.
+    Other options are left out, since a constructor may not accept them.
 
     Args:
-        number: selects the parameters of this group.
-        named: groups have names of parameters.
+        number: the number of the group, which selects the parameters.
+        named: True if groups have names of parameters.
     """
     members = [(name, param) for group_number, name, param in params if group_number == number]
     names = {"param_names": [name for name, _ in members]} if named else {}
@@ -63,13 +63,11 @@ def make_optimizer(
     *,
     named: bool,
 ) -> Optimizer:
-    """Make an optimizer of parameters as a user does: the constructor gets only the options that the user set.
-
-    The groups' other options are set afterwards.
+    """Build an optimizer. The constructor gets only the options that the user set; then all options are set.
 
     Raises:
-        TypeError: ``make`` returns something else.
-        ValueError: the optimizer has another number of groups.
+        TypeError: ``make`` does not return an optimizer.
+        ValueError: the optimizer has more or fewer groups than ``groups``.
     """
     to_construct = [
         group_to_construct(group, keys, number, params, named=named)
@@ -87,20 +85,20 @@ def make_optimizer(
             f"given, so tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the "
             f"optimizers that it combines"
         )
-    for own_group, group in zip(optimizer.param_groups, groups, strict=True):
-        own_group.update(group)
+    for new_group, group in zip(optimizer.param_groups, groups, strict=True):
+        new_group.update(group)
     return optimizer
 
 
 def blank_param(param: Param, shard: Tensor) -> nn.Parameter:
-    """Return a parameter like its shard, of the full shape, that takes the memory of one element."""
+    """Return a parameter with the full shape and the attributes of its shard, in the memory of one element."""
     return parameter_like(shard, torch.zeros((), dtype=param.dtype, device=shard.device).expand(param.shape))
 
 
 class BucketStepper:
-    """Parameters that travel together, and the ordinary optimizer that steps those that this rank owns.
+    """The parameters of one bucket, and the ordinary optimizer of the parameters that this rank owns.
 
-    The optimizer is made in the first step, when there are values.
+    The first step builds the optimizer, since a constructor may read the parameters' values.
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class BucketStepper:
         """Step the parameters that have values.
 
         Args:
-            values: by path; a step may write to them.
-            states: by shard, or by any other key that the optimizer has; updated in place.
+            values: whole parameters and gradients by path. The step may write to them.
+            states: states by shard, or by any other key of the ordinary optimizer. They are updated in place.
 
         Returns:
             The stepped parameters by path, and the groups' hyper-parameters after the step.
@@ -138,7 +136,7 @@ class BucketStepper:
         try:
             optimizer = self._with_groups(groups, user_options, states)
             self._give_states(optimizer, states)
-            step_alone(optimizer)  # hooks of all optimizers belong to the one over the shards
+            step_alone(optimizer)  # without global hooks, which run for the optimizer over the shards
             self._take_states(optimizer, states)
             updated = {member.param.path: param.data for member, param in self._owned if member.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
@@ -147,26 +145,26 @@ class BucketStepper:
                 param.grad = None
                 param.data = blank_param(member.param, member.shard).data
 
-    def moved_attributes(self) -> list[str]:
-        """Return the names of the optimizer's attributes that its steps have changed, such as a count."""
-        now = {} if self._optimizer is None else describe_values(attributes_of(self._optimizer))
-        return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
+    def changed_attributes(self) -> list[str]:
+        """Return the names of the ordinary optimizer's attributes that its steps have changed, such as a count."""
+        current = {} if self._optimizer is None else describe_values(attributes_of(self._optimizer))
+        return sorted(name for name, value in current.items() if self._attributes.get(name, value) != value)
 
     def _with_groups(self, groups: Groups, user_options: UserOptions, states: MutableMapping[Any, Any]) -> Optimizer:
-        """Return the ordinary optimizer with the present groups; make it if there is none."""
+        """Return the ordinary optimizer with the current groups. Build it in the first step."""
         params = [(member.group, member.name, param) for member, param in self._owned]
         if self._optimizer is None:
             self._optimizer = make_optimizer(self._make, self._options, groups, user_options, params, named=self._named)
             self._attributes = describe_values(attributes_of(self._optimizer))
             for member, param in self._owned:
-                if param in self._optimizer.state:  # the constructor made it; a loaded state goes before
+                if param in self._optimizer.state:  # from the constructor; a loaded state takes precedence
                     states.setdefault(member.shard, self._optimizer.state[param])
         for number in range(len(self._optimizer.param_groups), len(groups)):
             self._optimizer.add_param_group(
                 group_to_construct(groups[number], user_options[number], number, params, named=self._named)
             )
-        for own_group, group in zip(self._optimizer.param_groups, groups, strict=True):
-            own_group.update(group)
+        for ordinary_group, group in zip(self._optimizer.param_groups, groups, strict=True):
+            ordinary_group.update(group)
         return self._optimizer
 
     def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
