@@ -1,4 +1,4 @@
-"""``tz.EMA``: moving averages of sharded parameters, and a block in which the model computes with them.
+"""``tz.EMA``: moving averages of sharded parameters, and a block in which the model has them.
 
 In: a sharded model, now and after each step. Out: averages with the parameters' placement, which a checkpoint saves by
 rows::

@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all ranks; computes a loss that weighs the items of all ranks equally.
+"""Clips gradients by their norm over all ranks; computes a loss that weighs all items equally.
 
 In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
 for the mean over the items of all ranks. Each rank sends one small message::

@@ -1,4 +1,4 @@
-"""Probes an optimizer on small parameters: does it couple them, draw random numbers, or change options?
+"""Probes an optimizer on small parameters: does it couple them, draw numbers, or change options?
 
 Probe parameters are stepped all together, and each alone. A difference proves that the optimizer couples parameters.
 Equal results prove nothing: after more steps, or with other gradients, the optimizer may still couple them.
