@@ -1,7 +1,7 @@
-"""Hugging Face's boundary: folders for ``from_pretrained``, ``generate``, peft's adapters, Trainer and Accelerate.
+"""Hugging Face's folders, ``generate``, adapters, Trainer and Accelerate work on sharded models as on plain ones.
 
-Nothing is downloaded: models are made from configs. Modules of Hugging Face's libraries are imported where they are
-used, after ``thunder_zero``; ``docs/hugging-face.md`` has the code that users copy, and it runs here.
+Models are made from configs, without a download. Hugging Face's libraries are imported where they are used, after
+``thunder_zero``. The code of ``docs/hugging-face.md`` runs here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
 ]
 TOKENS = torch.arange(16).view(2, 8)
-KILOBYTES = "2KB"  # most tensors of the Llama below are smaller, its embedding is not
+KILOBYTES = "2KB"  # more than most tensors of the Llama below, less than its embedding
 
 
 def library(name: str) -> Any:
@@ -61,7 +61,7 @@ def has_transformers(*version: int) -> bool:
     return tuple(map(int, library("transformers").__version__.split(".")[:2])) >= version
 
 
-def llama(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Any:
+def make_llama(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Any:
     """Make a Llama, whose output layer may be tied to its embedding."""
     transformers = library("transformers")
     config = transformers.LlamaConfig(
@@ -80,26 +80,26 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = Tru
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def compiled(module: nn.Module, policy: tz.Policy | int = 3, **arguments: Any) -> Any:
+def compile_model(module: nn.Module, policy: tz.Policy | int = 3, **arguments: Any) -> Any:
     return tz.compile(module, policy, **arguments)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder, by name. Each is in one file; the index names it if there are several."""
-    found: dict[str, Tensor] = {}
-    where: dict[str, str] = {}
+    """Return a folder's tensors by name; check that each is in one file, and check the index."""
+    tensors_by_name: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-        where |= dict.fromkeys(tensors, path.name)
+        assert not tensors_by_name.keys() & tensors.keys()
+        tensors_by_name |= tensors
+        files |= dict.fromkeys(tensors, path.name)
     index = folder / "model.safetensors.index.json"
-    assert index.exists() is (len(set(where.values())) > 1)
+    assert index.exists() is (len(set(files.values())) > 1)
     if index.exists():
         written = json.loads(index.read_text())
-        assert written["weight_map"] == where
-        assert written["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    return found
+        assert written["weight_map"] == files
+        assert written["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_by_name.values())
+    return tensors_by_name
 
 
 def dtype_in(config: dict[str, Any]) -> Any:
@@ -107,7 +107,7 @@ def dtype_in(config: dict[str, Any]) -> Any:
     return config["dtype"]
 
 
-def names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -122,17 +122,17 @@ def unordered_names(text: str) -> dict[str, Any]:
 
 def assert_same_files(ours: Path, theirs: Path) -> None:
     """Check that names, tensors and JSON values are equal; tensors may be in other files."""
-    assert names(ours) == names(theirs)
+    assert names_in(ours) == names_in(theirs)
     assert differing(tensors_of(ours), tensors_of(theirs)) == []
     for path in theirs.glob("*.json"):
         if not path.name.endswith("index.json"):
             assert unordered_names((ours / path.name).read_text()) == unordered_names(path.read_text()), path
 
 
-def through(rank: int, world_size: int, source: Path, folder: Path, stage: int, dtype: torch.dtype) -> None:
+def load_and_save(rank: int, world_size: int, source: Path, folder: Path, stage: int, dtype: torch.dtype) -> None:
     """Load from a folder and save to another one, without a step; in ZeRO-2 with two copies on a rank each."""
     mesh = init_device_mesh("cpu", (world_size, 1)) if stage == 2 else None
-    model = compiled(llama(seed=1, dtype=dtype), stage, weights=source, mesh=mesh)
+    model = compile_model(make_llama(seed=1, dtype=dtype), stage, weights=source, mesh=mesh)
     tz.save_pretrained(model, folder, max_shard_size=KILOBYTES)
 
 
@@ -140,35 +140,35 @@ def through(rank: int, world_size: int, source: Path, folder: Path, stage: int, 
 def test_a_folder_comes_out_as_it_went_in(
     ranks_pool: RanksPool, tmp_path: Path, stage: int, dtype: torch.dtype
 ) -> None:
-    plain, ours, theirs = llama(dtype=dtype), tmp_path / "ours", tmp_path / "theirs"
+    plain, ours, theirs = make_llama(dtype=dtype), tmp_path / "ours", tmp_path / "theirs"
     plain.save_pretrained(theirs, max_shard_size=KILOBYTES)
-    ranks_pool.run(2, through, theirs, ours, stage, dtype)
+    ranks_pool.run(2, load_and_save, theirs, ours, stage, dtype)
     assert_same_files(ours, theirs)
     assert len(list(ours.glob("*.safetensors"))) > 2
     assert "lm_head.weight" not in tensors_of(ours)
-    back = type(plain).from_pretrained(ours, dtype="auto")
-    assert back.lm_head.weight is back.model.embed_tokens.weight
-    assert torch.equal(back(TOKENS).logits, plain(TOKENS).logits)
+    loaded = type(plain).from_pretrained(ours, dtype="auto")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(TOKENS).logits, plain(TOKENS).logits)
 
 
-def saved_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
+def save_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
     """Train and save weights that no file had; return the logits of the plain module."""
     half = tz.MixedPrecision(torch.bfloat16)
-    model = compiled(llama(), tz.Policy(3, mixed_precision=half))
+    model = compile_model(make_llama(), tz.Policy(3, mixed_precision=half))
     take_step(model, adamw(model))
     alive: list[weakref.ref[Tensor]] = []
     full_tensor, before = small_collectives.full_tensor, dtype_in(model.plain.config.to_dict())
 
-    def gathered(*args: Any) -> Tensor:
-        assert not any(ref() is not None for ref in alive), "when a tensor is gathered, no other one is there"
+    def gather_alone(*args: Any) -> Tensor:
+        assert not any(ref() is not None for ref in alive), "two gathered tensors are alive"
         value = full_tensor(*args)
         alive.append(weakref.ref(value))
         return value
 
-    with mock.patch.object(writing, "full_tensor", gathered):
+    with mock.patch.object(writing, "full_tensor", gather_alone):
         tz.save_pretrained(model, folder / "many", max_shard_size=KILOBYTES)
         tz.save_pretrained(model, folder / "one", max_shard_size=KILOBYTES)
-        tz.save_pretrained(model, folder / "one")  # over more files
+        tz.save_pretrained(model, folder / "one")  # replaces several files
         tz.save_pretrained(model, folder / "half", dtype=torch.bfloat16)
     with tz.full_parameters(model) as module, torch.no_grad():
         assert dtype_in(module.config.to_dict()) == before, "saving left the module's config alone"
@@ -176,12 +176,12 @@ def saved_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
 
 
 def test_from_pretrained_loads_what_was_trained(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """The dtype is that of the shards or the one asked for, not that of compute."""
-    kind = type(llama())
-    for logits in ranks_pool.run(2, saved_after_training, tmp_path):
+    """Check that files have the dtype of shards, or the dtype that is asked for."""
+    kind = type(make_llama())
+    for logits in ranks_pool.run(2, save_after_training, tmp_path):
         for folder in ("many", "one"):
             assert torch.equal(kind.from_pretrained(tmp_path / folder, dtype="auto")(TOKENS).logits, logits)
-    assert names(tmp_path / "one") == ["config.json", "generation_config.json", "model.safetensors"]
+    assert names_in(tmp_path / "one") == ["config.json", "generation_config.json", "model.safetensors"]
     for folder, word in {"many": "float32", "one": "float32", "half": "bfloat16"}.items():
         assert dtype_in(json.loads((tmp_path / folder / "config.json").read_text())) == word
     whole = {name: tensor.bfloat16() for name, tensor in tensors_of(tmp_path / "one").items()}
@@ -191,24 +191,24 @@ def test_from_pretrained_loads_what_was_trained(ranks_pool: RanksPool, tmp_path:
 WORDS = TOKENS + 1  # transformers gives the embedding of its padding, 0, no gradient
 
 
-def own_llama(rank: int, world_size: int, folder: Path, right: Tensor) -> None:
+def train_own_llama(rank: int, world_size: int, folder: Path, expected: Tensor) -> None:
     """Load the repository's Llama from a folder of transformers under ``thunder.jit``, and save it as one."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(33, **sizes, num_key_value_heads=1, tie_word_embeddings=True)
     model = thunder.jit(Llama(config), transforms=[tz.ZeroTransform(3, weights=folder)])
     out = model(input_ids=WORDS, labels=WORDS)
-    assert_close(out.logits, right)
+    assert_close(out.logits, expected)
     out.loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     tz.save_pretrained(model, folder / "trained")
 
 
 def test_the_repositorys_llama_takes_weights_of_transformers(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """``thunder.jit`` trains it as eager PyTorch trains transformers' Llama."""
-    plain = llama()
+    """Train it under ``thunder.jit``, and transformers' Llama in eager mode."""
+    plain = make_llama()
     plain.save_pretrained(tmp_path)
     out = plain(input_ids=WORDS, labels=WORDS)
-    ranks_pool.run(2, own_llama, tmp_path, out.logits.detach())
+    ranks_pool.run(2, train_own_llama, tmp_path, out.logits.detach())
     out.loss.backward()
     torch.optim.SGD(plain.parameters(), 0.1).step()
     trained = tensors_of(tmp_path / "trained")
@@ -216,50 +216,50 @@ def test_the_repositorys_llama_takes_weights_of_transformers(ranks_pool: RanksPo
     assert len(trained) == len(list(plain.parameters()))
 
 
-def hooked_in_forward(rank: int, world_size: int) -> None:
-    """transformers hooks layers in the first forward that is asked for hidden states, and drops nothing later."""
-    plain, model = llama(), compiled(llama())
-    for asked in (False, True, False):
-        outputs = [each(input_ids=WORDS, labels=WORDS, output_hidden_states=asked) for each in (model, plain)]
-        assert [out.hidden_states is not None for out in outputs] == [asked] * 2
-        for mine, right in zip(*(out.hidden_states or [out.logits] for out in outputs), strict=True):
-            assert_close(mine, right)
+def ask_for_hidden_states(rank: int, world_size: int) -> None:
+    """Ask for hidden states in the second of three forwards, in which transformers adds hooks that stay."""
+    plain, model = make_llama(), compile_model(make_llama())
+    for hidden in (False, True, False):
+        outputs = [module(input_ids=WORDS, labels=WORDS, output_hidden_states=hidden) for module in (model, plain)]
+        assert [out.hidden_states is not None for out in outputs] == [hidden] * 2
+        for actual, expected in zip(*(out.hidden_states or [out.logits] for out in outputs), strict=True):
+            assert_close(actual, expected)
         for out in outputs:
-            (out.loss + sum(each.mean() for each in out.hidden_states or ())).backward()
-    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_close(full(mine.grad), right.grad, msg=name)
+            (out.loss + sum(state.mean() for state in out.hidden_states or ())).backward()
+    for (name, actual), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(full(actual.grad), expected.grad, msg=name)
 
 
 def test_hidden_states_are_those_of_the_plain_model(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, hooked_in_forward)
+    ranks_pool.run(1, ask_for_hidden_states)
 
 
-def with_own_units(rank: int, world_size: int) -> None:
-    """ViT's own plan has a unit more for its embeddings, and its one layer, which is not repeated."""
+def use_own_units(rank: int, world_size: int) -> None:
+    """Check that ViT's own plan has units for its embeddings and for its only layer."""
     module = fresh(BY_NAME["ViT"].make)
-    units = shown("Units", {"tz": tz, "module": module})["model"].state.plan.units
+    units = run_page("Units", {"tz": tz, "module": module})["model"].state.plan.units
     assert "vit.embeddings" in units
     assert len(units) == 3
-    assert set(compiled(fresh(BY_NAME["ViT"].make)).state.plan.units) == {""}
+    assert set(compile_model(fresh(BY_NAME["ViT"].make)).state.plan.units) == {""}
 
 
 def test_units_of_a_models_own_plan(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, with_own_units)
+    ranks_pool.run(1, use_own_units)
 
 
-FAMILIES = ("BERT", "CLIP", "GPT-2", "Mixtral", "ResNet", "T5", "ViT", "Whisper")  # each ties or names its own way
-CONVERTED = ("Mixtral",)  # by transformers 5
+FAMILIES = ("BERT", "CLIP", "GPT-2", "Mixtral", "ResNet", "T5", "ViT", "Whisper")  # of unlike names and ties
+CONVERTED = ("Mixtral",)  # transformers 5 converts its weights
 
 
-def written_by_both(rank: int, world_size: int, folder: Path) -> None:
+def save_by_both(rank: int, world_size: int, folder: Path) -> None:
     for name in FAMILIES:
         module: Any = fresh(BY_NAME[name].make)
         if rank == 0:
             module.save_pretrained(folder / name / "theirs")
-        dist.barrier()  # its method writes to its config
-        model, ours = compiled(module), folder / name / "ours"
+        dist.barrier()  # save_pretrained writes to the module's config
+        model, ours = compile_model(module), folder / name / "ours"
         if name in CONVERTED and has_transformers(5):
-            # It joins experts when it loads, and parts them when it saves, which takes their values.
+            # Transformers joins experts when it loads, and parts them when it saves, which needs full values.
             words = error_of(partial(tz.save_pretrained, model, ours))
             assert "MixtralForCausalLM.save_pretrained raised" in words, words
             with tz.full_parameters(model, rank0_only=True) as full_module:
@@ -270,13 +270,13 @@ def written_by_both(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_each_family_has_the_files_of_its_own_class(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, written_by_both, tmp_path)
+    ranks_pool.run(2, save_by_both, tmp_path)
     for name in FAMILIES:
         assert_same_files(tmp_path / name / "ours", tmp_path / name / "theirs")
 
 
 class Odd(Small):
-    """Has buffers, one of them not in the state dict, an extra state, and a parameter for each rank."""
+    """A model with a buffer outside of the state dict, an extra state, and a parameter that ranks do not share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,32 +291,33 @@ class Odd(Small):
         assert state == 3
 
 
-def saved_odd(rank: int, world_size: int, folder: Path) -> None:
+def save_odd(rank: int, world_size: int, folder: Path) -> None:
     model = sharded(fresh(Odd), tz.Policy(3, ignored=("own",)))
     take_step(model, adamw(model))
     model.own.data.fill_(rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tz.save_pretrained(model, folder)
-    said = [str(warning.message) for warning in caught]
-    assert len(said) == (rank == 0), said
-    assert all("leaves out _extra_state" in words for words in said), said
-    again = compiled(Odd(), weights=folder)
-    right, found = ({**tz.full_state_dict(one), "_extra_state": torch.tensor(3)} for one in (model, again))
-    assert differing(found, {**right, "own": torch.zeros(2)}) == [], "ignored parameters are rank 0's"
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (rank == 0), messages
+    assert all("leaves out _extra_state" in words for words in messages), messages
+    loaded = compile_model(Odd(), weights=folder)
+    extra = {"_extra_state": torch.tensor(3)}
+    expected, actual = tz.full_state_dict(model) | extra, tz.full_state_dict(loaded) | extra
+    assert differing(actual, {**expected, "own": torch.zeros(2)}) == [], "ignored parameters are rank 0's"
     if rank == 0:
-        assert names(folder) == ["model.safetensors"]
-        assert tensors_of(folder).keys() == right.keys() - {"head.weight", "_extra_state"}, "embed.weight is first"
+        assert names_in(folder) == ["model.safetensors"]
+        assert tensors_of(folder).keys() == expected.keys() - {"head.weight", "_extra_state"}, "embed.weight is first"
         with safe_open(folder / "model.safetensors", "pt") as file:
             assert json.loads(file.metadata()["aliases"]) == {"head.weight": "embed.weight"}
 
 
 def test_a_module_that_is_not_hugging_faces_gets_its_weights_alone(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(3, saved_odd, tmp_path / "new" / "folder")
+    ranks_pool.run(3, save_odd, tmp_path / "new" / "folder")
 
 
 class Failing(Small):
-    """A class whose own method fails, or writes the placeholders."""
+    """A model whose own ``save_pretrained`` fails in training, and writes other values in evaluation."""
 
     def save_pretrained(self, folder: str, *, state_dict: Any) -> None:
         if self.training:
@@ -324,13 +325,13 @@ class Failing(Small):
         save_file({"scale": torch.ones(3)}, f"{folder}/model.safetensors")
 
 
-def refusals(rank: int, world_size: int, folder: Path) -> None:
+def refuse_saves(rank: int, world_size: int, folder: Path) -> None:
     model, failing, writing_wrong = (sharded(fresh(kind), 3) for kind in (Small, Failing, Failing))
     writing_wrong.eval()
-    complex_one = compiled(nn.Linear(2, 2).to(torch.complex64))
+    complex_one = compile_model(nn.Linear(2, 2).to(torch.complex64))
 
-    def save(to: Any = folder / "model", of: Any = model, **options: Any) -> Callable[[], None]:
-        return lambda: tz.save_pretrained(of, to, **options)
+    def save(module: Any = model, path: Any = folder / "model", **options: Any) -> Callable[[], None]:
+        return lambda: tz.save_pretrained(module, path, **options)
 
     def inside() -> None:
         with tz.full_parameters(model):
@@ -345,33 +346,33 @@ def refusals(rank: int, world_size: int, folder: Path) -> None:
         with mock.patch.object(writing, "write_parts", fails):
             save()()
 
-    (folder / "file").touch()
-    everyone = None
-    rows: list[tuple[Callable[[], None], int | None, tuple[str, ...]]] = [  # and the rank that refuses
+    file, everyone = folder / "file", None
+    file.touch()
+    rows: list[tuple[Callable[[], None], int | None, tuple[str, ...]]] = [  # a call, the rank that refuses, words
         (save(), everyone, ("nothing",)),
-        (save(of=fresh(Small)), everyone, ("a sharded model, got Small",)),
+        (save(fresh(Small)), everyone, ("a sharded model, got Small",)),
         (save(max_shard_size=0), everyone, ("max_shard_size is 0", "or one with a unit")),
         (save(dtype=torch.int8), everyone, ("dtype is torch.int8", "give a dtype of floating-point numbers")),
-        (save(folder / f"of {rank}"), everyone, ("folder differs between ranks",)),
+        (save(path=folder / f"of {rank}"), everyone, ("folder differs between ranks",)),
         (inside, everyone, ("is inside full_parameters; leave that block first",)),
         (save(max_shard_size="5 bytes" if rank == 1 else 1), 1, ("max_shard_size is '5 bytes'",)),
-        (save(3 if rank == 1 else folder), 1, ("os.PathLike object",)),
-        (save(folder / "file"), 0, (f"cannot write {folder / 'file'}", "File exists; existing files are unchanged")),
+        (save(path=3 if rank == 1 else folder), 1, ("os.PathLike object",)),
+        (save(path=file), 0, (f"cannot write {file}", "File exists; existing files are unchanged")),
         (disk_full, 0, (f"cannot write {folder / 'model/model.safetensors'}", "the disk is full; existing files")),
-        (save(of=failing), 0, ("Failing.save_pretrained raised: no config", "full_parameters(model, rank0_only=True)")),
-        (save(of=writing_wrong), 0, ("does not write the state dict that it is given: 'scale'",)),
-        (save(of=complex_one), 0, ("a safetensors file cannot hold weight of torch.complex64",)),
+        (save(failing), 0, ("Failing.save_pretrained raised: no config", "full_parameters(model, rank0_only=True)")),
+        (save(writing_wrong), 0, ("does not write the state dict that it is given: 'scale'",)),
+        (save(complex_one), 0, ("a safetensors file cannot hold weight of torch.complex64",)),
     ]
-    for call, of_rank, words in rows:
-        said = error_of(call)
-        more = () if of_rank in (everyone, rank) else (f"rank {of_rank} refused to save, so every rank stops",)
-        assert [word for word in (*words, *more) if word not in said] == [], said
+    for call, refuser, words in rows:
+        error = error_of(call)
+        more = () if refuser in (everyone, rank) else (f"rank {refuser} refused to save, so every rank stops",)
+        assert [word for word in (*words, *more) if word not in error] == [], error
 
 
 def test_refusals_on_every_rank_leave_the_folder_as_it_was(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, refusals, tmp_path)
-    assert names(tmp_path) == ["file", "model"]
-    assert names(tmp_path / "model") == ["model.safetensors"]
+    ranks_pool.run(2, refuse_saves, tmp_path)
+    assert names_in(tmp_path) == ["file", "model"]
+    assert names_in(tmp_path / "model") == ["model.safetensors"]
 
 
 # The code of docs/hugging-face.md
@@ -380,7 +381,7 @@ PAGE = Path(__file__).parents[2] / "docs/hugging-face.md"
 MODULES = {"torch": torch, "tz": tz, "thunder": thunder}
 
 
-def shown(heading: str, names: dict[str, Any]) -> dict[str, Any]:
+def run_page(heading: str, names: dict[str, Any]) -> dict[str, Any]:
     """Run the code under a heading of the page with these names; return all names afterwards."""
     section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
@@ -388,27 +389,27 @@ def shown(heading: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def batches(rank: int, world_size: int) -> list[Tensor]:
-    """Return three batches of four rows, or this rank's rows of them."""
+def make_batches(rank: int, world_size: int) -> list[Tensor]:
+    """Return this rank's rows of three batches of four rows."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 33, (4, 8), generator=generator).chunk(world_size)[rank] for _ in range(3)]
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Train in one process as the page does."""
-    for batch in batches(0, 1):
+    """Train in one process on the page's batches."""
+    for batch in make_batches(0, 1):
         module(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def generated(rank: int, world_size: int, folder: Path, right: list[Tensor], trained: dict[str, Tensor]) -> None:
-    given = {"start": folder / "start", "trained": folder / "trained", "batches": batches(rank, world_size)}
-    found = shown("From a folder to a folder", dict(given))
-    for prompt, tokens in enumerate(right):
-        answer = shown("Generate", found | {"prompt": PROMPT + prompt})["answer"]
+def generate(rank: int, world_size: int, folder: Path, expected: list[Tensor], trained: dict[str, Tensor]) -> None:
+    names = {"start": folder / "start", "trained": folder / "trained", "batches": make_batches(rank, world_size)}
+    results = run_page("From a folder to a folder", dict(names))
+    for prompt, tokens in enumerate(expected):
+        answer = run_page("Generate", results | {"prompt": PROMPT + prompt})["answer"]
         assert answer.tolist() == tokens.tolist(), (answer, tokens)
-    weights = tz.full_state_dict(found["model"])
+    weights = tz.full_state_dict(results["model"])
     assert_close(weights, trained, rtol=1e-4, atol=1e-5)
     if rank == 0:
         loaded = library("transformers").AutoModelForCausalLM.from_pretrained(folder / "trained")
@@ -419,26 +420,26 @@ PROMPT = torch.arange(1, 5).view(1, 4)
 
 
 def test_greedy_generation_after_training_is_the_plain_modules(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    plain = llama(tied=False)  # a tied one repeats its last token
+    plain = make_llama(tied=False)  # a tied Llama repeats its last token
     plain.save_pretrained(tmp_path / "start")
     before = plain.generate(PROMPT, max_new_tokens=8, do_sample=False)
     train(plain, adamw(plain, 1e-2))
-    right = [plain.generate(PROMPT + more, max_new_tokens=8, do_sample=False) for more in (0, 1)]
-    assert not right[0].equal(before)
-    ranks_pool.run(2, generated, tmp_path, right, dict(plain.state_dict()), timeout=110)
+    expected = [plain.generate(PROMPT + offset, max_new_tokens=8, do_sample=False) for offset in (0, 1)]
+    assert not expected[0].equal(before)
+    ranks_pool.run(2, generate, tmp_path, expected, dict(plain.state_dict()), timeout=110)
 
 
-def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
-    """Only adapters are trained, reduced, stepped and saved; return the logits."""
-    peft, base = library("peft"), llama()
+def train_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
+    """Check that only adapters are trained, reduced, stepped and saved; return the logits."""
+    peft, base = library("peft"), make_llama()
     torch.manual_seed(0)
     plain = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     start = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     trained = [name for name, param in plain.named_parameters() if param.requires_grad]
     train(plain, torch.optim.AdamW([plain.get_parameter(name) for name in trained], lr=1e-2))
-    given = {"base": llama(), "batches": batches(rank, world_size), "folder": folder}
-    found = shown("LoRA by peft", MODULES | given)
-    model, optimizer = found["model"], found["optimizer"]
+    names = {"base": make_llama(), "batches": make_batches(rank, world_size), "folder": folder}
+    results = run_page("LoRA by peft", MODULES | names)
+    model, optimizer = results["model"], results["optimizer"]
     with mock.patch.object(writing, "full_tensor", side_effect=small_collectives.full_tensor) as gather:
         tz.save_pretrained(model, folder / "again")
     shapes = [tuple(plain.get_parameter(name).shape) for name in trained]
@@ -458,9 +459,9 @@ def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
 
 def test_adapters_of_peft_are_trained_and_saved_alone(ranks_pool: RanksPool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    logits, _ = ranks_pool.run(2, with_adapters, tmp_path / "adapter", timeout=110)
+    logits, _ = ranks_pool.run(2, train_adapters, tmp_path / "adapter", timeout=110)
     for folder in (tmp_path / "adapter", tmp_path / "adapter/again"):
-        assert torch.equal(peft.PeftModel.from_pretrained(llama(), folder)(TOKENS).logits, logits)
+        assert torch.equal(peft.PeftModel.from_pretrained(make_llama(), folder)(TOKENS).logits, logits)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -470,31 +471,31 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def adapters_written_by_both(rank: int, world_size: int, folder: Path) -> None:
+def save_adapters_by_both(rank: int, world_size: int, folder: Path) -> None:
     peft = library("peft")
     for name, options in ADAPTERS.items():
-        model = peft.get_peft_model(llama(), getattr(peft, name)(**options))
+        model = peft.get_peft_model(make_llama(), getattr(peft, name)(**options))
         if name == "LoraConfig":
             model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"]))
         ours, theirs = folder / name / "ours", folder / name / "theirs"
         model.save_pretrained(theirs)
-        said = error_of(partial(tz.save_pretrained, compiled(model), ours))
-        if name == "PromptTuningConfig":  # it computes what it writes
+        error = error_of(partial(tz.save_pretrained, compile_model(model), ours))
+        if name == "PromptTuningConfig":  # its save_pretrained computes
             for words in ("PeftModelForCausalLM.save_pretrained raised", "full_parameters(model, rank0_only=True)"):
-                assert words in said, said
+                assert words in error, error
             continue
-        assert said == "nothing", (name, said)
+        assert error == "nothing", (name, error)
         for part in ("", "other") if name == "LoraConfig" else ("",):
             assert_same_files(ours / part, theirs / part)
 
 
 def test_each_kind_of_adapter_has_the_files_of_peft(ranks_pool: RanksPool, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    ranks_pool.run(1, adapters_written_by_both, tmp_path)
+    ranks_pool.run(1, save_adapters_by_both, tmp_path)
 
 
 class Regression(nn.Module):
-    """What Trainer and Accelerate train here: it takes keywords and returns a dict."""
+    """A model for Trainer and Accelerate, which takes keywords and returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,13 +506,13 @@ class Regression(nn.Module):
         return {"loss": (y - labels).square().mean(), "logits": y}
 
 
-def rows(count: int) -> list[dict[str, Tensor]]:
+def make_rows(count: int) -> list[dict[str, Tensor]]:
     inputs = torch.randn(count, 3, generator=torch.Generator().manual_seed(2))
     return [{"x": x, "labels": x.sum().view(1)} for x in inputs]
 
 
-def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list[Any], half: bool = False) -> float:
-    """Take a step of one process on several batches of one size; return the norm of its gradients."""
+def step_plain(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list[Any], half: bool = False) -> float:
+    """Take one process's step on several batches of equal size; return the norm of its gradients."""
     for batch in micro_batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = plain(**batch)["loss"]
@@ -524,34 +525,35 @@ def right_step(plain: Any, optimizer: torch.optim.Optimizer, micro_batches: list
 
 @pytest.fixture
 def own_pool() -> Iterator[RanksPool]:
-    """Processes of one test: Accelerate reads the environment only once."""
+    """Yield a pool for a single test, because Accelerate reads the environment only once."""
     pytest.importorskip("accelerate")
     with RanksPool() as pool:
         yield pool
 
 
-def as_torchrun_does(rank: int, world_size: int) -> None:
+def set_environment(rank: int, world_size: int) -> None:
     """Set what Accelerate reads from the environment; the process group exists already."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": "1"}  # nobody connects to it
+    os.environ |= {"MASTER_PORT": "1"}  # no process connects to it
 
 
-def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
-    """Refuse a plain Trainer with a sharded model, and a trainer's arguments that do not fit it."""
-    as_torchrun_does(rank, world_size)
+def refuse_by_trainer(rank: int, world_size: int, folder: Path) -> None:
+    """Check that a plain Trainer refuses a sharded model, and that a sharded one refuses arguments that do not fit."""
+    set_environment(rank, world_size)
     peft, transformers = library("peft"), library("transformers")
-    adapters = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapters = peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     arguments = partial(transformers.TrainingArguments, str(folder), use_cpu=True, report_to=[], disable_tqdm=True)
     for module in (fresh(Regression), adapters):
-        model = compiled(module, broadcast_from=0)
-        plain_trainer = transformers.Trainer(model=model, args=arguments(max_steps=1), train_dataset=rows(4))
+        model = compile_model(module, broadcast_from=0)
+        plain_trainer = transformers.Trainer(model=model, args=arguments(max_steps=1), train_dataset=make_rows(4))
         words = error_of(plain_trainer.train)
         assert "Trainer was given a" in words, words
         assert "make it by thunder_zero.hugging_face.sharded(Trainer)(model=model, ...)" in words, words
-    model = compiled(fresh(Regression))
+    model = compile_model(fresh(Regression))
     three, none = (
-        partial(library("thunder_zero.hugging_face").sharded, transformers.Trainer, **of) for of in ({"stage": 3}, {})
+        partial(library("thunder_zero.hugging_face").sharded, transformers.Trainer, **options)
+        for options in ({"stage": 3}, {})
     )
     best = {
         "load_best_model_at_end": True,
@@ -567,9 +569,9 @@ def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
         (three, {"model": model}, {}, "is sharded twice; leave stage= and the other arguments of sharded(...) out"),
         (none, {}, {}, "nothing says how to shard the model of the trainer; pass stage= to sharded(...)"),
     ]
-    for made, given, options, sentence in rows_of:
-        given = {"model": fresh(Regression), "eval_dataset": rows(2)} | given
-        words = error_of(lambda made=made, given=given, options=options: made()(args=arguments(**options), **given))  # type: ignore[misc]
+    for make, inputs, options, sentence in rows_of:
+        inputs = {"model": fresh(Regression), "eval_dataset": make_rows(2)} | inputs
+        words = error_of(lambda make=make, inputs=inputs, options=options: make()(args=arguments(**options), **inputs))  # type: ignore[misc]
         assert sentence in words, words
     words = error_of(partial(library("thunder_zero.hugging_face").sharded, Regression, stage=3))
     assert "Regression has no method _load_best_model, which a sharded trainer replaces; give a class derived" in words
@@ -577,35 +579,35 @@ def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_what_does_not_fit_a_sharded_model_is_refused(own_pool: RanksPool, tmp_path: Path) -> None:
-    own_pool.run(2, refused_by_trainer, tmp_path)
+    own_pool.run(2, refuse_by_trainer, tmp_path)
 
 
-def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
-    """Train as the page does, in bfloat16. Uses of Accelerate that would be wrong are refused, on both ranks."""
-    as_torchrun_does(rank, world_size)
-    weights, batch = list[dict[str, Tensor]](), rows(16)[0]
+def accelerate(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    """Train as the page does, in bfloat16; check that both ranks refuse wrong uses; return the weights by stage."""
+    set_environment(rank, world_size)
+    weights, batch = list[dict[str, Tensor]](), make_rows(16)[0]
     for stage in (0, 3):
-        model: Any = compiled(fresh(Regression), stage)
-        loader: Any = torch.utils.data.DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
-        halves = compiled(fresh(Regression), stage, mixed_precision=tz.MixedPrecision(torch.bfloat16))
-        found = shown("Accelerate", {**MODULES, "model": model, "loader": loader, "folder": folder / f"{stage}"})
-        accelerator, optimizer = found["accelerator"], found["optimizer"]
-        assert found["model"] is model, "it has no wrapper"
-        assert halves(**batch)["logits"].dtype is torch.bfloat16, "it has a precision of its own"
+        model: Any = compile_model(fresh(Regression), stage)
+        loader: Any = torch.utils.data.DataLoader(make_rows(16), batch_size=2)  # type: ignore[arg-type]
+        halves = compile_model(fresh(Regression), stage, mixed_precision=tz.MixedPrecision(torch.bfloat16))
+        results = run_page("Accelerate", {**MODULES, "model": model, "loader": loader, "folder": folder / f"{stage}"})
+        accelerator, optimizer = results["accelerator"], results["optimizer"]
+        assert results["model"] is model, "Accelerate has wrapped the model"
+        assert halves(**batch)["logits"].dtype is torch.bfloat16, "Accelerate has replaced the model's precision"
         assert model(**batch)["logits"].dtype is torch.float32
         weights.append(tz.full_state_dict(model))
         tz.load(folder / f"{stage}", model, optimizer.optimizer)
         of_model, of_optimizer = "the state dict of Regression on one rank", "the state of AdamW on one rank"
         save_state, save_model = partial(accelerator.save_state, folder / "state"), accelerator.save_model
-        said = [(save_state, of_model if stage else of_optimizer)]
+        refused_calls = [(save_state, of_model if stage else of_optimizer)]
         if stage:
-            said += [(partial(accelerator.get_state_dict, model), of_model)]
-            said += [(partial(save_model, model, folder / "model"), of_model)]
-        for call, what in said:
+            refused_calls += [(partial(accelerator.get_state_dict, model), of_model)]
+            refused_calls += [(partial(save_model, model, folder / "model"), of_model)]
+        for call, contents in refused_calls:
             words = error_of(call)
-            assert f"Accelerate writes {what}" in words.replace("save_state of ", ""), words
+            assert f"Accelerate writes {contents}" in words.replace("save_state of ", ""), words
             assert "on all ranks" in words, words
-        accelerator._models.clear()  # as without the model
+        accelerator._models.clear()  # as if prepare had not seen the model
         words = error_of(save_state)
         assert of_optimizer in words, words
         dist.barrier()
@@ -616,7 +618,7 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
         norm = torch.stack([full(param.grad).norm() for param in model.parameters()]).norm()
         assert abs(float(norm) - 1e-3) < 1e-6, norm
     shared, kinds = library("accelerate").PartialState._shared_state, library("accelerate").DistributedType
-    with mock.patch.dict(shared, distributed_type=kinds.FSDP):  # which needs a GPU
+    with mock.patch.dict(shared, distributed_type=kinds.FSDP):  # FSDP itself needs a GPU
         words = error_of(partial(model, **batch))
     assert "Accelerate is set up to shard by FSDP, and thunder_zero already shards Regression; leave" in words, words
     with mock.patch.dict(library("accelerate.state").AcceleratorState._shared_state, _mixed_precision="fp8"):
@@ -627,38 +629,38 @@ def accelerated(rank: int, world_size: int, folder: Path) -> list[dict[str, Tens
 
 def test_accelerate_trains_in_half_precision_and_its_files_are_refused(own_pool: RanksPool, tmp_path: Path) -> None:
     ends = []
-    data = [torch.utils.data.default_collate(rows(16)[start : start + 2]) for start in range(0, 16, 2)]
+    data = [torch.utils.data.default_collate(make_rows(16)[start : start + 2]) for start in range(0, 16, 2)]
     for half in (True, False):
         plain = fresh(Regression)
         optimizer = adamw(plain, 1e-2)
         for first in (0, 4):
-            right_step(plain, optimizer, data[first : first + 4], half)  # two micro-batches on each of two ranks
+            step_plain(plain, optimizer, data[first : first + 4], half)  # two micro-batches on each of two ranks
         ends.append(dict(plain.state_dict()))
-    for found in own_pool.run(2, accelerated, tmp_path, timeout=110):
-        for weights in found:
+    for by_stage in own_pool.run(2, accelerate, tmp_path, timeout=110):
+        for weights in by_stage:
             assert_close(weights, ends[0], rtol=1e-3, atol=1e-3)
             assert any((weights[name] - ends[1][name]).abs().max() > 1e-5 for name in weights), "in float32"
 
 
-class Noting(list[Any]):
-    """Data that notes the rows that are read."""
+class RecordingList(list[Any]):
+    """A list that records the indices that are read."""
 
     def __init__(self, data: list[Any]) -> None:
         super().__init__(data)
-        self.asked: list[int] = []
+        self.indices: list[int] = []
 
     def __getitem__(self, index: Any) -> Any:
-        self.asked.append(index)
+        self.indices.append(index)
         return super().__getitem__(index)
 
 
 def train_adapters_by(kind: Any, folder: Path) -> None:
-    """Save peft's adapters after each step, and resume after the first: both runs end in equal weights."""
+    """Save peft's adapters after each step, and resume after the first; check that final weights are equal."""
     peft, transformers, ends = library("peft"), library("transformers"), []
     data = [{"input_ids": TOKENS[number % 2] + 1, "labels": TOKENS[number % 2] + 1} for number in range(8)]
     for start in (None, f"{folder}/adapters/checkpoint-1"):
         torch.manual_seed(0)
-        module = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        module = peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
         arguments = transformers.TrainingArguments(
             f"{folder}/adapters", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, save_steps=1
         )
@@ -672,8 +674,10 @@ def train_adapters_by(kind: Any, folder: Path) -> None:
 
 
 def train_words_by(kind: Any, folder: Path) -> None:
-    """One step on rows of 7, 5, 3 and 1 words that count: the loss is the mean over all words, of both ranks and both
-    micro-batches of each. The optimizer is the user's, over the plain module's parameters."""
+    """Step on rows of 7, 5, 3 and 1 words, whose loss is a mean over the words of all ranks and micro-batches.
+
+    The user makes the optimizer over the plain module's parameters.
+    """
     transformers, tokens = library("transformers"), torch.arange(1, 33).view(4, 8)
     labels = [torch.where(torch.arange(8) < 2 * number + 1, -100, row) for number, row in enumerate(tokens)]
     data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
@@ -682,7 +686,7 @@ def train_words_by(kind: Any, folder: Path) -> None:
     arguments = transformers.TrainingArguments(
         f"{folder}/words", use_cpu=True, report_to=[], disable_tqdm=True, **options
     )
-    module, plain = llama(), llama()
+    module, plain = make_llama(), make_llama()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     trainer = kind(model=module, args=arguments, train_dataset=data, optimizers=(optimizer, None))
     trainer.train()
@@ -692,22 +696,25 @@ def train_words_by(kind: Any, folder: Path) -> None:
     assert_close(tz.full_state_dict(trainer.model_wrapped), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, ...]:
-    """Four steps; then the last two of them again, by another model, from the checkpoint; then four in
-    bfloat16. Returns the rows that this rank asked for, norms of gradients, and both weights."""
-    as_torchrun_does(rank, world_size)
+def train_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, ...]:
+    """Take four steps, the last two again from a checkpoint, and four in bfloat16.
+
+    Return this rank's row numbers, norms of gradients, and the weights in float32 and bfloat16.
+    """
+    set_environment(rank, world_size)
     options = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "max_steps": 4, "save_steps": 2}
+    options |= {"logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     options |= {
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.5,
+        "lr_scheduler_type": "constant",
+        "disable_tqdm": True,
     }
-    options |= {"learning_rate": 1e-2, "weight_decay": 0.5, "lr_scheduler_type": "constant", "disable_tqdm": True}
-    data = Noting(rows(32))
-    found = shown("Trainer", {"module": fresh(Regression), "options": options, "data": data})
-    trainer, zero = found["trainer"], found["sharded"](library("transformers").Trainer)
-    resumed = zero(model=compiled(Regression()), args=found["arguments"], train_dataset=rows(32))
+    data = RecordingList(make_rows(32))
+    results = run_page("Trainer", {"module": fresh(Regression), "options": options, "data": data})
+    trainer, zero = results["trainer"], results["sharded"](library("transformers").Trainer)
+    resumed = zero(model=compile_model(Regression()), args=results["arguments"], train_dataset=make_rows(32))
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     trainer.args.push_to_hub = True
     with mock.patch.object(trainer, "push_to_hub") as pushed:
@@ -716,7 +723,7 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, .
     trainer.args.push_to_hub = False
     three = type(trainer)
     train_adapters_by(three, folder)
-    in_4_bits = found["sharded"](library("transformers").Trainer, stage=3, frozen_format=tz.NF4())
+    in_4_bits = results["sharded"](library("transformers").Trainer, stage=3, frozen_format=tz.NF4())
     train_adapters_by(in_4_bits, folder / "4-bits")
     train_words_by(three, folder)
     groups = trainer.optimizer.param_groups
@@ -727,35 +734,35 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, .
     for name in ("checkpoint-4", "last") if rank == 0 else ():
         assert differing(load_file(folder / name / "model.safetensors"), weights) == [], name
     options |= {"bf16": True, "save_steps": 4}
-    half = shown("Trainer", {"module": fresh(Regression), "options": options, "data": rows(32)})["trainer"]
-    return data.asked, logged, weights, tz.full_state_dict(half.model_wrapped)
+    half = run_page("Trainer", {"module": fresh(Regression), "options": options, "data": make_rows(32)})["trainer"]
+    return data.indices, logged, weights, tz.full_state_dict(half.model_wrapped)
 
 
 def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, tmp_path: Path) -> None:
-    results = own_pool.run(2, trained_by_trainer, tmp_path, timeout=290)
-    data = rows(32)
+    results = own_pool.run(2, train_by_trainer, tmp_path, timeout=290)
+    data = make_rows(32)
     for half in (False, True):
         plain, norms = fresh(Regression), list[float]()
         weights, biases = ([p for n, p in plain.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
         groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         for step in range(4):
-            places = [slice(4 * step + at, 4 * step + at + 2) for at in (0, 2)]
-            micro = [[data[index] for index in asked[place]] for place in places for asked, *_ in results]
+            places = [slice(4 * step + start, 4 * step + start + 2) for start in (0, 2)]
+            micro = [[data[index] for index in indices[place]] for place in places for indices, *_ in results]
             collated = [torch.utils.data.default_collate(examples) for examples in micro]
-            norms.append(right_step(plain, optimizer, collated, half))
-        for _, logged, *found in results:
+            norms.append(step_plain(plain, optimizer, collated, half))
+        for _, logged, *actual in results:
             assert half or logged == pytest.approx(norms)
             close = 1e-3 if half else 1e-6
-            assert_close(found[half], dict(plain.state_dict()), rtol=10 * close, atol=close)
-    assert any((found[0][name] - found[1][name]).abs().max() > 1e-5 for name in found[0]), "in float32"
+            assert_close(actual[half], dict(plain.state_dict()), rtol=10 * close, atol=close)
+    assert any((actual[0][name] - actual[1][name]).abs().max() > 1e-5 for name in actual[0]), "in float32"
 
 
-# The same script, by DistributedDataParallel and sharded
+# Scripts of trainers, under DistributedDataParallel and sharded
 
 
-def words(count: int, seed: int = 0) -> Any:
-    """Return rows of some tokens each, as a dataset with a column that no model takes."""
+def make_words(count: int, seed: int = 0) -> Any:
+    """Return a dataset of rows of 4 to 8 tokens, with a column that no model takes."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 9, (count,), generator=generator).tolist()
     tokens = [torch.randint(1, 33, (length,), generator=generator).tolist() for length in lengths]
@@ -763,7 +770,7 @@ def words(count: int, seed: int = 0) -> Any:
     return library("datasets").Dataset.from_list(rows_of)
 
 
-def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate_padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return a batch whose padding counts in no loss."""
     length = max(len(row["input_ids"]) for row in examples)
     pads = {"input_ids": 0, "labels": -100}
@@ -775,30 +782,30 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def logged_by(trainer: Any) -> list[tuple[str, float]]:
     """Return what a trainer logged, without times."""
-    kept = ("loss", "eval_loss", "grad_norm", "learning_rate")
-    return [(name, value) for entry in trainer.state.log_history for name, value in entry.items() if name in kept]
+    logged = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    return [(name, value) for entry in trainer.state.log_history for name, value in entry.items() if name in logged]
 
 
-def weights_of(trainer: Any) -> dict[str, Tensor]:
+def full_weights_of(trainer: Any) -> dict[str, Tensor]:
     """Return the full weights that a trainer trained."""
     is_zero = isinstance(trainer.model_wrapped, tz.ZeroModule)
     return tz.full_state_dict(trainer.model_wrapped) if is_zero else dict(trainer.model.state_dict())
 
 
 def assert_trained_alike(zero: Any, ddp: Any) -> None:
-    for (name, value), (other, right) in zip(logged_by(zero), logged_by(ddp), strict=True):
-        assert name == other
-        assert value == pytest.approx(right, rel=1e-4, abs=1e-7), name
-    found, expected = weights_of(zero), weights_of(ddp)
-    assert_close(found, expected, rtol=1e-4, atol=5e-5)
-    for path, weight in expected.items():  # AdamW moves an element whose gradient is nearly 0 by what rounding left
-        near = torch.isclose(found[path], weight, rtol=1e-4, atol=1e-6)
+    for (name, value), (expected_name, expected_value) in zip(logged_by(zero), logged_by(ddp), strict=True):
+        assert name == expected_name
+        assert value == pytest.approx(expected_value, rel=1e-4, abs=1e-7), name
+    actual, expected = full_weights_of(zero), full_weights_of(ddp)
+    assert_close(actual, expected, rtol=1e-4, atol=5e-5)
+    for path, weight in expected.items():  # where a gradient is nearly 0, rounding decides AdamW's step
+        near = torch.isclose(actual[path], weight, rtol=1e-4, atol=1e-6)
         assert near.float().mean() >= 0.99, path
 
 
-def one_script(rank: int, world_size: int, folder: Path) -> None:
-    """Many arguments at once; the best model is not the last one. Then train from DDP's checkpoint of it."""
-    as_torchrun_does(rank, world_size)
+def train_by_one_script(rank: int, world_size: int, folder: Path) -> None:
+    """Train with many arguments, of which the best model is not the last; then resume from DDP's checkpoint."""
+    set_environment(rank, world_size)
     transformers, hugging_face = library("transformers"), library("thunder_zero.hugging_face")
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 3, "eval_steps": 1}
     options |= {"logging_steps": 1, "eval_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
@@ -809,30 +816,30 @@ def one_script(rank: int, world_size: int, folder: Path) -> None:
         by_length = {"group_by_length": True}  # its name before transformers 5.2
     options |= {"gradient_checkpointing": True, "optim": "adamw_torch", **by_length}
 
-    def trained(kind: Any, name: str, start: str | None = None, **more: Any) -> Any:
+    def train_by(kind: Any, name: str, start: str | None = None, **more: Any) -> Any:
         arguments = transformers.TrainingArguments(str(folder / name), **options | more)
-        given = {"args": arguments, "train_dataset": words(24), "eval_dataset": words(4, 1), "data_collator": padded}
-        trainer = kind(model=llama(seed=rank), **given)  # all ranks take rank 0's values
+        inputs = {"train_dataset": make_words(24), "eval_dataset": make_words(4, 1), "data_collator": collate_padded}
+        trainer = kind(make_llama(seed=rank), arguments, **inputs)  # all ranks take rank 0's values
         trainer.train(resume_from_checkpoint=start and str(folder / start))
         return trainer
 
     three = hugging_face.sharded(transformers.Trainer, stage=3)
-    zero, ddp = trained(three, "zero"), trained(transformers.Trainer, "ddp")
+    zero, ddp = train_by(three, "zero"), train_by(transformers.Trainer, "ddp")
     assert_trained_alike(zero, ddp)
     losses = [value for name, value in logged_by(ddp) if name == "eval_loss"]
     best = losses.index(min(losses)) + 1
     assert best < len(losses), losses
-    assert [Path(one.state.best_model_checkpoint).name for one in (zero, ddp)] == [f"checkpoint-{best}"] * 2
+    assert [Path(trainer.state.best_model_checkpoint).name for trainer in (zero, ddp)] == [f"checkpoint-{best}"] * 2
     dist.barrier()
-    kept = [f"checkpoint-{step}" for step in (best, len(losses))]
-    assert names(folder / "zero") == names(folder / "ddp") == kept
-    found, right = (one.predict(words(3, 2)) for one in (zero, ddp))  # of which one rank has two, and pads
-    assert found.metrics["test_loss"] == pytest.approx(right.metrics["test_loss"], rel=1e-4)
-    assert found.predictions.shape == right.predictions.shape
+    checkpoints = [f"checkpoint-{step}" for step in (best, len(losses))]
+    assert names_in(folder / "zero") == names_in(folder / "ddp") == checkpoints
+    actual, expected = (trainer.predict(make_words(3, 2)) for trainer in (zero, ddp))  # rank 1 has one row, and pads
+    assert actual.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-4)
+    assert actual.predictions.shape == expected.predictions.shape
     if not has_transformers(5, 20):
         return  # plain trainers fail to load what they saved on several CPUs
     only = {"save_only_model": True, "load_best_model_at_end": False}
-    trained(three, "resumed", f"ddp/checkpoint-{best}", **only)
+    train_by(three, "resumed", f"ddp/checkpoint-{best}", **only)
     assert not (folder / "resumed/checkpoint-3/run").exists()
     last = load_file(folder / "resumed/checkpoint-3/model.safetensors")
     assert_close(last, load_file(folder / "ddp/checkpoint-3/model.safetensors"), rtol=1e-3, atol=1e-4)
@@ -840,45 +847,46 @@ def one_script(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_trainers_script_trains_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    own_pool.run(2, one_script, tmp_path, timeout=280)
+    own_pool.run(2, train_by_one_script, tmp_path, timeout=280)
 
 
-def tokenizer_of_letters() -> Any:
+def make_tokenizer() -> Any:
     """Make a tokenizer with one letter a token, without a download."""
-    made, kinds = library("tokenizers"), library("tokenizers.models")
+    tokenizers, kinds = library("tokenizers"), library("tokenizers.models")
     letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
-    model = made.Tokenizer(kinds.WordLevel({letter: at for at, letter in enumerate(letters)}, unk_token="<unk>"))
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    model = tokenizers.Tokenizer(kinds.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = library("tokenizers.pre_tokenizers").Whitespace()
     return library("transformers").PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
 
 
-def texts(count: int, folder: Path, rank: int) -> Any:
-    """Return prompts with a chosen and a rejected answer, all of one length; in files, which TRL's caches need."""
+def make_texts(count: int, folder: Path, rank: int) -> Any:
+    """Return prompts with a chosen and a rejected answer, from files, which TRL's caches need."""
     datasets, draw = library("datasets"), torch.Generator().manual_seed(3)
     letters = [" ".join(map(chr, 97 + torch.randint(26, (6,), generator=draw))) for _ in range(3 * count)]
     columns = ("prompt", "chosen", "rejected")
     if rank == 0:
         starts = range(0, len(letters), 3)
-        rows_of = [dict(zip(columns, (letters[at], *letters[at + 1 : at + 3]), strict=True)) for at in starts]
+        rows_of = [dict(zip(columns, letters[start : start + 3], strict=True)) for start in starts]
         datasets.Dataset.from_list(rows_of).save_to_disk(folder)
     dist.barrier()
     return datasets.load_from_disk(folder)
 
 
-def by_trl(rank: int, world_size: int, folder: Path) -> None:
-    """SFT of adapters on packed rows, DPO with a reference, and DPO of adapters whose reference is computed before."""
-    as_torchrun_does(rank, world_size)
+def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
+    """Train by SFT on packed rows, by DPO with a reference, and by DPO with precomputed references."""
+    set_environment(rank, world_size)
     trl, peft, sharded_class = library("trl"), library("peft"), library("thunder_zero.hugging_face").sharded
-    pairs = texts(8, folder / "texts", rank)
+    pairs = make_texts(8, folder / "texts", rank)
     options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 2, "logging_steps": 1}
     options |= {"bf16": False, "per_device_train_batch_size": 1, "save_strategy": "no", "learning_rate": 0.1}
     lora = partial(peft.LoraConfig, r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
-    def trained(kind: Any, settings: Any, data: Any, adapters: bool, more: dict[str, Any], **given: Any) -> Any:
-        given |= {"peft_config": lora()} if adapters else {}
-        given |= {"model": llama(), "processing_class": tokenizer_of_letters(), "train_dataset": data}
+    def train_by(kind: Any, settings: Any, data: Any, adapters: bool, more: dict[str, Any], **given: Any) -> Any:
+        given = {name: make() for name, make in given.items()} | ({"peft_config": lora()} if adapters else {})
+        given |= {"model": make_llama(), "processing_class": make_tokenizer(), "train_dataset": data}
         trainer = kind(args=settings(str(folder / "out"), **options | more), **given)
         trainer.train()
         return trainer
@@ -886,19 +894,18 @@ def by_trl(rank: int, world_size: int, folder: Path) -> None:
     sentences = pairs.map(lambda row: {"text": row["prompt"] + row["chosen"]}, remove_columns=pairs.column_names)
     packed, before = {"packing": True, "max_length": 24}, {"precompute_ref_log_probs": True}
     sft, dpo = (trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)
-    for (kind, settings), data, adapters, more, given in (
+    for (plain_kind, settings), data, adapters, more, inputs in (
         (sft, sentences, True, packed, {}),
-        (dpo, pairs, False, {}, {"ref_model": llama}),
+        (dpo, pairs, False, {}, {"ref_model": make_llama}),
         (dpo, pairs, True, before, {}),
     ):
-        kinds = sharded_class(kind, stage=3), kind
-        made = [trained(each, settings, data, adapters, more, **{k: v() for k, v in given.items()}) for each in kinds]
-        assert_trained_alike(*made)
-    words_of = error_of(partial(trained, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
+        kinds = sharded_class(plain_kind, stage=3), plain_kind
+        assert_trained_alike(*(train_by(kind, settings, data, adapters, more, **inputs) for kind in kinds))
+    words_of = error_of(partial(train_by, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
     assert "DPOTrainer called the plain module, whose parameters are sharded" in words_of, words_of
     assert "pass precompute_ref_log_probs=True to DPOConfig" in words_of, words_of
 
 
 def test_trainers_of_trl_train_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    own_pool.run(2, by_trl, tmp_path, timeout=280)
+    own_pool.run(2, train_by_trl, tmp_path, timeout=280)
