@@ -1,4 +1,4 @@
-"""Decides when collectives start and end, and when gathered parameters are freed; knows no Thunder.
+"""Decides when collectives start and end, and when gathered parameters are freed.
 
 In: a lifted timeline (``timeline.py``). Out: its schedule. Entries: ``passes.run``; ``verify.check`` for what will run.
 Each pass is a pure function in a module of its own, and ``verify.py`` proves the result after each of them::

@@ -1,4 +1,4 @@
-"""Merges the gathers, and the reductions, of one unit into buckets that travel together.
+"""Merges the gathers, and the reductions, of one unit into buckets: one collective each.
 
 Gathers of one unit with no gather of another unit between them start together, in the place of the first; reductions of
 one unit start together, in the place of the last::
@@ -10,8 +10,8 @@ one unit start together, in the place of the last::
     wait   b    <- fut1   b
     compute ...
 
-A bucket has one dtype, one kind of collective and at most ``Sizes.bucket_bytes`` of full parameters; a single parameter
-may exceed them. Copies (``Op.repeated``) travel only with copies.
+A bucket has one dtype, one kind of collective and at most ``Sizes.bucket_bytes`` of full parameters. A larger parameter
+is a bucket by itself. Repeated gathers (``Op.repeated``) have buckets of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bucket(timeline: Timeline) -> Timeline:
 
 
 class _OpenBuckets:
-    """Collects buckets. Those of the unit that gathers (or reduces) now may still grow."""
+    """Buckets that are being filled. Only buckets of the latest unit are open."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -80,8 +80,8 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif op.kind is Kind.REDUCE:
             (param,) = timeline.params_of(op)
-            later = tuple((over, plan.reduce_encoding(param, over)) for over in plan.reduced_over(param)[1:])
-            buckets.add(index, param.grad_bytes, param.unit, (_dtypes(timeline, op), later, param.sharded))
+            later_axes = tuple((axis, plan.reduce_encoding(param, axis)) for axis in plan.reduced_over(param)[1:])
+            buckets.add(index, param.grad_bytes, param.unit, (_dtypes(timeline, op), later_axes, param.sharded))
             reduced[op.writes[0]] = index
         elif timeline.ends(op, Kind.REDUCE):
             reduced[op.writes[0]] = reduced[op.reads[0]]
@@ -99,7 +99,7 @@ def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> l
 
 
 def _merge(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
-    """Merge the launches of each bucket into one, and their waits, in the places of member ``place`` (0 or -1)."""
+    """Merge the launches of each bucket, and their waits, in the place of its first member (0) or its last (-1)."""
     ops = timeline.ops
     wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
     values = dict(timeline.values)
@@ -130,5 +130,5 @@ def _concatenate(members: Sequence[Op]) -> Op:
 
 
 def _dtypes(timeline: Timeline, op: Op) -> Hashable:
-    """Return the dtype that a launch reads, and how it travels."""
+    """Return the dtype that a launch reads, and the encoding that it sends."""
     return timeline.values[op.reads[0]].dtype, timeline.travels_as(op, timeline.params_of(op)[0])

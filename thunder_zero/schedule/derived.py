@@ -1,11 +1,11 @@
-"""Values derived from parameters alone: what they are made from, and which backward makes again.
+"""Finds values derived from parameters alone, their sources, and which backward recomputes.
 
 In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: names of values::
 
     gather  fut <- t_w
     wait    w   <- fut        derived
     compute wt  <- w          derived, if repeatable
-    compute c   <-            not derived: a constant, which derived values may be made from
+    compute c   <-            not derived: a constant, which derived values may read
     compute wc  <- wt, c      derived
     compute y   <- x, wc      not derived: it depends on data too
     compute c   <- t_v        derived, if it casts a replicated parameter
@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return, for each derived value, the gathered parameters (values) that it is made from and may be a view of."""
+    """Return the gathered parameters (values) from which each derived value is computed; it may be a view of them."""
     sources: dict[str, tuple[str, ...]] = {}
     for name, index in timeline.derived.items():
         op = timeline.ops[index]
@@ -33,8 +33,8 @@ def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def regathered(timeline: Timeline) -> dict[str, int]:
-    """Return the derived values of forward that backward must not read, each with the index of its writer. They depend
-    on a parameter that is gathered again, or on the cast copy of a replicated parameter. The handles of the gathers are
+    """Return the derived values of forward that backward must not read, each with the index of its writer. Each value
+    depends on a parameter that is gathered again, or on the cast copy of a replicated parameter. Handles of gathers are
     included."""
     writers: dict[str, int] = {}
     for index, op in enumerate(timeline.ops[: timeline.backward_start]):
@@ -50,7 +50,7 @@ def regathered(timeline: Timeline) -> dict[str, int]:
 
 
 def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str]:
-    """Return the values of ``writer`` that backward reads, and those from which they are computed.
+    """Return the values of ``writer`` that backward needs, directly or through other values of ``writer``.
 
     Args:
         timeline: forward and backward.

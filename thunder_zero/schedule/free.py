@@ -9,13 +9,13 @@
                                             compute z   <- y
 
 The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it. A parameter
-that is gathered again for backward (``regather.py``) has a last use in each phase. One that is kept unsharded mostly
-has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return reads.
+that is gathered again for backward (``regather.py``) has a last use in each phase. A parameter that is kept unsharded
+mostly has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return
+reads.
 
-A FREE only marks the place: ``traces/lift.py`` emits none. In the order that it emits, ``traces/split.py`` (or
-Thunder's ``del_last_used``) writes a ``del`` line after each value's last use. ``lift_phases`` reads the ``del`` lines
-of the traces that run as FREEs again, and ``verify.check`` requires a FREE right after the last use of each gathered
-parameter.
+A FREE only marks a place: ``traces/lift.py`` emits no line for it. Later ``traces/split.py`` (or Thunder's
+``del_last_used``) writes a ``del`` line after each value's last use. ``lift_phases`` reads these ``del`` lines as FREEs
+again, and ``verify.check`` requires a FREE right after the last use of each gathered parameter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Backward begins with the units that forward ends with. Keeping them gathered between the phases saves a gather each, and
 needs no more bytes than the peak of the other gathers::
 
-    forward   a  b  c  d            peak: three units (one computes, two are under way)
+    forward   a  b  c  d            peak: three units (one computes, two are in flight)
     backward           d  c  b  a   c and d may stay gathered from forward
 """
 
@@ -21,11 +21,11 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timeline]) -> Timeline:
-    """Plan to keep as many of the last units of forward unsharded as do not raise the peak of gathered bytes.
+    """Keep as many of forward's last units unsharded as fit into the peak of gathered bytes.
 
     Args:
-        timeline: before any pass.
-        schedule: places and frees the gathers of a timeline, from which the peak follows.
+        timeline: the timeline before any pass.
+        schedule: a function that places and frees the gathers of a timeline.
     """
     if timeline.plan.policy.reshard_after_forward:
         return timeline
@@ -33,17 +33,17 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
     def peak(plan: Plan) -> int:
         return max(gathered_bytes(schedule(replace(timeline, plan=plan))))
 
-    def keeping(number: int) -> Plan:
-        return timeline.plan.keeping(frozenset().union(*runs[:number]))
+    def keeping(count: int) -> Plan:
+        return timeline.plan.keeping(frozenset().union(*runs[:count]))
 
     bound, runs = peak(timeline.plan), _runs_from_last(timeline)
-    return replace(timeline, plan=keeping(largest(lambda number: peak(keeping(number)) <= bound, len(runs))))
+    return replace(timeline, plan=keeping(largest(lambda count: peak(keeping(count)) <= bound, len(runs))))
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to ``limit`` that fits, if all smaller numbers fit, too; 0 always fits.
+    """Return the largest number up to ``limit`` that fits, provided that all smaller numbers fit. 0 always fits.
 
-    Each try may be expensive, so only a few numbers are tried: first in steps that double, then by bisection.
+    Each try may be expensive, so only a few numbers are tried: first powers of two, then by bisection.
 
     >>> largest(lambda number: number * number <= 30, limit=100)
     5
@@ -56,9 +56,9 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
-    """Return the units that backward would gather again, from the last of forward on, each with all its parameters.
-    Parameters that backward does not read (biases) are included: a fuser may make backward compute from them. The root
-    has several runs, head first."""
+    """Return the paths of the parameters of each unit that backward would gather again, forward's last unit first.
+    Parameters that backward does not read (biases) are included, since a fuser may make backward read them. The root
+    unit may occur several times."""
     needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]

@@ -1,7 +1,7 @@
-"""When values live: where memory is last needed, and how many bytes are alive at once.
+"""Finds when memory is alive: its last use, and the bytes alive at each operation.
 
-In: a timeline. Out: indices of its operations, or bytes at each of them. :func:`last_uses` walks over the operations;
-its callers say which memory a value is in.
+In: a timeline. Out: indices of its operations, or bytes at each operation. :func:`last_uses` walks over the operations;
+its callers know in which memory a value is.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from itertools import accumulate
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
-def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[str, int]:
-    """Return, for each memory, the index of the last operation that reads or writes a value in it. A FREE does neither.
+def last_uses(ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]]) -> dict[str, int]:
+    """Return the index of the last operation that reads or writes each memory. FREEs do not count.
 
     Args:
         ops: the operations.
-        holds: returns the memory that a value may be in, such as the values of which it may be a view.
+        memories_of: a function from a value to the memories that it may be in.
     """
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
         for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
-            for memory in holds(name):
+            for memory in memories_of(name):
                 last[memory] = index
     return last
 
 
 def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """Return, for each gathered parameter (value), the last index that needs it, or a possible view of it."""
+    """Return the index of the last operation that needs each gathered parameter (value), or a possible view of it."""
     return last_uses(timeline.ops, lambda name: made_from.get(name, ()))
 
 
 def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
-    """Return, for each memory that operations write, the indices where it is alive, up to ``stop``.
+    """Return the range of indices where each memory is alive, up to ``stop``. Inputs are left out.
 
-    A life goes from the operation that writes the memory to the last one that reads it or a view of it. A gathered
-    parameter, or a reduced gradient, lives from the launch of its collective. The gradients that a reduction reads live
-    until its wait. The caller drops what forward returns.
+    Memory is alive from the operation that writes it to the last operation that reads it or a view of it. A gathered
+    parameter, or a reduced gradient, is alive from the launch of its collective. The gradients that a reduction reads
+    are alive until its wait. Forward's return keeps nothing alive: the caller may drop the outputs.
     """
     launched = {op.writes[0]: index for index, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
     forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}
@@ -58,7 +58,7 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
 
 
 def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ...]:
-    """Return the bytes that are alive at each index of a timeline, given the lives of memory."""
+    """Return the bytes that are alive at each index of a timeline, given the lifetimes of memory."""
     changes = [0] * (len(timeline.ops) + 1)
     for memory, life in lives.items():
         changes[life.start] += timeline.nbytes(memory)

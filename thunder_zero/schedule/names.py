@@ -25,26 +25,26 @@ class ProgramName:
 
     @property
     def reduces(self) -> bool:
-        """True if it is a backward that reduces gradients."""
+        """True if the program is a backward that reduces gradients."""
         return self.phase == "backward" and self.synced
 
     def __str__(self) -> str:
         return self.phase + f" of {self.graph}" * bool(self.graph) + " under no_sync" * (not self.synced)
 
 
-def launch_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
+def launch_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
     """Return ``gather blocks.3.norm.weight, 5 more``, ``reduce ...``, or for means ``reduce ... over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{kind} {paths[0]}{more}{f' over {over}' * (over in OF_MEANS)}"
+    return f"{kind} {paths[0]}{more}{f' over {axis}' * (axis in OF_MEANS)}"
 
 
-def wait_label(kind: Kind, paths: Sequence[str], over: str = SHARD) -> str:
+def wait_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
     """Return ``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is the launch's."""
-    return f"wait for {launch_label(kind, paths, over)}"
+    return f"wait for {launch_label(kind, paths, axis)}"
 
 
 def label_of(op: Op, timeline: Timeline) -> str:
-    """Return the label of a launch or of its wait; for torch's tensor parallelism ``all_reduce over tensor``."""
+    """Return the label of a launch or a wait, such as ``all_reduce over tensor`` for torch's tensor parallelism."""
     if op.is_torchs:
         launch = timeline.collectives[op.reads[0]] if op.waits else op
         return f"{'wait for ' * op.waits}{launch.moves} over {TENSOR}"

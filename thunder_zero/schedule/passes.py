@@ -55,8 +55,8 @@ def run(timeline: Timeline) -> Timeline:
     The user's passes (``Policy.passes``) run before the last pass, which frees.
 
     Raises:
-        ScheduleError: a pass of the user's breaks a rule, or raises; the message names the pass.
-        TypeError: a pass of the user's returns no timeline.
+        ScheduleError: a user's pass breaks a rule, or raises; the message names the pass.
+        TypeError: a user's pass does not return a timeline.
     """
     lifted = timeline
     check_pass(lifted, lifted)
@@ -74,7 +74,7 @@ def run(timeline: Timeline) -> Timeline:
 
 
 def _run_custom(custom: Pass, timeline: Timeline, lifted: Timeline) -> Timeline:
-    """Return the timeline after a pass of the user's, with the proofs of the built-in passes."""
+    """Return the timeline after a user's pass, proved like the timeline after a built-in pass."""
     name = getattr(custom, "__name__", type(custom).__name__)
     try:
         result = custom(timeline)

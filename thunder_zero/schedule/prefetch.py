@@ -1,7 +1,7 @@
 """Starts each gather ahead of its use.
 
-The gathers of a phase start in the order of their waits. The first starts where the phase starts, and each other one
-right after the wait of an earlier gather, so that the computations between two waits stay one region for the fuser::
+The gathers of a phase start in the order of their waits. The first gather starts where the phase starts. Each later
+gather starts right after an earlier wait, so that the computations between two waits stay one region for the fuser::
 
     gather a            gather a
     wait   a            wait   a
@@ -13,13 +13,13 @@ right after the wait of an earlier gather, so that the computations between two 
     wait   c            wait   c
     compute ..          compute ..
 
-The plan decides which wait that is. ``Sizes.prefetch`` counts units: the gathers of a unit start after the first wait
-of an earlier unit. With ``policy.times`` it is the latest wait after which the gather can still end in time, if the
-wire carries one gather after the other::
+The plan decides which wait. ``Sizes.prefetch`` counts units: the gathers of a unit start after the first wait of the
+unit that many units before it. ``policy.times`` chooses the latest wait after which the gather can still end in time,
+with one gather at a time on the wire::
 
     gather a            gather a
     wait   a            wait   a
-    compute 3 s         gather b            1 s on the wire, 0 s to 1 s after this wait at the latest
+    compute 3 s         gather b            1 s on the wire, from 0 s to 1 s after this wait
     gather b            gather c            2 s on the wire, 1 s to 3 s
     wait   b            compute 3 s
     compute 1 s  -->    wait   b
@@ -29,10 +29,10 @@ wire carries one gather after the other::
     gather d            compute 1 s
     wait   d            wait   d
 
-Reductions that start between two waits take the wire as well, before the gather of the second wait. In backward, a
-parameter that is kept unsharded counts as gathered ahead, and its first read as the wait.
+Reductions that start between two waits also use the wire, before the gather of the second wait. In backward, a
+parameter that is kept unsharded counts as gathered ahead, and its first read as its wait.
 
-A gather never starts before its shards are written, nor in the other phase.
+A gather never starts before its shards are written, nor before its phase.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Use:
     """The place where one phase first needs a bucket of gathered parameters.
 
     Attributes:
-        index: the index after which other gathers may start: that of the wait, or the one before the first read of a
-            bucket that forward gathered.
+        index: the index after which other gathers may start: of the wait, or, for a bucket that forward gathered, of
+            the operation before the first read.
         gather: the launch of the bucket.
         is_kept_unsharded: True if forward gathered the bucket, and backward has it from the start.
         nbytes: bytes on the wire for the bucket: its gather, and the reductions since the previous use.
@@ -89,10 +89,10 @@ class _Use:
 
 
 class Bound(StrEnum):
-    """What keeps a gather from starting earlier."""
+    """The reason why a gather does not start earlier."""
 
     PHASE = "phase"  # the phase begins
-    USE = "use"  # the policy lets no gather start ahead of its use
+    USE = "use"  # the policy starts each gather at its use
     PREFETCH = "prefetch"
     TIMES = "times"
     IN_FLIGHT = "in_flight_bytes"
@@ -101,9 +101,9 @@ class Bound(StrEnum):
 
 
 def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
-    """Return, for each gather of a scheduled timeline, the index after which it starts, and why not earlier. Gathers
-    are named by their handles. The index is that of a wait, or the one before the first read of a bucket that forward
-    gathered. For the first gathers of a phase, it is the one before the phase."""
+    """Return the index after which each gather of a scheduled timeline starts, and its :class:`Bound`, by its handle.
+    The index belongs to a wait, or to the operation before the first read of a bucket that forward gathered. For the
+    first gathers of a phase, it is the index before the phase."""
     ops = timeline.ops
     result: dict[str, tuple[int, Bound]] = {}
     for start, stop in _phases(timeline):
@@ -122,7 +122,7 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
 
 
 def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the range of each phase: its first index, and the one after its last."""
+    """Return the start (inclusive) and the stop (exclusive) of each phase."""
     return (0, timeline.backward_start), (timeline.backward_start, len(timeline.ops))
 
 
@@ -131,7 +131,7 @@ def _starts_at_use(plan: Plan) -> bool:
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
-    """Return the gathers of one phase, each with the index after which it starts."""
+    """Return the gathers of one phase, each after the index after which it starts."""
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
@@ -145,28 +145,27 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 
 
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
-    ahead = _gathered_in_forward(timeline, start)
-    seen: set[str] = set()  # handles of buckets that are kept unsharded
+    kept_gathers = _gathered_in_forward(timeline, start)
+    seen_handles: set[str] = set()
     uses: list[_Use] = []
-    reduced = 0
+    reduced_bytes = 0
     for index in range(start, stop):
         op = timeline.ops[index]
-        for gather in [ahead[read] for read in op.reads if read in ahead]:
-            if gather.writes[0] not in seen:
-                seen.add(gather.writes[0])
+        for gather in [kept_gathers[read] for read in op.reads if read in kept_gathers]:
+            if gather.writes[0] not in seen_handles:
+                seen_handles.add(gather.writes[0])
                 uses.append(_Use(index - 1, gather, True, 0))
         if op.kind is Kind.REDUCE:
-            reduced += timeline.wire_bytes(op)
+            reduced_bytes += timeline.wire_bytes(op)
         elif timeline.ends(op, Kind.GATHER):
             gather = timeline.launches[op.reads[0]]
-            uses.append(_Use(index, gather, False, reduced + timeline.wire_bytes(gather)))
-            reduced = 0
+            uses.append(_Use(index, gather, False, reduced_bytes + timeline.wire_bytes(gather)))
+            reduced_bytes = 0
     return uses
 
 
 def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Op]:
-    """Return the gathers of forward that serve both phases, by the full parameters and by values made from these
-    alone."""
+    """Return forward's gathers that serve both phases, by gathered parameters and by values derived from them."""
     if backward_start == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[backward_start:]):
         return {}
     launches = {
@@ -181,8 +180,8 @@ def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, O
 
 
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
-    """Return, for each bucket of a phase, how many earlier buckets must have been used before its gather starts. Each
-    :class:`Bound` demands its own number; the largest one decides."""
+    """Return how many earlier buckets must have been used before each bucket's gather starts, by :class:`Bound`. The
+    largest number decides."""
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:
@@ -196,15 +195,14 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
         name = Bound.TIMES
         ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
     return [
-        {name: ahead[number], Bound.IN_FLIGHT: in_bound[number], Bound.FIRST: min(number, 1)}
-        for number in range(len(uses))
+        {name: ahead[index], Bound.IN_FLIGHT: in_bound[index], Bound.FIRST: min(index, 1)} for index in range(len(uses))
     ]
 
 
 def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
-    """Return, for each gather in a sequence, how many of them must have ended before the gathers of its unit may start.
+    """Return how many gathers in a sequence must have ended before each gather may start.
 
-    That is up to the first gather of the unit that computes while ``prefetch`` units are under way.
+    The gathers of a unit start after the first gather of the unit ``prefetch`` units before it.
 
     >>> ended_units(["a", "a", "b", "b", "c"], prefetch=1)
     [0, 0, 1, 1, 3]
@@ -213,26 +211,26 @@ def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
     """
     firsts: list[int] = []
     counts: list[int] = []
-    for number, unit in enumerate(units):
-        if number == 0 or unit != units[number - 1]:
-            firsts.append(number)
-        computes = len(firsts) - 1 - prefetch
-        counts.append(firsts[computes] + 1 if computes >= 0 else 0)
+    for index, unit in enumerate(units):
+        if index == 0 or unit != units[index - 1]:
+            firsts.append(index)
+        earlier_unit = len(firsts) - 1 - prefetch
+        counts.append(firsts[earlier_unit] + 1 if earlier_unit >= 0 else 0)
     return counts
 
 
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
-    """Return, for each gather in a sequence, how many of them must have ended before it may start.
+    """Return how many gathers in a sequence must have ended before each gather may start.
 
-    It is the smallest number for which the bytes in flight stay within ``bound``. One gather may always be in flight.
+    The number is the smallest for which the bytes in flight stay within ``bound``. A single gather may exceed it.
 
     >>> ended_before([4, 4, 4, 9, 1], bound=8)
     [0, 0, 1, 3, 4]
     """
     ended, in_flight, counts = 0, 0, []
-    for number, size in enumerate(nbytes):
+    for index, size in enumerate(nbytes):
         in_flight += size
-        while in_flight > bound and ended < number:
+        while in_flight > bound and ended < index:
             in_flight -= nbytes[ended]
             ended += 1
         counts.append(ended)
@@ -240,14 +238,14 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
 
 
 def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
-    """Return, for each gather in a sequence, how many of them have ended at its latest start.
+    """Return how many gathers in a sequence have ended at the latest start of each gather.
 
-    The latest start is the last moment from which this gather and all later ones, one after the other on the wire, end
-    before compute waits for them. A gather starts right after a wait, or before all of them.
+    From its latest start on, a gather and all later gathers, one at a time on the wire, end before compute waits for
+    them. A gather starts right after a wait, or before all waits.
 
     Args:
-        computed: seconds from the wait for each gather to the next wait.
-        on_wire: seconds on the wire for each gather, and for the reductions before it.
+        computed: seconds of compute from each gather's wait to the next wait.
+        on_wire: seconds on the wire of each gather and of the reductions before it.
 
     >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])  # waits at 0, 3, 4, 5 s; starts at -1, 2, 3, 4 s
     [0, 1, 2, 3]
@@ -257,9 +255,9 @@ def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[i
     waits = list(accumulate(computed, initial=0.0))
     counts: list[int] = []
     start, ended = inf, len(on_wire)
-    for number in reversed(range(len(on_wire))):
-        start = min(waits[number], start) - on_wire[number]
-        ended = min(ended, number)
+    for index in reversed(range(len(on_wire))):
+        start = min(waits[index], start) - on_wire[index]
+        ended = min(ended, index)
         while ended and waits[ended - 1] > start:
             ended -= 1
         counts.append(ended)

@@ -12,13 +12,13 @@ reads, or from fewer bytes. Its operations are copied right before the first ope
     compute gw <- g, b                      compute gw <- g, b_again
     compute gh <- g, a                      compute gh <- g, a_again
 
-What is saved is a minimum cut: the fewest bytes from which the rest can be computed again by cheap operations
-(``Op.cheap``). Values that view the same memory count once. Parameters count 0 bytes, as do inputs that backward reads
-anyway; other inputs count, since the caller may have dropped them.
+The saved values are a minimum cut: the fewest bytes from which cheap operations (``Op.cheap``) can compute all other
+values. Views of one memory count once. Parameters count 0 bytes, and so do inputs that backward reads anyway. Other
+inputs count, since the caller may have dropped them.
 
-A copy may read a gathered parameter only while backward has it anyway. So recomputing adds no gather, starts none
-earlier, and frees no parameter later. The pass runs after all passes that place collectives: its choice depends on the
-shapes of inputs, while launches must not.
+A recomputed operation may read a gathered parameter only while backward holds it anyway. So recomputing adds no gather,
+starts no gather earlier, and frees no parameter later. The pass runs after all passes that place collectives: its
+choice depends on the shapes of inputs, but launches must not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
-    """Compute again in backward what the policy allows, so that the fewest bytes are saved."""
+    """Recompute in backward the values that the policy allows, so that forward saves the fewest bytes."""
     has_backward = timeline.backward_start < len(timeline.ops) - 1
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
@@ -56,7 +56,7 @@ def recompute(timeline: Timeline) -> Timeline:
 
 def saved_bytes(timeline: Timeline) -> int:
     """Return the bytes that forward computes or gathers and backward reads; each memory counts once. Parameters that
-    backward gathers again, or must (``fusion_repair.py``), do not count."""
+    are not kept unsharded do not count: backward gathers them again."""
     dropped = regathered(timeline)
     forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
@@ -65,7 +65,7 @@ def saved_bytes(timeline: Timeline) -> int:
 
 @dataclass(frozen=True)
 class _Phases:
-    """A timeline of both phases, with what recomputing needs to know of it, each computed once."""
+    """A timeline of both phases, with cached properties for recomputing."""
 
     timeline: Timeline
 
@@ -76,19 +76,19 @@ class _Phases:
 
     @cached_property
     def segments(self) -> Segments:
-        """The segments of forward, if some units save only their borders; otherwise nothing belongs to a unit."""
+        """The segments of forward; empty if no unit is recomputed whole."""
         if self.timeline.plan.recomputed:
             return segments(self.timeline)
         return Segments((), frozenset())
 
     @cached_property
     def gathered(self) -> dict[str, tuple[str, ...]]:
-        """The derived values, each with the gathered parameters (values) that it is made from."""
+        """The derived values, each with the gathered parameters (values) from which it is computed."""
         return gathered_from(self.timeline)
 
     @cached_property
     def available(self) -> dict[str, range]:
-        """The gathered parameters (values of forward), each with the indices at which backward has it anyway."""
+        """The gathered parameters (values of forward), each with the indices where backward holds it anyway."""
         timeline = self.timeline
         last = last_reads(timeline, self.gathered)
         result: dict[str, range] = {}
@@ -104,7 +104,7 @@ class _Phases:
         return result
 
     @cached_property
-    def read(self) -> dict[str, int]:
+    def first_reader(self) -> dict[str, int]:
         """The values of forward that computations of backward read, each with the index of the first reader."""
         result: dict[str, int] = {}
         for index, op in enumerate(self.timeline.ops[:-1]):
@@ -115,13 +115,12 @@ class _Phases:
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The values whose memory is overwritten. No recomputed operation reads them, and backward reads what was
-        saved."""
+        """The values whose memory is overwritten. Forward saves them, and no recomputed operation reads them."""
         return overwritten(self.timeline)
 
     @cached_property
     def fixed(self) -> frozenset[str]:
-        """The memory of values of forward that other operations than computations of backward read."""
+        """The memory that backward reads in operations other than computations."""
         ops = self.timeline.ops[:-1]
         return frozenset(
             self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
@@ -129,13 +128,13 @@ class _Phases:
 
     @cached_property
     def kept_anyway(self) -> frozenset[str]:
-        """The inputs that exist in backward in any case: parameters, and inputs that backward reads as they are."""
+        """The inputs that exist in backward anyway: parameters, and inputs that backward reads."""
         read = {name for op in self.timeline.ops[:-1] if op.backward for name in op.reads}
         return frozenset(name for name, path in self.timeline.inputs.items() if path is not None or name in read)
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """Lines of forward that backward computes again anyway."""
+        """The indices of forward's lines that backward repeats anyway."""
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
     def may_repeat(self, index: int) -> bool:
@@ -155,11 +154,11 @@ class _Phases:
         )
 
     def may_read(self, name: str) -> bool:
-        """Return whether backward has a derived value of forward anyway, or can compute it again from what it has."""
+        """Return whether backward holds a derived value of forward anyway, or can compute it again."""
         index = self.writer[name]
         if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
-        return self.timeline.ops[index].kind is Kind.WAIT or name in self.read or self.may_repeat(index)
+        return self.timeline.ops[index].kind is Kind.WAIT or name in self.first_reader or self.may_repeat(index)
 
 
 def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
@@ -181,18 +180,18 @@ def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
 
 
 def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
-    if name in phases.gathered:  # derived: backward has what it reads, and can compute the rest
-        return name not in phases.read and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
+    if name in phases.gathered:  # derived: backward holds the values that it reads, and can compute the others
+        return name not in phases.first_reader and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
     memory = phases.timeline.memory(name)
-    return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing
+    return memory in computed or (memory in nodes and memory != name)  # a view of saved memory costs nothing
 
 
 def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
-    """Return the memory that recomputing may need, what each is made from, and which of it backward reads. The memory
-    is in the order of forward. Memory that cannot be computed again is made from None."""
+    """Return the memories that recomputing may need, in forward's order; the sources of each; and the memories that
+    backward reads. The sources of a memory are the memories from which it can be computed again, or None."""
     wanted = {
         phases.timeline.memory(name)
-        for name in phases.read
+        for name in phases.first_reader
         if name not in phases.gathered
         and name not in phases.overwritten
         and phases.timeline.memory(name) not in phases.gathered
@@ -219,7 +218,7 @@ def cheapest_to_keep(
 ) -> tuple[set[int], set[int]]:
     """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
 
-    Among the cuts of fewest bytes it takes the one that recomputes least. That cut is unique, so all ranks choose it.
+    Among the minimum cuts it takes the cut that recomputes least. It is unique, so all ranks choose it.
 
     Args:
         nbytes: bytes of each value.
@@ -232,22 +231,22 @@ def cheapest_to_keep(
     >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
     ({0}, {1, 2})
     """
-    # Value n is an edge from node 2n to node 2n + 1, its bytes the capacity. No cut takes an edge without a capacity.
+    # Value n is an edge from node 2n to node 2n + 1, its bytes the capacity. Edges without a capacity are never cut.
     network = nx.DiGraph()
     network.add_nodes_from(("start", "end"))
-    for number, (size, sources) in enumerate(zip(nbytes, made_from, strict=True)):
-        network.add_edge("start" if sources is None else 2 * number, 2 * number + 1, capacity=size)
-        network.add_edges_from((2 * source + 1, 2 * number) for source in sources or ())
-    network.add_edges_from((2 * number + 1, "end") for number in wanted)
-    # Networkx returns the minimum cut that is nearest to the end: all nodes that can still reach it are behind the cut.
-    _, (_, behind) = nx.minimum_cut(network, "start", "end", flow_func=boykov_kolmogorov)
-    needed = {number for number in range(len(nbytes)) if 2 * number + 1 in behind}
-    recomputed = {number for number in needed if 2 * number in behind}
+    for value, (size, sources) in enumerate(zip(nbytes, made_from, strict=True)):
+        network.add_edge("start" if sources is None else 2 * value, 2 * value + 1, capacity=size)
+        network.add_edges_from((2 * source + 1, 2 * value) for source in sources or ())
+    network.add_edges_from((2 * value + 1, "end") for value in wanted)
+    # Networkx returns the minimum cut nearest to the end: all nodes that can still reach the end are behind the cut.
+    _, (_, nodes_behind) = nx.minimum_cut(network, "start", "end", flow_func=boykov_kolmogorov)
+    needed = {value for value in range(len(nbytes)) if 2 * value + 1 in nodes_behind}
+    recomputed = {value for value in needed if 2 * value in nodes_behind}
     return needed - recomputed, recomputed
 
 
 class _Placement:
-    """Inserts the copies of a chain where backward first needs them."""
+    """The operations of a timeline, with recomputed operations where backward first needs them."""
 
     def __init__(self, phases: _Phases, chain: Mapping[str, int]) -> None:
         self.phases = phases
@@ -256,9 +255,9 @@ class _Placement:
         self.values = dict(phases.timeline.values)
         self.refused: set[int] = set()
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
-        self.dropped: dict[str, str] = {}  # copy that regather made -> our earlier copy of the same value
-        self.full: defaultdict[str, list[str]] = defaultdict(list)  # parameter -> its gathered values in forward
-        self.lines: dict[int, tuple[str, ...]] = {}  # line -> what it writes in forward
+        self.dropped: dict[str, str] = {}  # copy that regather inserted -> earlier copy of the value by this pass
+        self.gathered: defaultdict[str, list[str]] = defaultdict(list)  # path -> its gathered values in forward
+        self.written: dict[int, tuple[str, ...]] = {}  # line -> values that it writes in forward
 
     def run(self) -> None:
         """Insert the recomputed operations. ``refused`` lists those that would read a parameter that has been freed."""
@@ -273,19 +272,19 @@ class _Placement:
     def _forward(self, op: Op) -> None:
         self.ops.append(op)
         if op.kind is Kind.COMPUTE:
-            self.lines.setdefault(op.source[0], op.writes)
+            self.written.setdefault(op.source[0], op.writes)
         elif self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
-                self.full[path].append(name)
+                self.gathered[path].append(name)
 
     def _backward(self, index: int, op: Op) -> None:
         op = rename_reads(op, self.dropped)
         let_views_follow(op, self.dropped, self.values)
         if self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
-                self.names.update(dict.fromkeys(self.full[path], name))
+                self.names.update(dict.fromkeys(self.gathered[path], name))
         elif op.repeated and op.kind is Kind.COMPUTE:
-            originals = self.lines[op.source[0]]
+            originals = self.written[op.source[0]]
             if originals[0] in self.names:
                 self.dropped.update(
                     (name, self.names[original]) for original, name in zip(originals, op.writes, strict=True)

@@ -1,4 +1,4 @@
-"""Gathers parameters again that forward frees: for backward, and for each unit that uses them.
+"""Gathers again the parameters that forward frees: for backward, and for each unit that uses them.
 
 A parameter that is not kept unsharded is freed in forward, so no value derived from it (``derived.py``) may cross to
 backward. Backward gathers and computes again the values that it reads, right before the first reader::
@@ -32,7 +32,7 @@ NOT_A_TENSOR = Value(0, "")
 
 def regather(timeline: Timeline) -> Timeline:
     """Gather again, for backward and for each unit of forward, the parameters that are not kept unsharded."""
-    # Backward first, so that it copies original operations, once for all readers.
+    # Backward first, since it copies the original operations, once for all readers.
     return _regather_in_forward(_regather_in_backward(timeline))
 
 
@@ -49,13 +49,13 @@ def _regather_in_backward(timeline: Timeline) -> Timeline:
             op = rename_reads(op, names)
             let_views_follow(op, names, values)
         ops.append(op)
-    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
+    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's own outputs
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return the gathered parameters that backward gathers where it comes to their unit, by the index of that place.
-    These are the parameters of units of which forward saves only the borders: those that backward needs, and biases.
-    The choice does not depend on what will be recomputed."""
+    """Return the gathered values that backward gathers again where it first needs their unit, by that index. They are
+    biases, and parameters that backward needs, of units that are recomputed whole. The choice does not depend on which
+    operations are recomputed."""
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
@@ -75,7 +75,7 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
     values = dict(timeline.values)
     # value -> gathers of other units before it was written
     gathers_before: dict[str, int] = {}
-    # unit -> gathers of other units before its latest copies, and the names of those copies
+    # unit -> gathers of other units before its latest copies, and the names of its copies
     copied: dict[str, tuple[int, dict[str, str]]] = {}
     gathers: Counter[str] = Counter()  # by unit
     ops: list[Op] = []
@@ -103,7 +103,7 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Return, for each unit, forward's values (and handles) that derive only from its ``gather_per_unit`` parameters.
+    """Return forward's values (and handles) that derive from one unit's ``gather_per_unit`` parameters alone, by unit.
     Each value has the index of its writer."""
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
@@ -128,16 +128,14 @@ def copy_chain(
     *,
     backward: bool,
 ) -> tuple[list[Op], list[int]]:
-    """Copy the operations of ``chain`` that lead to ``value``, in order, unless ``names`` has copies of them already.
-
-    Adds the names of the copied values to ``names``, and their sizes to ``values``.
+    """Copy the operations of ``chain`` that lead to ``value``, in order, except operations that are already copied.
 
     Args:
-        timeline: has the operations.
+        timeline: the timeline of the original operations.
         value: the value that is needed again.
-        chain: values that may be made again, each with the index of its writer.
-        names: maps values to the names of their copies.
-        values: sizes and dtypes.
+        chain: values that may be computed again, each with the index of its writer.
+        names: a dict from values to the names of their copies; new copies are added in place.
+        values: the sizes and dtypes of values; new copies are added in place.
         backward: the phase of the copies.
 
     Returns:
@@ -172,7 +170,7 @@ def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
 
 
 def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value]) -> None:
-    """Update the bases of what an operation writes: views of an original become views of the copy that it reads now."""
+    """Update the bases of the values that an operation writes: if it reads a copy, they become views of the copy."""
     memories = {(values[read].base if read in values else "") or read for read in op.reads}
     for name in op.writes:
         if name in values and names.get(values[name].base) in memories:
@@ -180,7 +178,7 @@ def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value])
 
 
 def _unused_name(name: str, values: Mapping[str, Value]) -> str:
-    number = 1
-    while (candidate := name if number == 1 else f"{name}{number}") in values:
-        number += 1
+    count = 1
+    while (candidate := name if count == 1 else f"{name}{count}") in values:
+        count += 1
     return candidate

@@ -1,33 +1,33 @@
 """Moves the waits of reductions as late as the bytes in flight allow.
 
-A reduction starts where its gradient is made. Its wait comes right before the return, unless the full gradients in
-flight and those that are made next would exceed ``Sizes.in_flight_bytes``. Then the oldest reduction must end before
-the next gradient is made. If others are in flight, its wait comes right after the collective before that gradient, so
-that computations between two collectives stay one region for the fuser::
+A reduction starts where its gradient is computed. Its wait comes right before the return, unless the full gradients in
+flight and the gradients computed next would exceed ``Sizes.in_flight_bytes``. Then the oldest reduction must end before
+the next gradient is computed. If several reductions are in flight, its wait comes right after the preceding collective,
+so that the computations between two collectives stay one region for the fuser::
 
     reduce a            reduce a
     wait   a            compute ..
     compute ..          reduce b         in_flight_bytes holds two
     reduce b            wait   a
-    wait   b     -->    compute ..       makes the gradient of c
+    wait   b     -->    compute ..       computes the gradient of c
     compute ..          reduce c
     reduce c            wait   b
     wait   c            wait   c
     return a, b, c      return a, b, c
 
-Gathers that start ahead take room, too. The gathers that start at one place and the gradients in flight stay within
-``Sizes.in_flight_bytes``. Only reductions that began before the last ``Sizes.prefetch`` such places must end for that,
-since the compute of as many units has hidden them. So with one block ahead and two in flight, three blocks are alive,
-not four: while a block computes, its gradients take the room of its parameters one by one::
+Gathers that start ahead need room, too. The gathers that start at one place and the gradients in flight stay within
+``Sizes.in_flight_bytes``. Only reductions that began before the last ``Sizes.prefetch`` places must end for a gather:
+they have overlapped with the compute of that many units. So with one block ahead and two blocks in flight, three blocks
+are alive, not four, since a block's gradients replace its parameters one by one::
 
     reduce b                 reduce b       gradients of a and b in flight, parameters of c
     wait   c                 wait   c
     gather d                 wait   a
     wait   a         -->     gather d       gradients of b in flight, parameters of c and d
-    compute ..               compute ..     makes the gradient of c
+    compute ..               compute ..     computes the gradient of c
 
-With several copies of the model, the reduction over copies reads the means inside a copy. It starts right before the
-next reduction does::
+With several replicas, the reduction over replicas reads the intra-replica means. It starts right before the next
+reduction::
 
     reduce a (shard)         reduce a (shard)
     wait   a                 compute ..
@@ -52,22 +52,23 @@ def sink_waits(timeline: Timeline) -> Timeline:
 
 
 class _Sinking:
-    """The operations so far, and the waits that are still to come."""
+    """The operations so far, and the waits that are held back."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.ops: list[Op] = []
         self._timeline = timeline
-        self._makes, self._ahead = making(timeline), gathers_ahead(timeline)
-        self._made = 0  # bytes of gradients that are made, or being made, and not yet launched
+        self._grad_bytes, self._ahead = making(timeline), gathers_ahead(timeline)
+        self._made = 0  # bytes of gradients that are computed, or being computed, and not yet launched
         self._in_flight = 0  # bytes of gradients and means in flight
         self._ended = 0  # number of reductions of gradients that have ended
-        self._waits: deque[Op] = deque()  # of reductions of gradients, oldest first
-        self._waits_of_means: deque[Op] = deque()  # of reductions that read means
-        self._missing: set[str] = set()  # values that these waits will write
+        self._waits: deque[Op] = deque()  # waits for reductions of gradients, oldest first
+        self._waits_of_means: deque[Op] = deque()  # waits for reductions of means, oldest first
+        self._missing: set[str] = set()  # values that the waits in both queues will write
         self._after_collective = 0  # the index after the latest collective in ``ops``
         waits = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
         continued = [op for op in timeline.ops if timeline.continues(op)]
-        self._next = {op.reads: (op, waits[op.writes[0]]) for op in continued}  # means -> their reduction, its wait
+        # means -> the reduction that reads them, and its wait
+        self._reduction_of_means = {op.reads: (op, waits[op.writes[0]]) for op in continued}
 
     def take(self, index: int, op: Op) -> None:
         """Append the next operation, after the waits that must come before it."""
@@ -78,11 +79,11 @@ class _Sinking:
             if not self._timeline.continues(self._timeline.launches[op.reads[0]]):
                 self._waits.append(op)
             return
-        self._made += self._makes[index]
-        grows = index in self._makes or op.kind is Kind.REDUCE
+        self._made += self._grad_bytes[index]
+        needs_room = index in self._grad_bytes or op.kind is Kind.REDUCE
         if op.kind is Kind.REDUCE:
             self._continue_means()
-        self._end_before(index, op, grows=grows)
+        self._end_before(index, op, needs_room=needs_room)
         if op.kind is Kind.REDUCE:
             self._made -= self._timeline.full_bytes(op)
             self._launch(op, len(self.ops))
@@ -91,11 +92,11 @@ class _Sinking:
         self._after_collective = len(self.ops) if op.kind in (*LAUNCHES, Kind.WAIT) else self._after_collective
 
     def _continue_means(self) -> None:
-        """End all reductions whose means another reduction reads."""
-        while any(wait.writes in self._next for wait in self._waits):
+        """End the reductions whose means another reduction reads."""
+        while any(wait.writes in self._reduction_of_means for wait in self._waits):
             self._end_first(len(self.ops))
 
-    def _end_before(self, index: int, op: Op, *, grows: bool) -> None:
+    def _end_before(self, index: int, op: Op, *, needs_room: bool) -> None:
         """End the reductions that must have ended where an operation starts."""
         bound = self._timeline.plan.sizes.in_flight_bytes
         begun, starting = self._ahead.get(index, (0, 0))
@@ -105,25 +106,25 @@ class _Sinking:
         while self._waits or self._waits_of_means:
             due = is_last or not self._missing.isdisjoint(op.reads)
             room = bound - self._made - self._in_flight
-            if not (due or (grows and room < 0) or (self._ended < begun and room < starting)):
+            if not (due or (needs_room and room < 0) or (self._ended < begun and room < starting)):
                 return
             has_others = len(self._waits) + len(self._waits_of_means) > 1
-            self._end(self._after_collective if has_others and grows and not due else len(self.ops))
+            self._end(self._after_collective if has_others and needs_room and not due else len(self.ops))
 
     def _end(self, place: int) -> None:
-        """End the oldest reduction: one of means, if any is in flight."""
+        """End the oldest reduction of means, or else the oldest reduction of gradients."""
         if self._waits_of_means:
             self._wait(self._waits_of_means.popleft(), place)
         else:
             self._end_first(place)
 
     def _end_first(self, place: int) -> None:
-        """End the oldest reduction that reads gradients, and launch the reduction of its means, if there is one."""
+        """End the oldest reduction of gradients, and launch the reduction that reads its means, if any."""
         wait = self._waits.popleft()
         self._ended += 1
         self._wait(wait, place)
-        if wait.writes in self._next:
-            launch, last = self._next[wait.writes]
+        if wait.writes in self._reduction_of_means:
+            launch, last = self._reduction_of_means[wait.writes]
             self._waits_of_means.append(last)
             self._launch(launch, self._after_collective)
             self._after_collective += 1
@@ -140,7 +141,7 @@ class _Sinking:
 
 
 def making(timeline: Timeline) -> Counter[int]:
-    """Return the bytes of the gradients of each reduction, by the index where the first of them is made."""
+    """Return the bytes of each reduction's gradients, by the index where the first gradient is computed."""
     result: Counter[int] = Counter()
     for index, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE and not timeline.continues(op):
@@ -149,11 +150,11 @@ def making(timeline: Timeline) -> Counter[int]:
 
 
 def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """Return, for each gather, what bounds the bytes in flight where it starts.
+    """Return, for each gather's index, a number of reductions and a number of bytes.
 
     Gathers start at places, with computations between them. The first number counts the reductions of gradients that
-    began before the last ``Sizes.prefetch`` places. The second is the bytes of the gathers that start at this place, up
-    to this one. The result is empty if units do not bound what is ahead.
+    began before the last ``Sizes.prefetch`` places. The second is the bytes of gathers at this place so far. The result
+    is empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
     """
     prefetch = timeline.plan.sizes.prefetch
     if timeline.plan.policy.times is not None or prefetch == 0:

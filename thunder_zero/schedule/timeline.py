@@ -34,7 +34,7 @@ from thunder_zero.plan.params import Param, Plan
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """The kinds of operations."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -46,14 +46,14 @@ class Kind(StrEnum):
 
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
 NUMBER = "number"  # the dtype of a Python number
-MOST_NAMES = 8  # an error shows so many names of an operation
+MOST_NAMES = 8  # an error shows at most this many names of an operation
 
 
 class Work(StrEnum):
     """Classes of work on the device, heaviest first: a fused region has the class of its heaviest part.
 
-    NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the same memory, if strides allow.
-    POINTWISE includes copies and constants. INDEX: reads or writes places that depend on data.
+    NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the input's memory, if strides
+    allow. POINTWISE includes copies and constants. INDEX: reads or writes places that depend on data.
     """
 
     ATTENTION = "attention"
@@ -73,31 +73,30 @@ class Op:
     """One operation.
 
     Attributes:
-        kind: what it does.
-        reads: values that it needs. GATHER: shards; REDUCE: full gradients; WAIT: one handle; FREE: the value that it
-            frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
-        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value for each parameter; DEFER: a
-            placeholder, which backward returns as the gradient (at run time it is None).
-        params: paths of parameters. GATHER, REDUCE and WAIT: those that travel, in the order of ``reads`` of the launch
-            and of ``writes`` of the wait; FREE: the parameter whose memory it frees; DEFER: the parameter whose
-            gradient it defers.
-        backward: True if it runs in backward.
+        kind: the kind of the operation.
+        reads: values that the operation reads. GATHER: shards; REDUCE: full gradients; WAIT: one handle; FREE: the
+            value that it frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
+        writes: values that the operation writes. GATHER and REDUCE: one handle; WAIT: one value for each parameter;
+            DEFER: a placeholder, which backward returns as the gradient (at run time it is None).
+        params: paths of parameters. GATHER, REDUCE and WAIT: the parameters of the bucket, in the order of the launch's
+            ``reads`` and of the wait's ``writes``; FREE: the parameter whose memory it frees; DEFER: the parameter
+            whose gradient it defers.
+        backward: True if the operation runs in backward.
         repeatable: COMPUTE only: True if running it twice gives equal values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
         cheap: COMPUTE only: True if it is repeatable at little cost: views, pointwise work, reductions of rows.
-        updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
-        repeated: True if it is a copy that gathers or computes again what forward freed, or did not save.
-        source: indices of its lines in the lifted trace; a bucket has several, a FREE none. In a timeline that is
-            lifted from the traces that run, also the lines that encode what a launch sends, or decode what a wait
-            brings.
-        work: COMPUTE only: its class of work.
+        updates: COMPUTE only: values whose memory it overwrites, and values that may share this memory.
+        repeated: True if the operation is a copy: it gathers or computes again a value that forward freed or did not
+            save.
+        source: indices of the operation's lines in the lifted trace. A bucket has several lines, a FREE has none. If
+            the traces that run were lifted, they include the lines that encode for a launch or decode after a wait.
+        work: COMPUTE only: the class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
-        over: GATHER and REDUCE only: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of
-            another REDUCE. A COMPUTE that is a collective of torch's tensor parallelism, or waits for one, has
-            "tensor".
-        sends: COMPUTE only: bytes that this rank sends in such a collective.
-        moves: COMPUTE only: what such a collective does: "gather", "scatter", "all_reduce" or "all_to_all"; "" for the
-            wait.
+        over: GATHER and REDUCE: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of another
+            REDUCE. COMPUTE: "tensor" for a collective of torch's tensor parallelism, and for its wait.
+        sends: COMPUTE only: bytes that this rank sends in a collective of torch's tensor parallelism.
+        moves: COMPUTE only: the kind of a collective of torch's tensor parallelism: "gather", "scatter", "all_reduce"
+            or "all_to_all"; "" for its wait.
     """
 
     kind: Kind
@@ -118,17 +117,17 @@ class Op:
 
     @property
     def launches(self) -> bool:
-        """True if it starts a collective: ours, or one of torch's tensor parallelism."""
+        """True if the operation launches a collective, of this package or of torch's tensor parallelism."""
         return self.kind in LAUNCHES or bool(self.moves)
 
     @property
     def waits(self) -> bool:
-        """True if it waits for a collective."""
+        """True if the operation waits for a collective."""
         return self.kind is Kind.WAIT or (self.is_torchs and not self.moves)
 
     @property
     def is_torchs(self) -> bool:
-        """True if it is a collective of torch's tensor parallelism, or the wait for one."""
+        """True if the operation is a collective of torch's tensor parallelism, or its wait."""
         return self.kind is Kind.COMPUTE and self.over == TENSOR
 
 
@@ -137,8 +136,8 @@ class Value:
     """The size and dtype of a value.
 
     Attributes:
-        nbytes: bytes of its elements; for a handle, of the result in flight.
-        dtype: name of its dtype, ``"float32"``; NUMBER for a Python number.
+        nbytes: bytes of the value's elements; for a handle, of the result in flight.
+        dtype: name of the dtype, ``"float32"``; NUMBER for a Python number.
         base: the value whose memory it views; "" if it is not known to be a view.
     """
 
@@ -147,7 +146,8 @@ class Value:
     base: str = ""
 
     def copied(self, names: Mapping[str, str]) -> Value:
-        """Return the value of a copy, given the names of copied values: the copy of a view is a view of the copy."""
+        """Return a copy's size, dtype and base, given the names of copied values. A copied view is a view of the
+        copy."""
         return replace(self, base=names[self.base]) if self.base in names else self
 
 
@@ -159,8 +159,8 @@ class Timeline:
         ops: the operations; the last one is the return.
         values: size and dtype of each value, inputs included.
         plan: the plan of each parameter.
-        inputs: values that exist before the first operation, or that backward receives. A parameter (its shard, or all
-            of it if it is replicated) has its path; data and the gradients of outputs have None.
+        inputs: values that exist before the first operation, or that backward receives. A shard, or a replicated
+            parameter, has the parameter's path. Data, and the gradients of outputs, have None.
         gradients: path and value of each gradient that backward returns for a parameter.
     """
 
@@ -188,7 +188,7 @@ class Timeline:
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """Replicated inputs that operations read through a cast copy; each phase makes its own copy."""
+        """Replicated inputs that operations read through a cast copy; each phase computes its own copy."""
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
@@ -198,14 +198,14 @@ class Timeline:
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """The index of the operation that writes each value; inputs have none."""
+        """The index of the operation that writes each value; inputs have no entry."""
         return {name: index for index, op in enumerate(self.ops) for name in op.writes}
 
     @cached_property
     def derived(self) -> dict[str, int]:
         """The values that depend on parameters alone (``derived.py``), each with the index of its writer."""
         writers: dict[str, int] = {}
-        without_data = {*self.replicated, *self.numbers}  # and then constants and derived values
+        without_data = {*self.replicated, *self.numbers}  # constants and derived values are added below
         for index, op in enumerate(self.ops):
             if op.kind is Kind.COMPUTE:
                 if not op.repeatable or not without_data.issuperset(op.reads) or not self.numbers.isdisjoint(op.writes):
@@ -222,7 +222,7 @@ class Timeline:
 
     @cached_property
     def gathered(self) -> tuple[tuple[int, str, Param], ...]:
-        """The full parameters that gathers make, in order: the index of the WAIT, the value, the parameter."""
+        """The gathered parameters in order: the index of the WAIT, the value, the parameter."""
         waits = ((index, op) for index, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
         return tuple(
             (index, name, param)
@@ -232,8 +232,7 @@ class Timeline:
 
     @cached_property
     def backward_start(self) -> int:
-        """The number of operations of forward, and so the index of the first one of backward; the return does not
-        count."""
+        """The index of backward's first operation, or of the return if there is no backward."""
         return sum(not op.backward for op in self.ops[:-1])
 
     @cached_property
@@ -252,8 +251,7 @@ class Timeline:
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
     def is_continued(self, op: Op) -> bool:
-        """Return whether an operation is the WAIT for means that another REDUCE reads: means inside one copy of the
-        model."""
+        """Return whether an operation is the WAIT for intra-replica means, which another REDUCE reads."""
         return self.ends(op, Kind.REDUCE) and (
             self.launches[op.reads[0]].over != self.plan.reduced_over(self.params_of(op)[0])[-1]
         )
@@ -263,7 +261,7 @@ class Timeline:
         return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
     def recomputes(self, op: Op) -> bool:
-        """Return whether an operation computes again what forward did not save; derived values do not count."""
+        """Return whether an operation recomputes a value that forward did not save; derived values do not count."""
         return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
@@ -277,7 +275,7 @@ class Timeline:
         return value.nbytes if value else 0
 
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
-        """Return the timeline with other operations, and with additional values."""
+        """Return a timeline with the given operations, and with additional values."""
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
 
     def params_of(self, op: Op) -> tuple[Param, ...]:
@@ -295,9 +293,9 @@ class Timeline:
         return op.sends
 
     def wire_bytes(self, op: Op) -> int:
-        """Return the bytes that the busiest rank sends or receives in one collective; every rank computes the same
-        number. The busiest is rank 0, which owns the most rows: it sends most in a gather, receives most in a
-        reduce-scatter, and averages most between the copies of a sharded model."""
+        """Return the bytes that rank 0 sends or receives in one collective, whichever is more; equal on all ranks. Rank
+        0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives most in a
+        reduce-scatter, and averages most between replicas."""
         return sum(self._busiest(op, param) for param in self.params_of(op))
 
     def _busiest(self, op: Op, param: Param) -> int:
@@ -307,18 +305,18 @@ class Timeline:
             return plan.gather_sends(param, 0)
         if op.over != SHARD or not param.sharded or plan.reduce_encoding(param, op.over).block:
             return plan.reduce_sends(param, op.over, 0)
-        return peers * rows * param.reduce_dtype.itemsize  # received: more than it sends
+        return peers * rows * param.reduce_dtype.itemsize  # rank 0 receives more than it sends
 
     def travels_as(self, op: Op, param: Param) -> Encoding:
-        """Return how a launch sends a parameter, or its gradient."""
+        """Return the encoding in which a launch sends a parameter, or its gradient."""
         plan = self.plan
         return plan.gather_encoding(param) if op.kind is Kind.GATHER else plan.reduce_encoding(param, op.over)
 
     def full_bytes(self, op: Op) -> int:
         """Return the bytes of the full parameters that an operation moves or frees, or of the full gradients that it
         reduces."""
-        of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
-        return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
+        reduces = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
+        return sum(param.grad_bytes if reduces else param.full_bytes for param in self.params_of(op))
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:
@@ -336,8 +334,8 @@ class ScheduleError(Exception):
 
 
 def fault(timeline: Timeline, index: int, rule: str) -> ScheduleError:
-    """Return the error of the operation at ``index``; ``rule`` completes the message: what the operation does wrong."""
+    """Return the error of the operation at ``index``; ``rule`` completes the message, such as "is never waited for"."""
     op = timeline.ops[index]
     names = op.params or op.writes or op.reads
-    what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
-    return ScheduleError(f"op {index} ({op.kind} {what}) {rule}")
+    shown = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
+    return ScheduleError(f"op {index} ({op.kind} {shown}) {rule}")

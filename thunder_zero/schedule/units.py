@@ -1,10 +1,10 @@
 """Divides forward between units, for ``Policy.recompute="units"``.
 
-An operation belongs to the unit whose parameters it reads. The border between two units lies between the last operation
-of one and the first of the next, where the fewest bytes are alive::
+An operation belongs to the unit whose parameters it reads. Two units are cut where the fewest bytes are alive, between
+the last operation of the first unit and the first operation of the second unit::
 
     compute h  <- x0, a.w          a
-    compute x1 <- x0, h            a             x1 is alive at the border: it is saved
+    compute x1 <- x0, h            a             x1 is alive at the cut: it is saved
     compute m  <- x1               b
     compute n  <- m, b.w           b
 """
@@ -20,13 +20,12 @@ from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.timeline import Kind, Timeline, Work
 
-NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done again, except for derived values
+NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never recomputed, except for derived values
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of forward: operations that belong to one unit, with none of another unit between; its first and last
-    index."""
+    """A run of forward's operations that belong to one unit, from its first to its last index."""
 
     unit: str
     first: int
@@ -35,26 +34,26 @@ class Run:
 
 def runs(timeline: Timeline) -> list[Run]:
     """Return the runs of forward, in order. They depend on the program alone, not on shapes."""
-    units, number = _units_of_values(timeline), _numbers(timeline)
+    units, position = _units_of_values(timeline), _unit_positions(timeline)
     readers: list[tuple[str, int]] = []
     for index, op in enumerate(timeline.ops):
         if op.backward:
             break
         read = {unit for name in op.reads for unit in units.get(name, ())}
         if op.kind is Kind.COMPUTE and read and not all(name in units for name in op.writes):
-            readers.append((max(read, key=number.__getitem__), index))
+            readers.append((max(read, key=position.__getitem__), index))
     grouped = [(unit, [index for _, index in run]) for unit, run in groupby(readers, key=lambda reader: reader[0])]
-    return [Run(unit, positions[0], positions[-1]) for unit, positions in grouped]
+    return [Run(unit, indices[0], indices[-1]) for unit, indices in grouped]
 
 
-def _numbers(timeline: Timeline) -> dict[str, int]:
-    """Number the units in the order of the module, the root first. An operation of several units belongs to the
-    last."""
-    return {ROOT: -1} | {unit: number for number, unit in enumerate(timeline.plan.units) if unit != ROOT}
+def _unit_positions(timeline: Timeline) -> dict[str, int]:
+    """Return the position of each unit in the module, the root first. An operation of several units belongs to the last
+    unit."""
+    return {ROOT: -1} | {unit: index for index, unit in enumerate(timeline.plan.units) if unit != ROOT}
 
 
 def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
-    """Return the values that do not depend on data, each with the units of its parameters; constants have none."""
+    """Return the values that do not depend on data, each with the units of its parameters. Constants have no units."""
     paths = {name: path for name, path in timeline.inputs.items() if path is not None}
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}
@@ -66,14 +65,14 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
 
 
 def first_touches(timeline: Timeline) -> dict[str, int]:
-    """Return, for each unit but the root, the index where backward first needs it. There backward reads a value of
-    forward that one of the unit's runs computes, or a parameter of the unit that it gathers again."""
-    of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
-    unit_of = {name: unit for unit, ops in of_runs for op in ops for name in op.writes}
+    """Return the index where backward first needs each unit except the root. There backward reads a value that one of
+    the unit's runs computes, or a parameter of the unit that it gathers again."""
+    ops_of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
+    unit_of = {name: unit for unit, ops in ops_of_runs for op in ops for name in op.writes}
     units = _units_of_values(timeline)
-    number = _numbers(timeline)
-    of_parameters = units.keys() & regathered(timeline).keys()
-    unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in of_parameters}
+    position = _unit_positions(timeline)
+    derived_names = units.keys() & regathered(timeline).keys()
+    unit_of |= {name: max(units[name], key=position.__getitem__, default=ROOT) for name in derived_names}
     first: dict[str, int] = {}
     for index, op in enumerate(timeline.ops[:-1]):
         for name in op.reads if op.backward else ():
@@ -83,7 +82,7 @@ def first_touches(timeline: Timeline) -> dict[str, int]:
 
 
 def backward_ends(timeline: Timeline) -> dict[str, int]:
-    """Return the index where backward launches, or defers, the last gradient of each unit but the root; in that
+    """Return the index where backward launches, or defers, the last gradient of each unit except the root, in ascending
     order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
@@ -94,11 +93,11 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Segments:
-    """Forward, cut at the borders between runs.
+    """Forward, cut between the runs of units.
 
     Attributes:
-        unit_at: for each operation of forward, its unit; the root for units that are not recomputed whole.
-        saved: the memory that is alive at the borders and that units have computed.
+        unit_at: the unit of each operation of forward, or the root if the unit is not recomputed whole.
+        saved: the memory that recomputed units compute and that is alive at a cut.
     """
 
     unit_at: tuple[str, ...]
@@ -108,14 +107,14 @@ class Segments:
 def segments(timeline: Timeline) -> Segments:
     """Cut forward between units where the fewest bytes are alive; among equal places, as early as possible."""
     runs_of_forward = runs(timeline)
-    derived, border = timeline.derived, timeline.backward_start
-    lives = {memory: life for memory, life in lifetimes(timeline, border).items() if memory not in derived}
+    derived, stop = timeline.derived, timeline.backward_start
+    lives = {memory: life for memory, life in lifetimes(timeline, stop).items() if memory not in derived}
     alive = bytes_alive(timeline, {memory: life[1:] for memory, life in lives.items()})  # before each operation
     cuts = [
         min(range(before.last + 1, after.first + 1), key=alive.__getitem__)
         for before, after in pairwise(runs_of_forward)
     ]
-    ends = [*cuts, border]
+    ends = [*cuts, stop]
     unit_at: list[str] = []
     for run, end in zip(runs_of_forward, ends, strict=False):
         unit_at += [run.unit if run.unit in timeline.plan.recomputed else ROOT] * (end - len(unit_at))
@@ -123,6 +122,6 @@ def segments(timeline: Timeline) -> Segments:
         memory
         for memory, life in lives.items()
         if life.start < len(unit_at) and unit_at[life.start] != ROOT
-        if (number := bisect_right(cuts, life.start)) < len(cuts) and cuts[number] in life
+        if (next_cut := bisect_right(cuts, life.start)) < len(cuts) and cuts[next_cut] in life
     }
     return Segments(tuple(unit_at), frozenset(saved))

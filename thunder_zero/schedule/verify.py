@@ -2,7 +2,7 @@
 
 The three proofs are ``check_pass``, ``check_schedule`` and ``check``. Each raises for the first rule that a timeline
 breaks; each rule is one function below. They read only sizes and orders, in near-linear time. ``verify_in_flight.py``
-has the rules of what is in flight at once, ``verify_recompute.py`` the rules of recomputing.
+has the rules of bytes in flight, ``verify_recompute.py`` the rules of recomputing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """An object with a timeline, such as ``tz.traces_of`` returns; this room knows no Thunder, and needs nothing else
-    of it."""
+    """An object with a timeline, such as the result of ``tz.traces_of``, whose class this room must not import."""
 
     @property
     def timeline(self) -> Timeline:
@@ -32,11 +31,11 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
     """Prove that the timeline of the traces that run is right.
 
     Args:
-        timeline: what to prove; or ``Traces``, as ``tz.traces_of`` and ``tz.trace`` return them, which have a timeline.
+        timeline: a timeline, or ``Traces`` with a timeline, as ``tz.traces_of`` and ``tz.trace`` return them.
         trained: paths of the parameters whose gradients backward must return.
 
     Raises:
-        ScheduleError: a rule does not hold; the message names the first one.
+        ScheduleError: the timeline breaks a rule; the message states the first broken rule.
         TypeError: ``timeline`` is neither a timeline nor traces.
     """
     if isinstance(timeline, HasTimeline):
@@ -49,9 +48,9 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
 
 
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that a pass did nothing wrong; the gathers of backward and the frees may still be missing. Each operation
-    of ``lifted``, the timeline before the first pass, must occur exactly once. Every operation must read the values
-    that it read there, or copies of them, and backward must return the same gradients."""
+    """Prove that the timeline after a pass is right; backward's gathers and the frees may still be missing. Each
+    operation of ``lifted``, the timeline before the first pass, must occur exactly once. It must read its original
+    values, or copies of them. Backward must return the gradients of ``lifted``."""
     _check_communication(timeline)
     _check_same(timeline, lifted)
     _check_results(timeline, [path for path, _ in lifted.gradients])
@@ -161,8 +160,8 @@ def _check_bucket(timeline: Timeline, index: int, op: Op) -> None:
 
 
 def _check_axis(timeline: Timeline, index: int, op: Op) -> None:
-    """Check that a launch goes over the right axis of the mesh. Gathers stay inside a copy of the model. Reductions go
-    over the axes of the plan, one after the other, and each reads the means of the one before."""
+    """Check that each launch runs over the right axis: a gather over ``shard``, and the reductions of a gradient over
+    the plan's axes in order. Each reduction reads the means of the reduction before it."""
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
         axes = (SHARD,) if op.kind is Kind.GATHER else timeline.plan.reduced_over(param)
         if op.over not in axes:
@@ -171,8 +170,8 @@ def _check_axis(timeline: Timeline, index: int, op: Op) -> None:
         before = timeline.launches[writer.reads[0]] if writer and timeline.ends(writer, Kind.REDUCE) else None
         needs = axes[: axes.index(op.over)][-1:]
         if needs != ((before.over,) if before else ()):
-            what = f"the means over {needs[0]!r}" if needs else "a gradient that nothing has averaged"
-            raise fault(timeline, index, f"goes over {op.over!r} and must read {what} of {param.path}, not {name}")
+            needed = f"the means over {needs[0]!r}" if needs else "a gradient that nothing has averaged"
+            raise fault(timeline, index, f"goes over {op.over!r} and must read {needed} of {param.path}, not {name}")
         if writer and before and writer.params[writer.writes.index(name)] != param.path:
             raise fault(timeline, index, f"averages {name} as {param.path}, but it is another parameter's mean")
 
@@ -182,8 +181,8 @@ def _check_gather(timeline: Timeline, index: int, op: Op, shards: Mapping[str, s
         raise fault(timeline, index, "gathers a replicated parameter, which every rank has in full")
     for name, path in zip(op.reads, op.params, strict=True):
         if shards.get(name) != path:
-            what = f"the shard of {shards[name]}" if name in shards else "not a shard"
-            raise fault(timeline, index, f"gathers {name} as {path}, but it is {what}")
+            actual = f"the shard of {shards[name]}" if name in shards else "not a shard"
+            raise fault(timeline, index, f"gathers {name} as {path}, but it is {actual}")
 
 
 def _check_waits(timeline: Timeline) -> None:
@@ -232,8 +231,8 @@ def _check_reductions(timeline: Timeline) -> None:
 
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
-    """Check that backward returns every reduced gradient (the mean) as the gradient of its own parameter, and nothing
-    else. A deferred gradient has a placeholder, which is returned in its place."""
+    """Check that backward returns exactly the reduced gradients (means), each as the gradient of its own parameter. For
+    a deferred gradient it returns the placeholder."""
     means = {
         (path, name): index
         for index, op in enumerate(timeline.ops)
@@ -256,14 +255,14 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
         returned.add(path)
     for (path, name), index in means.items():
         if path not in returned:
-            what = "ends the reduction of" if timeline.ops[index].kind is Kind.WAIT else "defers the gradient of"
-            raise fault(timeline, index, f"{what} {path}, but {name} is not returned as its gradient")
+            action = "ends the reduction of" if timeline.ops[index].kind is Kind.WAIT else "defers the gradient of"
+            raise fault(timeline, index, f"{action} {path}, but {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
 
 
 def _check_copies(timeline: Timeline) -> None:
-    """Check that only gathers, their waits and repeatable computations have copies."""
+    """Check that only gathers, their waits and repeatable computations are repeated."""
     for index, op in enumerate(timeline.ops):
         if op.repeated and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
             raise fault(
@@ -308,8 +307,7 @@ def _check_ends(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last
 
 
 def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: Op) -> str | None:
-    """Return the gathered value whose memory a FREE releases: the one that it reads, or from which that was
-    computed."""
+    """Return the gathered value whose memory a FREE releases: the value that it reads, or the source of that value."""
     if not len(free.reads) == len(free.params) == 1:
         return None
     for name in made_from.get(free.reads[0], ()):
@@ -320,8 +318,8 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
 
 
 def _check_regathered(timeline: Timeline) -> None:
-    """Check that a gather serves both phases (kept unsharded) or one; with ``gather_per_unit`` forward may have
-    several."""
+    """Check that a parameter has one gather (kept unsharded) or one gather in each phase. With ``gather_per_unit``
+    forward may have several gathers."""
     gathered: dict[tuple[str, bool], int] = {}
     for index, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
@@ -333,8 +331,8 @@ def _check_regathered(timeline: Timeline) -> None:
 
 
 def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
-    """Check that backward gathers only what its own operations read, and nothing for recomputed operations. Biases of
-    units that save only their borders are an exception."""
+    """Check that backward gathers no parameter for recomputed operations alone. Biases of units that are recomputed
+    whole are an exception."""
     before = replace(lifted, plan=timeline.plan)
     needed = needed_in_backward(before, regathered(before))
     read = {param.path for _, name, param in before.gathered if name in needed}
@@ -355,8 +353,7 @@ def _check_saved(timeline: Timeline) -> None:
 
 
 def _check_same(timeline: Timeline, lifted: Timeline) -> None:
-    """Check that every lifted operation occurs once, and reads the values that it read when it was lifted, or copies of
-    them."""
+    """Check that every lifted operation occurs once, and reads its original values, or copies of them."""
     originals = {op.source[0]: op for op in lifted.ops}
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[int] = set()
@@ -382,19 +379,19 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             if op.kind is not Kind.WAIT and tuple(canonical.get(name, name) for name in part.reads) != original.reads:
                 raise fault(timeline, index, f"reads other values than position {source} of the lifted trace")
     if lost := sorted(originals.keys() - seen):
-        what = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
-        raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is missing")
+        shown = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
+        raise ScheduleError(f"position {lost[0]} ({shown}) of the lifted trace is missing")
     if timeline.ops[-1].source != lifted.ops[-1].source:
         raise fault(timeline, len(timeline.ops) - 1, "is last, but it is not the return")
 
 
 def _is_untouched(op: Op, originals: Mapping[int, Op], seen: Collection[int]) -> bool:
-    """Return whether an operation is the lifted one itself, as most are, and occurs for the first time."""
+    """Return whether an operation is an unchanged lifted operation (the usual case), and occurs for the first time."""
     return len(op.source) == 1 and originals.get(op.source[0]) is op and op.source[0] not in seen
 
 
 def _is_copy(op: Op, original: Op) -> bool:
-    """Return whether an operation does what a lifted one does, whatever values it reads."""
+    """Return whether an operation equals a lifted operation, except for the values that it reads and writes."""
     same = (op.kind, op.params, op.repeatable, op.over) == (
         original.kind,
         original.params,
@@ -405,7 +402,7 @@ def _is_copy(op: Op, original: Op) -> bool:
 
 
 def _parts(timeline: Timeline, index: int, op: Op) -> Iterator[Op]:
-    """Yield the operations before bucketing from which one operation was merged: one for each parameter."""
+    """Yield the operations that were merged into a bucket, one for each parameter."""
     if len(op.source) == 1:
         yield op
         return
@@ -413,7 +410,7 @@ def _parts(timeline: Timeline, index: int, op: Op) -> Iterator[Op]:
         raise fault(
             timeline, index, "must come from one line of the trace, or for a bucket from one line for each parameter"
         )
-    for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
-        reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
-        writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes
+    for member, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
+        reads = op.reads if op.kind is Kind.WAIT else (op.reads[member],)
+        writes = (op.writes[member],) if op.kind is Kind.WAIT else op.writes
         yield replace(op, reads=reads, writes=writes, params=(path,), source=(source,))

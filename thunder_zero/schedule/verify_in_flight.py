@@ -1,10 +1,10 @@
-"""Proves that what is in flight stays within the plan's sizes: bytes, and units ahead.
+"""Proves that bytes in flight, and units gathered ahead, stay within the plan's sizes.
 
 In: a timeline. Out: nothing, or a ScheduleError. ``verify.py`` calls :func:`check_in_flight` in each of its proofs, and
 :func:`check_making` in the proof of the schedule, before fusion. With ``in_flight_bytes`` = 100::
 
     gather  a <- t_a     60 bytes
-    gather  b <- t_b     60 bytes         refused: 120 are in flight, and b's wait does not come at once
+    gather  b <- t_b     60 bytes         ScheduleError: 120 bytes are in flight
     wait    w_a <- a
     wait    w_b <- b
 """
@@ -19,7 +19,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 def check_in_flight(timeline: Timeline) -> None:
     """Prove that gathers in flight, and reductions in flight, stay within the bounds. A single launch may exceed them,
-    and so may a launch that is waited for immediately."""
+    and so may a launch whose wait comes right after it."""
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
     in_flight: Counter[Kind] = Counter()
@@ -39,9 +39,9 @@ def check_in_flight(timeline: Timeline) -> None:
 
 
 def _check_ahead(timeline: Timeline) -> None:
-    """Check that at most ``Sizes.prefetch`` units are gathered ahead; one unit always may be. A unit is ahead until one
-    of its gathers has ended, or a parameter is read that forward gathered for backward. A gather that is waited for
-    immediately does not count."""
+    """Check that at most ``Sizes.prefetch`` units, or a single unit, are gathered ahead. A unit is ahead until one of
+    its gathers has ended, or until backward reads a parameter of it that forward gathered. A gather whose wait comes
+    right after it does not count."""
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
@@ -79,10 +79,9 @@ def _check_ahead(timeline: Timeline) -> None:
 def check_making(timeline: Timeline) -> None:
     """Prove that gradients and gathers ahead stay within ``in_flight_bytes``.
 
-    Full gradients in flight, and those that are being made for the next reductions, stay within it, unless nothing is
-    in flight while they are made. Together with gathers that start ahead they stay within it, unless only reductions of
-    the last ``Sizes.prefetch`` units are in flight. The rule holds before fusion only: a fuser makes several gradients
-    at once.
+    Full gradients in flight, and gradients that are being computed, stay within the bound, unless nothing is in flight.
+    Gathers that start ahead count with them, unless only reductions of the last ``Sizes.prefetch`` units are in flight.
+    The rule holds before fusion only: a fuser computes several gradients at once.
     """
     bound = timeline.plan.sizes.in_flight_bytes
     begun = making(timeline)

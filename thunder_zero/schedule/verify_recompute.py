@@ -1,4 +1,4 @@
-"""Proves that recomputing in backward, instead of saving, changed nothing else."""
+"""Proves that recomputing changed nothing but recomputed operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
-    """Prove that recomputing in backward, instead of saving, changed nothing else. All operations but recomputed ones
-    must be those of ``before``, in order. What is recomputed depends on the shapes of inputs, and ranks whose inputs
-    differ must launch the same."""
+    """Prove that recomputing only added recomputed operations to ``before``, and kept all other operations in order.
+    The choice depends on the shapes of inputs, but ranks with different shapes must launch equal collectives."""
     _check_others_stay(timeline, before)
     _check_recomputed(timeline, before)
     _check_lives_no_longer(timeline, before)
@@ -25,13 +24,13 @@ def _is_recomputed(op: Op) -> bool:
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
-    """Check that all operations but recomputed ones are those of ``before``: kinds, parameters and order."""
+    """Check that operations that are not recomputed have the kinds, parameters and order of ``before``."""
 
-    def others(timeline: Timeline) -> list[tuple[int, Op]]:
+    def not_recomputed(timeline: Timeline) -> list[tuple[int, Op]]:
         return [(index, op) for index, op in enumerate(timeline.ops) if not _is_recomputed(op)]
 
     for (index, op), (_, original) in zip_longest(
-        others(timeline), others(before), fillvalue=(len(timeline.ops) - 1, None)
+        not_recomputed(timeline), not_recomputed(before), fillvalue=(len(timeline.ops) - 1, None)
     ):
         if (
             op is None
@@ -43,7 +42,7 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
 
 
 def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
-    """Check that the policy allows what backward recomputes, and that nothing overwrites the values that it reads.
+    """Check that the policy allows each recomputed operation, and that nothing overwrites the values that it reads.
     Derived values are always allowed."""
     policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
@@ -67,9 +66,9 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
-    """Return, for each gathered parameter that is not resident, the index of its last read, and how many operations
-    come before. Recomputed operations are not counted. Biases are left out if only the borders of their unit are
-    saved."""
+    """Return the index of the last read of each gathered parameter, and the number of operations before it. Recomputed
+    operations are not counted. Resident parameters are left out, and so are biases of units that are recomputed
+    whole."""
     last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {
