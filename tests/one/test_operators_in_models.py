@@ -1,4 +1,4 @@
-"""Sharded models with attention, convolutions, activations and a norm: eager's gradients, and torch's own operators."""
+"""Sharded models with attention, convolutions, activations and norms use torch's operators, with eager's gradients."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LENGTH = 17
 X = torch.randn(2, 3, LENGTH, generator=torch.Generator().manual_seed(2))
 
 
-class Checked(Attends):
-    """Computes its attention again in backward."""
+class Checkpointed(Attends):
+    """A module that recomputes its attention in backward."""
 
     def attend(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(super().attend, x, use_reentrant=False)
@@ -45,13 +45,13 @@ FORWARD = [FLASH, "native_layer_norm", "gelu", "softmax"]
 def assert_eagers_gradients(model: nn.Module, plain: nn.Module) -> None:
     for module in (model, plain):
         module(X).square().sum().backward()
-    for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
-        found = None if mine.grad is None else full(mine.grad)
-        torch.testing.assert_close(found, its.grad, rtol=1e-5, atol=1e-6, msg=name)
+    for (name, param), plain_param in zip(model.named_parameters(), plain.parameters(), strict=True):
+        grad = None if param.grad is None else full(param.grad)
+        torch.testing.assert_close(grad, plain_param.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def squares(trace: TraceCtx | None) -> set[str]:
-    """The tensors of a trace whose last two dimensions are both the length of the sequence."""
+def attention_matrices(trace: TraceCtx | None) -> set[str]:
+    """Return the tensors of a trace whose last two dimensions are both the length of the sequence."""
     outputs = (leaf for line in trace.bound_symbols for leaf in line.flat_proxy_outs) if trace else ()
     return {leaf.name for leaf in outputs if isinstance(leaf, TensorProxy) and tuple(leaf.shape[-2:]) == (LENGTH,) * 2}
 
@@ -62,21 +62,21 @@ def test_a_sharded_model_gets_eagers_gradients(stage: int, group: ProcessGroup) 
     plain.last.weight.requires_grad_(stage == 3)
     model = sharded(plain, stage)
     assert_eagers_gradients(model, plain)
-    last, its_last = (module.get_parameter("last.weight").grad for module in (model, plain))
-    torch.testing.assert_close(full(last), its_last, rtol=0, atol=0)  # behind it Thunder adds up no product otherwise
+    last, expected = (module.get_parameter("last.weight").grad for module in (model, plain))
+    torch.testing.assert_close(full(last), expected, rtol=0, atol=0)  # no later sum differs from eager's
     traces = tz.traces_of(model)
     assert names_of_lines(traces.forward) == FORWARD
-    # GELU is computed again, and a layer norm where its bias, which backward does not read, is there anyway.
+    # Backward recomputes GELU, and the layer norm if its bias is at hand, which backward would not gather for it.
     norm = ["native_layer_norm"] if stage < 2 else []
-    of_last = [OF_INPUT, OF_WEIGHT] if stage == 3 else [OF_INPUT]
+    last_lines = [OF_INPUT, OF_WEIGHT] if stage == 3 else [OF_INPUT]
     middle = ["softmax_backward", "gelu", "gelu_backward", *norm, "layer_norm_backward", FLASH_BACKWARD]
-    assert names_of_lines(traces.backward) == [*of_last, *middle, OF_WEIGHT]  # images have no gradient
-    assert not squares(traces.forward) | squares(traces.backward)
+    assert names_of_lines(traces.backward) == [*last_lines, *middle, OF_WEIGHT]  # the input requires no gradient
+    assert not attention_matrices(traces.forward) | attention_matrices(traces.backward)
 
 
 @pytest.mark.parametrize("fused", [*slow(False), *deep(True)])
-def test_a_checkpointed_part_computes_its_attention_again(fused: bool, group: ProcessGroup) -> None:
-    plain = fresh(Checked)
+def test_a_checkpointed_part_recomputes_its_attention(fused: bool, group: ProcessGroup) -> None:
+    plain = fresh(Checkpointed)
     model = sharded(plain, 3, executors=[torch_compile_ex] if fused else None)
     assert_eagers_gradients(model, plain)
     lines = names_of_lines(tz.traces_of(model).backward)
@@ -84,8 +84,8 @@ def test_a_checkpointed_part_computes_its_attention_again(fused: bool, group: Pr
 
 
 @pytest.mark.slow
-def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
-    """Thunder's gets the parts of activations and norms."""
+def test_fusers_leave_attention_and_convolutions_alone() -> None:
+    """Thunder's fuser gets the decomposed activations and norms."""
     traces = traced(Attends, tuple(X.shape), fused=True, frontend="thunder")
     assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
     assert names_of_lines(traces.forward) == [FLASH]
@@ -93,46 +93,46 @@ def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
 
 
 @pytest.mark.slow
-def test_in_bfloat16_and_without_flash_attention() -> None:
+def test_bfloat16_uses_the_operators_and_disabling_flash_decomposes_attention() -> None:
     half = tz.MixedPrecision(torch.bfloat16)
     policy = replace(tz.ZERO3, mixed_precision=half, reshard_after_forward=True)
-    for frontend, backwards in (("dynamo", 2), ("thunder", 3)):  # aten's operator makes both gradients
+    for frontend, backwards in (("dynamo", 2), ("thunder", 3)):  # aten's operator computes both gradients
         traces = traced(Attends, tuple(X.shape), policy, frontend=frontend)
-        assert not squares(traces.forward) | squares(traces.backward)
+        assert not attention_matrices(traces.forward) | attention_matrices(traces.backward)
         lines = [line for trace in (traces.forward, traces.backward) if trace for line in trace.bound_symbols]
         works = [work_of(line) for line in lines]
         assert (works.count(Work.ATTENTION), works.count(Work.CONVOLUTION)) == (2, 2 + backwards)
         with sdpa_kernel(SDPBackend.MATH):
             decomposed = tz.trace(Attends(), X, world_size=2, frontend=frontend).forward
         assert Work.ATTENTION not in map(work_of, decomposed.bound_symbols)
-        assert squares(decomposed) & saved(decomposed)
+        assert attention_matrices(decomposed) & saved(decomposed)
     assert names_of_lines(traces.forward) == FORWARD
     again = {path for op in traces.timeline.ops if op.kind is Kind.GATHER and op.backward for path in op.params}
     assert "last.weight" in again
-    assert "first.weight" not in again  # its gradient reads its shape alone
+    assert "first.weight" not in again  # its gradient reads only its shape
     assert FLASH not in names_of_lines(decomposed)
 
 
 @pytest.mark.slow
-def test_forward_alone_and_deferred_gradients_use_the_same_lines(group: ProcessGroup) -> None:
-    """Recipe and transform bring each executor once."""
+def test_inference_and_deferred_gradients_use_the_same_lines(group: ProcessGroup) -> None:
+    """Recipe and transform add each executor once."""
     model = thunder.compile(Attends(), plugins=[tz.Zero(stage=3)], recipe=tz.Recipe())
     with torch.no_grad():
         model(X)
-    alone = tz.traces_of(model)
-    assert (names_of_lines(alone.forward), alone.backward) == (FORWARD, None)
+    inference = tz.traces_of(model)
+    assert (names_of_lines(inference.forward), inference.backward) == (FORWARD, None)
     with model.no_sync():
         model(X).sum().backward()
     deferring = tz.traces_of(model)
     assert names_of_lines(deferring.forward) == FORWARD
     assert {FLASH_BACKWARD, OF_INPUT, OF_WEIGHT} <= set(names_of_lines(deferring.backward))
     executors = list(thunder.compile_data(model).executors_list)
-    assert [executors.count(one) for one in NEVER_FUSED] == [1] * len(NEVER_FUSED)
+    assert [executors.count(executor) for executor in NEVER_FUSED] == [1] * len(NEVER_FUSED)
 
 
 @pytest.mark.slow
 def test_the_bench_counts_what_attention_saves(group: ProcessGroup) -> None:
-    """Decomposed, it saves a tensor of 2 * 2 * 128 * 128 floats, which are 0.25 MiB."""
+    """Decomposed attention saves 2 * 2 * 128 * 128 floats, which are 0.25 MiB."""
     size = Size(blocks=1, width=16, heads=2, vocabulary=16, tokens=128)
     flash, decomposed = (
         float(measured(sharded(make_model(size), 0), size, kernel).partition(",")[0])

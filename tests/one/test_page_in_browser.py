@@ -1,4 +1,4 @@
-"""The report in headless Chromium: it opens without errors, and selection, links, filters and keys work."""
+"""In headless Chromium the report opens without errors, and selection, links, filters and keys work."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ from thunder_zero.tools import Device, Link
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"), pytest.mark.slow]
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6))
 WIDE, NARROW = (1400, 1200), (700, 1200)
 
 
-def chain() -> Chain:
+def build_chain() -> Chain:
     return Chain(*(ResidualBlock(16) for _ in range(8)))
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a report of two stages."""
+    """Write a report that compares two stages; return its address."""
     path = tmp_path_factory.mktemp("report") / "report.html"
-    two = [traced(chain, (8, 16), tz.Policy(stage, reshard_after_forward=True)) for stage in (3, 2)]
-    around: dict[str, Any] = {"loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
-    tz.tools.report(two[0], path, device=DEVICE, beside=two[1], **around)
+    traces = [traced(build_chain, (8, 16), tz.Policy(stage, reshard_after_forward=True)) for stage in (3, 2)]
+    training: dict[str, Any] = {"loss": lambda y: y.square().mean(), "optimizer": torch.optim.AdamW}
+    tz.tools.report(traces[0], path, device=DEVICE, beside=traces[1], **training)
     return Path(path).as_uri()
 
 
@@ -55,16 +52,16 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
-Ask = Callable[..., Any]  # JavaScript, and its arguments -> what it returns
+Ask = Callable[..., Any]  # evaluates JavaScript with arguments
 
 
 @pytest.fixture
 def shown(browser: Any, report: str) -> Ask:
-    """The report, opened anew."""
-    return opened(browser, report)
+    """Open the report."""
+    return open_page(browser, report)
 
 
-def opened(browser: Any, address: str, size: tuple[int, int] = WIDE, scheme: str = "light") -> Ask:
+def open_page(browser: Any, address: str, size: tuple[int, int] = WIDE, scheme: str = "light") -> Ask:
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -81,7 +78,7 @@ def press(browser: Any, name: str, *keys: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_it_opens_without_errors_and_fits(browser: Any, report: str, size: tuple[int, int], scheme: str) -> None:
-    ask = opened(browser, report, size, scheme)
+    ask = open_page(browser, report, size, scheme)
     assert browser.get_log("browser") == []
     assert ask("document.documentElement.scrollWidth") <= size[0]
     assert ask("getComputedStyle(document.body).backgroundColor") != (
@@ -92,12 +89,12 @@ def test_it_opens_without_errors_and_fits(browser: Any, report: str, size: tuple
     assert ask("document.querySelectorAll('#rows .row').length") < 60 < ask("page.programs[0].rows.length")
 
 
-def test_a_selection_is_everywhere_and_has_a_link(browser: Any, report: str, shown: Ask) -> None:
+def test_a_selection_shows_in_all_parts_and_has_a_link(browser: Any, report: str, shown: Ask) -> None:
     gather = shown("page.programs[0].collectives.findIndex((one) => one.exposed_seconds && one.backward)")
     line, op = shown(f"[page.programs[0].collectives[{gather}].launch, page.programs[0].collectives[{gather}].op]")
     shown(f"choose(0, {line}, {{ zoom: true }})")
     assert shown("location.hash") == f"#op={op}"
-    for ask in (shown, opened(browser, f"{report}#op={op}")):
+    for ask in (shown, open_page(browser, f"{report}#op={op}")):
         assert ask("chosen.line") == line
         (row,) = browser.find_elements("css selector", "#rows .row.is")
         assert row.text.startswith(str(op))
@@ -105,8 +102,8 @@ def test_a_selection_is_everywhere_and_has_a_link(browser: Any, report: str, sho
         assert "gather, backward" in in_table.text
         assert "compute waits" in browser.find_element("id", "chosen").text
         explained = ask("page.programs[0].parameters[chosen.parameter].explained")
-        told = browser.find_element("id", "explained").get_attribute("textContent")
-        assert "".join(told.split()) == "".join(explained.split())
+        explanation = browser.find_element("id", "explained").get_attribute("textContent")
+        assert "".join(explanation.split()) == "".join(explained.split())
         assert ask(f"x(page.programs[0].lines.end[{line}])") > ask("gutter")
     wait = shown(f"page.programs[0].collectives[{gather}].wait")
     browser.find_element("id", "trace").click()
@@ -117,12 +114,12 @@ def test_a_selection_is_everywhere_and_has_a_link(browser: Any, report: str, sho
 
 
 def click(browser: Any, ask: Ask, left: float, top: float) -> None:
-    """Click on a place of the canvas."""
+    """Click on a point of the canvas."""
     ask("canvas.scrollIntoView()")
     box = ask("canvas.getBoundingClientRect().toJSON()")
     for kind in ("mousePressed", "mouseReleased"):
-        where = {"x": box["left"] + left, "y": box["top"] + top, "button": "left", "clickCount": 1}
-        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **where})
+        event = {"x": box["left"] + left, "y": box["top"] + top, "button": "left", "clickCount": 1}
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **event})
 
 
 def test_a_click_on_a_bar_or_on_the_curve_selects_its_line(browser: Any, shown: Ask) -> None:
@@ -138,7 +135,7 @@ def test_a_click_on_a_bar_or_on_the_curve_selects_its_line(browser: Any, shown: 
     assert shown(f"Math.abs(x({ends}[chosen.line]) - x({ends}[{peak}]))") < 3, "pixels"
 
 
-def test_keys_zoom_and_move_and_select(browser: Any, shown: Ask) -> None:
+def test_keys_zoom_move_and_select(browser: Any, shown: Ask) -> None:
     from selenium.webdriver import Keys
 
     length = "view.end - view.start"
@@ -165,13 +162,13 @@ def test_keys_zoom_and_move_and_select(browser: Any, shown: Ask) -> None:
     assert shown(length) < 0.6 * whole
 
 
-def test_what_is_chosen_at_a_glance_is_shown_and_back_leads_back(browser: Any, report: str) -> None:
+def test_a_link_shows_its_details_and_back_returns(browser: Any, report: str) -> None:
     for size in ((1366, 768), NARROW):
-        ask = opened(browser, report, size)
+        ask = open_page(browser, report, size)
         first, second = browser.find_elements("css selector", "#exposed .link")[:2]
         first.click()
-        link, shown_at = ask("location.hash"), ask("document.getElementById('chosen').getBoundingClientRect().top")
-        assert 0 <= shown_at < size[1] / 2
+        link, top = ask("location.hash"), ask("document.getElementById('chosen').getBoundingClientRect().top")
+        assert 0 <= top < size[1] / 2
         ask("arguments[0].click()", second)
         assert ask("location.hash") != link
         browser.back()
@@ -182,26 +179,26 @@ def test_what_is_chosen_at_a_glance_is_shown_and_back_leads_back(browser: Any, r
         assert ask("view.end - view.start") == ask("whole")
 
 
-def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None:
+def test_the_table_filters_sorts_and_finds(browser: Any, shown: Ask) -> None:
     rows = "[...document.querySelectorAll('#table tbody tr')].length"
     every = shown("page.programs[0].collectives.length")
     assert shown(rows) == every
     press(browser, "filter", "3")
-    of_unit = shown("page.programs[0].collectives.filter((one) => /3/.test(one.unit + one.label + one.why)).length")
-    assert 0 < of_unit <= shown(rows) < every
+    matching = shown("page.programs[0].collectives.filter((one) => /3/.test(one.unit + one.label + one.why)).length")
+    assert 0 < matching <= shown(rows) < every
     browser.find_element("id", "filter").clear()
     press(browser, "filter", " ", "\b")
     browser.find_element("id", "waiting").click()
     waiting = shown("page.programs[0].collectives.filter((one) => one.exposed_seconds).length")
     assert shown(rows) == waiting < every
-    head = browser.find_element("xpath", "//th/button[text()='compute waits']")
-    head.click()
+    header = browser.find_element("xpath", "//th/button[text()='compute waits']")
+    header.click()
     order = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[7].textContent)"
     longest = shown("duration(Math.max(...page.programs[0].collectives.map((one) => one.exposed_seconds)))")
     assert shown(order)[0] == longest
-    head.click()
+    header.click()
     assert shown(order)[-1] == longest
-    assert head.find_element("xpath", "..").get_attribute("aria-sort") == "ascending"
+    assert header.find_element("xpath", "..").get_attribute("aria-sort") == "ascending"
     press(browser, "find", "4.UP", "\n")  # a part of a name
     assert shown("page.programs[0].parameters[chosen.parameter].path") == "4.up.weight"
     browser.find_element("id", "find").clear()
@@ -212,18 +209,18 @@ def test_the_table_filters_and_sorts_and_finds(browser: Any, shown: Ask) -> None
     assert browser.get_log("browser") == []
 
 
-def test_the_site_is_searched_from_the_disk(browser: Any, tmp_path: Path) -> None:
-    """The theme's worker does not start on a page from the disk; docs/search-from-disk.js runs it there."""
+def test_the_site_can_be_searched_from_the_disk(browser: Any, tmp_path: Path) -> None:
+    """On a page from the disk the theme's worker does not start; docs/search-from-disk.js replaces it."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=250)
-    shown = opened(browser, (tmp_path / "start.html").as_uri())
+    shown = open_page(browser, (tmp_path / "start.html").as_uri())
     shown("document.querySelector('#__search').click()")
     browser.find_element("css selector", "input[name=query]").send_keys("start")
-    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
-    links = WebDriverWait(browser, timeout=30).until(lambda _: shown(found))
+    hrefs = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    links = WebDriverWait(browser, timeout=30).until(lambda _: shown(hrefs))
     assert any("/start.html" in link for link in links)
     assert not any("/source/" in link for link in links), "code that pages link to"

@@ -1,4 +1,4 @@
-"""Submodules that Thunder gets wrong or cannot trace are refused by path, with a way out, before one is sharded."""
+"""Submodules that Thunder gets wrong or cannot trace are refused by path, with what to do, before sharding."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def shard(module: nn.Module) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
 
 
-def compiled() -> Any:
+def make_compiled() -> Any:
     return torch.compile(nn.Linear(4, 4), backend="eager")
 
 
-def hooked() -> nn.Module:
+def make_hooked() -> nn.Module:
     module = nn.Linear(4, 4)
-    module.register_full_backward_hook(lambda module, given, of_output: None)
+    module.register_full_backward_hook(lambda module, grad_input, grad_output: None)
     return module
 
 
-def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+def make_normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: norm(nn.Linear(4, 4))
 
 
-# What Thunder does with each alone: silently wrong are backward hooks (not called) and the statistics of instance
-# norms (not updated); others fail with errors that do not say what to do.
-MADE: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
-    (compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
+# Thunder by itself silently does not call backward hooks and does not update the statistics of instance norms. For
+# the other parts it raises errors that do not say what to do.
+PARTS_REFUSED: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
+    (make_compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
     (lambda: checkpoint(nn.Linear(4, 4)), ("_composable.checkpoint", "torch.utils.checkpoint")),
-    (hooked, ("(Linear) has backward hooks", "never calls them", "model.parameters()")),
+    (make_hooked, ("(Linear) has backward hooks", "never calls them", "model.parameters()")),
     (
         lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
         ("track_running_stats=True", "does not update", "track_running_stats=False"),
@@ -64,9 +64,9 @@ MADE: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_submodule_that_thunder_gets_wrong() -> None:
+def test_submodules_that_thunder_gets_wrong_are_refused() -> None:
     missed = set(PARTS)
-    for make, words in MADE:
+    for make, words in PARTS_REFUSED:
         module = nn.Sequential()
         module.add_module("first", nn.Linear(4, 4))
         module.add_module("part", make())
@@ -80,22 +80,22 @@ def test_a_submodule_that_thunder_gets_wrong() -> None:
         shard(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
 
 
-# What Thunder says of others is enough, in one sentence that names tz.compile.
-FAIL: dict[str, tuple[Callable[[], nn.Module], str]] = {
+# Thunder's own error is clear enough here; a sentence that names tz.compile is added.
+UNTRACEABLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "LSTM": (lambda: nn.LSTM(4, 4), "Encountered exception TypeError: weak object has gone away; thunder_zero.compile"),
-    "old weight_norm": (normed(nn.utils.weight_norm), "torch._weight_norm, but it is not yet supported; thunder_zero"),
-    "weight_norm": (normed(parametrizations.weight_norm), "object of type 'generator' has no len(); thunder_zero"),
-    "spectral_norm": (normed(parametrizations.spectral_norm), "normalize: out is not None"),
-    "old spectral_norm": (normed(nn.utils.spectral_norm), "normalize: out is not None"),
+    "old weight_norm": (make_normed(nn.utils.weight_norm), "torch._weight_norm, but it is not yet supported; thunder"),
+    "weight_norm": (make_normed(parametrizations.weight_norm), "object of type 'generator' has no len(); thunder_zero"),
+    "spectral_norm": (make_normed(parametrizations.spectral_norm), "normalize: out is not None"),
+    "old spectral_norm": (make_normed(nn.utils.spectral_norm), "normalize: out is not None"),
     "a cumulative average": (lambda: nn.BatchNorm1d(4, momentum=None), "casting a TensorProxy to a Python float"),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, dropout=0.0), "doing automatic registration for"),
 }
 
 
-@pytest.mark.parametrize("part", ["LSTM", "old weight_norm", *slow(*list(FAIL)[2:])])
+@pytest.mark.parametrize("part", ["LSTM", "old weight_norm", *slow(*list(UNTRACEABLE)[2:])])
 @pytest.mark.filterwarnings("ignore")
-def test_a_submodule_that_thunder_fails_on(part: str) -> None:
-    make, words = FAIL[part]
+def test_errors_of_thunder_lead_to_compile(part: str) -> None:
+    make, words = UNTRACEABLE[part]
     model = shard(nn.Sequential(nn.Linear(4, 4), make()))
     with refused(NotImplementedError, "Thunder cannot trace Sequential: ", words, "compile(module, ...) trains it"):
         model(X)
@@ -104,8 +104,8 @@ def test_a_submodule_that_thunder_fails_on(part: str) -> None:
 Line = Callable[[Any, Tensor], Any]
 
 
-class Does(nn.Module):
-    """A forward with one line more."""
+class WithLine(nn.Module):
+    """A module whose forward runs one more line."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class Does(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm.forward(self.layer.forward(x))
-        found = self.line(self, y)
-        return found if isinstance(found, Tensor) else y
+        output = self.line(self, y)
+        return output if isinstance(output, Tensor) else y
 
 
 class Record:
@@ -123,7 +123,7 @@ class Record:
 
 
 class Records(nn.Module):
-    """Sets an attribute of an object that it holds, as modules of transformers do."""
+    """A module that sets an attribute of an object that it holds, as modules of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Records(nn.Module):
 LINES: dict[str, tuple[Line, tuple[str, ...]]] = {
     "a counter": (
         lambda module, y: setattr(module, "count", module.count + 1),
-        ("attribute 'count'", "Does", "in a buffer"),
+        ("attribute 'count'", "WithLine", "in a buffer"),
     ),
     "a tensor": (lambda module, y: setattr(module, "last", y.mean()), ("attribute 'last'", "return the value")),
     "a new attribute": (lambda module, y: setattr(module, "other", 1), ("attribute 'other'", "drop the change")),
@@ -149,45 +149,45 @@ LINES: dict[str, tuple[Line, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("what", ["a counter", "a reentrant checkpoint", *slow("a tensor", "a new attribute")])
-def test_a_line_of_forward_that_is_refused(what: str) -> None:
-    line, words = LINES[what]
+@pytest.mark.parametrize("name", ["a counter", "a reentrant checkpoint", *slow("a tensor", "a new attribute")])
+def test_lines_of_forward_that_thunder_gets_wrong_are_refused(name: str) -> None:
+    line, words = LINES[name]
     with refused(RuntimeError, *words):
-        shard(Does(line))(X)
+        shard(WithLine(line))(X)
     with refused(RuntimeError, *words):
-        tz.trace(Does(line), X, frontend="thunder")
+        tz.trace(WithLine(line), X, frontend="thunder")
 
 
-def lines_that_pass(module: Any, y: Tensor) -> Tensor:
-    """The same value again, an attribute of a submodule, a checkpoint that is not reentrant."""
+def run_allowed_lines(module: Any, y: Tensor) -> Tensor:
+    """Set an attribute to its value, set one of a submodule, and call a checkpoint that is not reentrant."""
     module.count = 0
     module.layer.count = 3
     return recompute(module.layer, y, use_reentrant=False)
 
 
 @pytest.mark.slow
-def test_lines_like_those_that_pass() -> None:
-    module = Does(lines_that_pass)
+def test_similar_lines_are_allowed() -> None:
+    module = WithLine(run_allowed_lines)
     model = shard(deepcopy(module))
     torch.testing.assert_close(model(X), module(X))
 
 
-def test_a_plain_model_keeps_what_thunder_does() -> None:
-    """A counter is dropped without a word; for a reentrant checkpoint Thunder raises a string."""
-    shard(nn.Linear(4, 4))  # from here on Thunder asks us
-    plain: Any = thunder.jit(Does(LINES["a counter"][0]))
+def test_plain_models_keep_thunders_behaviour() -> None:
+    """Thunder silently drops a counter, and raises a string for a reentrant checkpoint."""
+    shard(nn.Linear(4, 4))  # our functions are now in Thunder's tables
+    plain: Any = thunder.jit(WithLine(LINES["a counter"][0]))
     plain(X)
     assert plain.count == 0
     with pytest.raises(TypeError, match="exceptions must derive from BaseException"):
-        thunder.jit(Does(LINES["a reentrant checkpoint"][0]))(X)
+        thunder.jit(WithLine(LINES["a reentrant checkpoint"][0]))(X)
 
 
 @pytest.mark.slow
-def test_what_changes_for_a_while() -> None:
-    """``update_bn``, ``functional_call`` and a part that changes: a sentence, and without them all is as before."""
-    model = shard(Does(lambda module, y: None))
+def test_temporary_changes_are_refused_and_leave_nothing_behind() -> None:
+    """``update_bn``, ``functional_call`` and a changed part raise; once undone, the model works as before."""
+    model = shard(WithLine(lambda module, y: None))
     before = model(X)
-    with refused(NotImplementedError, "Thunder cannot trace Does", "thunder_zero.compile"):
+    with refused(NotImplementedError, "Thunder cannot trace WithLine", "thunder_zero.compile"):
         update_bn([X], model)
     with refused(NotImplementedError, "Thunder cannot trace Records: trying to set .word; thunder_zero.compile"):
         shard(Records())(X)
@@ -198,7 +198,7 @@ def test_what_changes_for_a_while() -> None:
     rows, indices = nn.Embedding(4, 4), torch.tensor([[0, 3]])
     model = shard(nn.Sequential(rows, nn.Linear(4, 4)))
     before = model(indices)
-    rows.sparse = True  # Thunder reads it, and compiles anew
+    rows.sparse = True  # Thunder reads it and compiles again
     with refused(RuntimeError, "submodule '0' of Sequential (Embedding) has sparse=True", "use sparse=False"):
         model(indices)
     rows.sparse = False

@@ -1,4 +1,4 @@
-"""Models of ours have no effect on models of others: what is patched is patched while ours compile, and put back."""
+"""Our models do not affect other models: what is patched while ours compile is restored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOLDERS = [
 
 
 class Everything(nn.Module):
-    """Calls whatever is replaced while a model of ours is traced."""
+    """A module that calls everything that is patched while one of our models is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class Everything(nn.Module):
         return F.cross_entropy(x if self.mask is None else x * self.mask, TARGET, label_smoothing=0.1)
 
 
-def tables() -> list[dict[Any, int]]:
-    """Thunder's tables and functions, as objects."""
-    found = []
+def read_tables() -> list[dict[Any, int]]:
+    """Return the identities of the objects in Thunder's tables and modules."""
+    tables = []
     for holder in HOLDERS:
         names: Any = holder if isinstance(holder, dict) else vars(holder)
-        found.append({name: id(value) for name, value in names.items() if not str(name).startswith("__")})
-    return [*found, {"meta": id(prims.convert_element_type.meta)}]
+        tables.append({name: id(value) for name, value in names.items() if not str(name).startswith("__")})
+    return [*tables, {"meta": id(prims.convert_element_type.meta)}]
 
 
-def ours(module: nn.Module) -> Any:
+def jit_ours(module: nn.Module) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
 
 
@@ -73,40 +73,40 @@ def text_of(jitted: Any) -> str:
     return re.sub(r"took \d+ \w+|0x\w+|_\d{6,}", "", "\n".join(map(str, traces)))
 
 
-LASTING = {  # what stays for the life of the process, and leaves models of others alone
+LASTING = {  # what stays for the life of the process and does not affect other models
     "DTensor's handlers: aten._amp_foreach_non_finite_check_and_unscale_.default",
     "optimizer_global_optimizer_post_hooks: thunder_zero.sharded.optimizers._note_step",
     "optimizer_global_optimizer_pre_hooks: thunder_zero.sharded.optimizers._before_step",
 }
 
 
-def test_nobody_else_notices_that_models_of_ours_train() -> None:
-    """In a process of its own: what an earlier test had left there would be equal before and after."""
+def test_training_our_models_changes_nothing_else() -> None:
+    """Runs in a new process, as changes by an earlier test would not show."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.harness.side_effects"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    changed = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr
+    changed = json.loads(process.stdout)
     assert {*changed.pop("training")} == LASTING
     assert changed == {key: [] for key in ("torch by itself", "import", "functions", "Thunder", "bits")}
 
 
-def test_a_trace_enters_the_room_and_a_plain_model_is_traced_as_by_thunder_alone() -> None:
+def test_our_traces_patch_thunder_and_plain_models_are_traced_as_by_thunder_alone() -> None:
     plain = thunder.jit(fresh(Everything))
     plain(X).backward()
     with group_of_one("cpu"):
-        model = ours(fresh(Everything))
+        model = jit_ours(fresh(Everything))
         with mock.patch.object(tracing, "replaced", wraps=patches.replaced) as entered:
             model(X).backward()
             assert entered.call_count == 2
             model(X)
-        assert entered.call_count == 2  # a program that is there needs no trace
+        assert entered.call_count == 2  # an existing program needs no trace
     after = thunder.jit(fresh(Everything))
     after(X).backward()
     assert text_of(plain) == text_of(after)
 
 
-def test_the_room_is_left_after_an_exception_and_by_overlapping_blocks() -> None:
-    before = tables()
+def test_patches_are_undone_after_an_exception_and_by_overlapping_blocks() -> None:
+    before = read_tables()
 
     class Fails(nn.Module):
         def __init__(self) -> None:
@@ -118,18 +118,18 @@ def test_the_room_is_left_after_an_exception_and_by_overlapping_blocks() -> None
 
     with group_of_one("cpu"):
         with pytest.raises(KeyError, match="2"):
-            ours(Fails())(X)
-        assert tables() == before
+            jit_ours(Fails())(X)
+        assert read_tables() == before
     with patches.replaced(tracing.PATCHES):
         with patches.replaced(tracing.PATCHES):
-            inside = tables()
-        assert tables() == inside != before
-    assert tables() == before
+            inside = read_tables()
+        assert read_tables() == inside != before
+    assert read_tables() == before
 
 
-def test_a_thread_that_traces_another_model_meanwhile_is_refused_nothing() -> None:
-    """It finds our functions in Thunder's tables, which ask whether the model of their thread is ours."""
-    before, meet, results = tables(), Barrier(2, timeout=60), []
+def test_a_thread_that_traces_another_model_at_the_same_time_is_refused_nothing() -> None:
+    """It calls our functions in Thunder's tables; they check whether their thread traces one of our models."""
+    before, meet, results = read_tables(), Barrier(2, timeout=60), []
 
     def decides(x: Tensor) -> Tensor:
         return x * (2 if x.sum().item() > 0 else 3)
@@ -143,16 +143,16 @@ def test_a_thread_that_traces_another_model_meanwhile_is_refused_nothing() -> No
     thread = Thread(target=trace_plainly)
     thread.start()
     with tracing.Tracing().entered():
-        meet.wait()  # from here on the other thread traces
+        meet.wait()  # now the other thread traces
         meet.wait()
         assert patches.refuse("why") is not None
     thread.join()
     assert torch.equal(results[0], 3 * torch.ones(1, 1)), "Thunder's own wrong answer"
     assert patches.refuse("why") is None
-    assert tables() == before
+    assert read_tables() == before
 
 
-def test_compile_never_enters() -> None:
+def test_compile_never_patches_thunder() -> None:
     with group_of_one("cpu"), mock.patch.object(room, "Tracing", side_effect=AssertionError("entered")):
         model = tz.compile(fresh(Everything), stage=3)
         model(X).backward()
@@ -161,11 +161,11 @@ def test_compile_never_enters() -> None:
         assert all(param.grad is not None for param in model.parameters())
         tz.trace(Everything(), X)
         with pytest.raises(AssertionError, match="entered"):
-            ours(Everything())
+            jit_ours(Everything())
 
 
-def test_a_scaler_of_other_models_keeps_torchs_own_handler() -> None:
-    """Ours shares an overflow of any gradient by a collective of its own; torch's shares that of the first gradient."""
+def test_a_scaler_of_other_models_uses_torchs_handler() -> None:
+    """Our handler shares an overflow of any gradient by a collective; torch's looks at the first gradient only."""
     found, inverse = torch.zeros(()), torch.ones(())
     with group_of_one("cpu"):
         model: Any = tz.compile(nn.Linear(4, 4), stage=3)

@@ -1,4 +1,4 @@
-"""Habits of torch, FSDP2 and Hugging Face on a sharded model work, or raise an error that says what to do instead.
+"""Usual calls of torch, FSDP2 and Hugging Face work on a sharded model, or raise an error that says what to do.
 
 Both front ends are tested. Afterwards the model still trains.
 """
@@ -59,10 +59,10 @@ def compiled(module: nn.Module, **arguments: Any) -> Any:
     return tz.compile(module, 3, **arguments)
 
 
-WAYS = [jitted, compiled]
+FRONT_ENDS = [jitted, compiled]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=FRONT_ENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     sharded = request.param(fresh(Net))
     assert trains(sharded, X)
@@ -70,7 +70,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     assert trains(sharded, X), "the model still trains"
 
 
-def in_anomaly_mode(model: Any) -> None:
+def train_in_anomaly_mode(model: Any) -> None:
     with torch.autograd.detect_anomaly():
         model(X).sum().backward()
 
@@ -88,31 +88,31 @@ REFUSED: list[tuple[type[Exception], Callable[[Any], Any], str]] = [
         lambda model: functional_call(model, {name: torch.ones(4) for name in ("a.bias", "b.bias")}, (X,)),
         "functional_call",
     ),
-    (RuntimeError, in_anomaly_mode, "check_gradients=True"),
+    (RuntimeError, train_in_anomaly_mode, "check_gradients=True"),
 ]
 
 
-def test_what_is_refused_names_the_way(model: Any) -> None:
-    for kind, call, way in REFUSED:
-        with refused(kind, "Net" if way != "functional_call" else "a.bias", way):
+def test_refusals_name_what_to_do_instead(model: Any) -> None:
+    for kind, call, instead in REFUSED:
+        with refused(kind, "Net" if instead != "functional_call" else "a.bias", instead):
             call(model)
     fails(lambda: torch.export.export(model, (X,), strict=True), "Unsupported", "with tz.full_parameters(model) as")
 
 
-def test_the_ways_work(model: Any) -> None:
-    right = model(X)
+def test_what_refusals_name_works(model: Any) -> None:
+    expected = model(X)
     with tz.full_parameters(model) as module:
         assert module.generate(X).shape == X.shape[:1]
         assert torch.equal(torch.export.export(module, (X,)).module()(X), module(X))
-        torch.testing.assert_close(functional_call(module, dict(module.named_parameters()), (X,)), right)
-    torch.testing.assert_close(functional_call(model, dict(model.named_parameters()), (X,)), right)
+        torch.testing.assert_close(functional_call(module, dict(module.named_parameters()), (X,)), expected)
+    torch.testing.assert_close(functional_call(model, dict(model.named_parameters()), (X,)), expected)
     saved = BytesIO()
     torch.save(model.state_dict(), saved)
     with torch.autograd.detect_anomaly(check_nan=False):
         model(X).sum().backward()
 
 
-def test_names_of_fsdp2_answer_with_ours(model: Any) -> None:
+def test_methods_of_fsdp2_raise_errors_that_name_ours(model: Any) -> None:
     names = [name for name in vars(FSDPModule) if not name.startswith("_")]
     for name in names:
         assert not hasattr(model, name)
@@ -121,14 +121,14 @@ def test_names_of_fsdp2_answer_with_ours(model: Any) -> None:
     fails(lambda: model.set_nothing(), "AttributeError", "object has no attribute 'set_nothing'")
 
 
-@pytest.mark.parametrize("way", [jitted, compiled, lambda module, **given: tz.zero(thunder.jit(module), **given)])
-def test_arguments_of_fsdp2_answer_with_ours(way: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("front_end", [*FRONT_ENDS, lambda module, **options: tz.zero(thunder.jit(module), **options)])
+def test_arguments_of_fsdp2_raise_errors_that_name_ours(front_end: Callable[..., Any]) -> None:
     ours = ("module", "mesh", "dp_mesh_dims")
     names = [name for name in inspect.signature(fully_shard).parameters if name not in ours]
     for name in names:
         if name not in inspect.signature(Policy).parameters:
             with refused(TypeError, name, "FSDP2", INSTEAD[name]):
-                way(Net(), **{name: True})
+                front_end(Net(), **{name: True})
     assert "reshard_after_forward" in names, "a field of Policy"
 
 
@@ -154,52 +154,52 @@ class Checkpointed(nn.Module):
 OPTIONS = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_take_keyword_arguments(way: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_checkpoints_take_keyword_arguments(front_end: Callable[[nn.Module], Any]) -> None:
     plain, x = fresh(lambda: Checkpointed(scale=3.0, **OPTIONS)), torch.arange(12.0).reshape(3, 4)
-    model = way(deepcopy(plain))
+    model = front_end(deepcopy(plain))
     y = model(x)
-    right = plain(x)
-    torch.testing.assert_close(y, right)
+    expected = plain(x)
+    torch.testing.assert_close(y, expected)
     y.sum().backward()
-    right.sum().backward()
-    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
+    expected.sum().backward()
+    for param, plain_param in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), plain_param.grad)
     assert len(saved(tz.traces_of(model).forward)) < 6, "backward computes the block again"
 
 
-def nothing() -> tuple[Any, Any]:
+def null_contexts() -> tuple[Any, Any]:
     return nullcontext(), nullcontext()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_checkpoint_would_lose_is_refused(way: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_context_fn_of_a_checkpoint_is_refused(front_end: Callable[[nn.Module], Any]) -> None:
     with refused(RuntimeError, "context_fn", "Policy.recompute"):
-        way(Checkpointed(context_fn=nothing))(X)
+        front_end(Checkpointed(context_fn=null_contexts))(X)
 
 
-def saves_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def save_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_tanh = operator is torch.ops.aten.tanh.default
     return CheckpointPolicy.MUST_SAVE if is_tanh else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("policy", [[torch.ops.aten.tanh.default], saves_tanh], ids=["list", "function"])
+@pytest.mark.parametrize("policy", [[torch.ops.aten.tanh.default], save_tanh], ids=["list", "function"])
 def test_selective_checkpoints(policy: Any) -> None:
-    """Backward recomputes all but what the policy saves."""
+    """Backward recomputes everything except what the policy saves."""
     plain = fresh(lambda: Checkpointed(context_fn=partial(create_selective_checkpoint_contexts, policy)))
     model, x = compiled(deepcopy(plain)), torch.arange(12.0).reshape(3, 4)
     for network in (model, plain):
         network(x).sum().backward()
-    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
-    again = Counter(line.sym.name for line in tz.traces_of(model).backward.bound_symbols)
-    assert (again["exp"], again["tanh"], again["addmm"]) == (1, 0, 0), again
+    for param, plain_param in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), plain_param.grad)
+    counts = Counter(line.sym.name for line in tz.traces_of(model).backward.bound_symbols)
+    assert (counts["exp"], counts["tanh"], counts["addmm"]) == (1, 0, 0), counts
 
 
 def test_traces_fit_a_screen() -> None:
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            said = repr(tz.trace(nn.Sequential(*(Net() for _ in range(4))), X, world_size=2, policy=3))
-        assert len(said) < 500
-        assert said.count("\n") == 1 + grad
-        assert "ZeRO-3, rank 0 of 2, 16 parameters in 4 units" in said
+            text = repr(tz.trace(nn.Sequential(*(Net() for _ in range(4))), X, world_size=2, policy=3))
+        assert len(text) < 500
+        assert text.count("\n") == 1 + grad
+        assert "ZeRO-3, rank 0 of 2, 16 parameters in 4 units" in text

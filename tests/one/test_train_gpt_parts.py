@@ -1,4 +1,4 @@
-"""The small parts of examples/train_gpt.py: text, model and memory."""
+"""The parts of examples/train_gpt.py work: text, model and memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ CPU = torch.device("cpu")
 
 
 def test_text_is_split_by_file(tmp_path: Path) -> None:
-    """Files come in one order; those in folders that the example skips do not; too few are refused."""
+    """Files are read in order, skipped folders are not read, and too few files are refused."""
     with pytest.raises(FileNotFoundError, match="has 0 Python files; use a Python that ships its sources"):
         load_text(tmp_path)
-    for number in range(40):
-        (tmp_path / f"m{number:02}.py").write_text(f"{number:02}")
+    for index in range(40):
+        (tmp_path / f"m{index:02}.py").write_text(f"{index:02}")
     (tmp_path / "test").mkdir()
     (tmp_path / "test/a.py").write_text("skipped")
     text = load_text(tmp_path)
     train, validation = (bytes(part.tolist()).decode().split() for part in (text.train, text.validation))
     assert validation == ["00", "16", "32"]
-    assert train == [f"{number:02}" for number in range(40) if number % 16]
+    assert train == [f"{index:02}" for index in range(40) if index % 16]
 
 
 def test_ranks_share_the_global_batch() -> None:
     text = Text(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(100, dtype=torch.uint8))
 
-    def cut(size: int) -> list[torch.Tensor]:
+    def draw(size: int) -> list[torch.Tensor]:
         shapes = [Shape(rows=12, context=7, rank=rank, world_size=size) for rank in range(size)]
         train = torch.cat([train_batch(text, step=3, shape=shape, seed=0) for shape in shapes])
         return [train, *map(torch.cat, zip(*(validation_batches(text, 2, shape) for shape in shapes), strict=True))]
 
-    for mine, alone in zip(cut(3), cut(1), strict=True):
-        assert torch.equal(mine, alone)
-        assert (mine.diff(dim=1) == 1).all()  # consecutive bytes
+    for rows, expected in zip(draw(3), draw(1), strict=True):
+        assert torch.equal(rows, expected)
+        assert (rows.diff(dim=1) == 1).all()  # consecutive bytes
     with pytest.raises(ValueError, match="rows is 16; on 3 ranks give a multiple of 3"):
         Shape(rows=16, context=8, rank=0, world_size=3)
     shape = Shape(12, 7, 0, 1)
@@ -54,7 +54,7 @@ def test_ranks_share_the_global_batch() -> None:
     assert set(starts.tolist()) == {0, 1, 2}, "and no further"
 
 
-def test_gpt_looks_only_back_and_ties_its_head() -> None:
+def test_gpt_is_causal_and_ties_its_head() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"blocks": 2, "width": 16, "heads": 2, "context": 8}
     tied, model = (GPT(GPTConfig(**sizes, tied=tied)) for tied in (True, False))
@@ -70,8 +70,8 @@ def test_gpt_looks_only_back_and_ties_its_head() -> None:
             GPTConfig(**sizes | {name: value})
 
 
-def test_memory_is_what_is_alive_together() -> None:
-    """Shared memory counts once and whole; also what other threads allocate and free."""
+def test_memory_counts_what_is_alive_at_the_same_time() -> None:
+    """Shared memory counts once, as a whole. Allocations of other threads count."""
     full = torch.zeros(10, 4)
     assert bytes_held([full[:5], full[5:], torch.zeros(3)]) == 10 * 4 * 4 + 3 * 4
     kept: list[torch.Tensor] = []
@@ -101,14 +101,14 @@ def test_memory_is_what_is_alive_together() -> None:
     assert added_at_peak(lambda: torch.empty(1000), CPU) == 4000
 
 
-def test_memory_events_in_order_of_time() -> None:
-    """The index orders the events of one thread: here the last two are one's, the others another's."""
+def test_memory_events_are_read_in_order_of_time() -> None:
+    """An event's index gives the order inside its thread. The last two events are of another thread."""
     changes = [(7.5, 3, -8, 24), (6.0, 1, 4, 24), (6.5, 2, 8, 32), (7.5, 4, 2, 26), (5.0, 9, 20, 20), (5.5, 10, 0, 20)]
     events = [
-        {"name": "[memory]", "ts": at, "args": {"Ev Idx": index, "Bytes": by, "Total Allocated": total}}
-        for at, index, by, total in changes
+        {"name": "[memory]", "ts": seconds, "args": {"Ev Idx": index, "Bytes": nbytes, "Total Allocated": total}}
+        for seconds, index, nbytes, total in changes
     ]
-    events += [{"name": MARK + name, "ts": at} for name, at in (("first", 4.9), ("idle", 6.2), ("last", 6.4))]
+    events += [{"name": MARK + name, "ts": seconds} for name, seconds in (("first", 4.9), ("idle", 6.2), ("last", 6.4))]
     assert added_by_mark([*events, {"name": "aten::add", "ts": 1.0, "args": {}}]) == {
         "first": Added(24, 24),
         "idle": Added(24, 24),

@@ -1,7 +1,7 @@
-"""What PyTorch's graphs hand over under ``tz.compile`` besides plain tensors: right, or refused in one sentence.
+"""Under ``tz.compile``, unusual values and effects in torch's graphs work as in eager mode, or are refused.
 
-Effects that are ordered by tokens, asserts, tensor subclasses, nested tensors, gradients inside of forward, parameters
-that forward writes to or returns, and errors of torch's own.
+Effects ordered by tokens, asserts, tensor subclasses, nested tensors, gradients inside forward, parameters that forward
+writes to or returns, and torch's own errors.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.harness.models import fresh
 
 X = torch.arange(12.0).view(3, 4).sin()
 pytestmark = pytest.mark.usefixtures("group")
-Then = Callable[[Any, Tensor], Any]
+Function = Callable[[Any, Tensor], Any]
 
 
-class Does(nn.Module):
-    """What a function makes of the module and its input."""
+class Calls(nn.Module):
+    """A module whose forward is a given function of the module and the input."""
 
-    def __init__(self, then: Then) -> None:
+    def __init__(self, then: Function) -> None:
         super().__init__()
         self.layer, self.scale, self.then = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), then
         self.register_buffer("last", torch.ones(4))
@@ -38,7 +38,7 @@ class Does(nn.Module):
         return self.then(self, x)
 
 
-def says(module: Any, x: Tensor) -> Tensor:
+def prints_text(module: Any, x: Tensor) -> Tensor:
     y: Tensor = module.layer(x)
     torch.ops.higher_order.print("rows: {}", 3)
     torch.ops.aten._print("said")
@@ -64,34 +64,34 @@ def inner_gradient(module: Any, x: Tensor) -> Tensor:
     return grad.sin()
 
 
-def two_for_one_gradient(module: Any, x: Tensor) -> Tensor:
-    """``scale`` and the bias have one gradient, which is one value of the graph."""
+def equal_gradients(module: Any, x: Tensor) -> Tensor:
+    """Add ``scale`` and the bias, whose gradients are the same value of the graph."""
     y: Tensor = module.layer(x) + module.scale
     return y
 
 
 def transposed_norm(module: Any, x: Tensor) -> Tensor:
-    """A kernel of the CPU lays out its result as its input, where torch's trace has the batch first."""
+    """Call a CPU kernel whose result has the input's memory layout, while torch's trace has the batch first."""
     channels = module.layer(x.expand(2, 3, 4)).transpose(1, 2)
     normal = torch.nn.functional.batch_norm(channels, None, None, training=True)
     rows: Tensor = module.layer(normal.transpose(1, 2)) * module.scale
     return rows
 
 
-def nested(module: Any, x: Tensor) -> Tensor:
+def uses_nested(module: Any, x: Tensor) -> Tensor:
     parts = torch.nested.nested_tensor_from_jagged(module.layer(x) * module.scale, torch.tensor([0, 1, 3]))
     values: Tensor = torch.nn.functional.gelu(parts).values()
     return values
 
 
-def chosen(module: Any, x: Tensor) -> Tensor:
+def uses_cond(module: Any, x: Tensor) -> Tensor:
     y: Tensor = module.layer(x)
     z: Tensor = torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z.sin(), (y,))
     return z * module.scale
 
 
-def test_forward_says_what_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    model = tz.compile(fresh(partial(Does, says)), 3)
+def test_forward_prints_and_backward_does_not(capfd: pytest.CaptureFixture[str]) -> None:
+    model = tz.compile(fresh(partial(Calls, prints_text)), 3)
     capfd.readouterr()
     output = model(X)
     assert capfd.readouterr().out.splitlines() == ["rows: 3", "said"]
@@ -100,25 +100,25 @@ def test_forward_says_what_it_prints(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "then", [says, asserts, copies, inner_gradient, two_for_one_gradient, transposed_norm, nested, chosen]
+    "then", [prints_text, asserts, copies, inner_gradient, equal_gradients, transposed_norm, uses_nested, uses_cond]
 )
-def test_it_trains_as_in_eager_mode(then: Then) -> None:
-    assert_same_as_eager(fresh(partial(Does, then)), X)
+def test_it_trains_as_in_eager_mode(then: Function) -> None:
+    assert_same_as_eager(fresh(partial(Calls, then)), X)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_an_assert_of_a_graph_raises_its_own_words_in_forward(mode: Callable[[], Any]) -> None:
+def test_an_assert_in_a_graph_raises_its_message_in_forward(mode: Callable[[], Any]) -> None:
     def fails(module: Any, x: Tensor) -> Tensor:
         torch._assert_async((x > 100).all(), "too small")
         y: Tensor = module.layer(x) * module.scale
         return y
 
     with pytest.raises(RuntimeError, match=r"^too small"), mode():
-        tz.compile(fresh(partial(Does, fails)), 3)(X)
+        tz.compile(fresh(partial(Calls, fails)), 3)(X)
 
 
 class Beside(nn.Module):
-    """Computes with a tensor subclass beside plain tensors."""
+    """A module that computes with a tensor subclass beside plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,31 +128,31 @@ class Beside(nn.Module):
         return self.layer(x), (other * 2).sin()
 
 
-def pair() -> Tensor:
-    made: Tensor = TwoTensor(X.clone(), X.cos())
-    return made.requires_grad_()
+def make_pair() -> Tensor:
+    result: Tensor = TwoTensor(X.clone(), X.cos())
+    return result.requires_grad_()
 
 
 @pytest.mark.parametrize("used", [(0, 1), (1,), (0,)], ids=str)
-def test_tensor_subclasses_pass_beside_parameters(used: tuple[int, ...]) -> None:
+def test_tensor_subclasses_work_beside_parameters(used: tuple[int, ...]) -> None:
     plain = fresh(Beside)
     results = []
     for network in (tz.compile(deepcopy(plain), 3), plain):
-        other: Any = pair()
+        other: Any = make_pair()
         outputs = network(X, other)
-        for number in used:
-            outputs[number].sum().backward(retain_graph=True)
+        for index in used:
+            outputs[index].sum().backward(retain_graph=True)
         results.append((outputs, other.grad))
-    (mine, grad), (right, expected) = results
-    assert type(mine[1]) is TwoTensor
-    torch.testing.assert_close((mine[0], mine[1].a, mine[1].b), (right[0], right[1].a, right[1].b))
+    (actual, grad), (eager, expected) = results
+    assert type(actual[1]) is TwoTensor
+    torch.testing.assert_close((actual[0], actual[1].a, actual[1].b), (eager[0], eager[1].a, eager[1].b))
     if expected is None:
         assert not grad.a.any()
     else:
         torch.testing.assert_close((grad.a, grad.b), (expected.a, expected.b))
 
 
-# Refused
+# Refusals
 
 
 def writes(module: Any, x: Tensor) -> Tensor:
@@ -180,62 +180,64 @@ def differentiates(module: Any, x: Tensor) -> Tensor:
 
 
 def mismatches(module: Any, x: Tensor) -> Tensor:
-    y: Tensor = module.layer(x) @ torch.ones(3, 3)  # the user's line
+    y: Tensor = module.layer(x) @ torch.ones(3, 3)  # the error names this line
     return y
 
 
-def of_two_tensors(module: Any, x: Tensor) -> Tensor:
+def applies_layer(module: Any, x: Tensor) -> Tensor:
     y: Tensor = module.layer(x)
     return y
 
 
-def jagged() -> Tensor:
+def make_jagged() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
 
 
-REFUSED: list[tuple[Then, Callable[[], Tensor], tuple[str, ...]]] = [  # and words of the sentence
+REFUSED: list[tuple[Function, Callable[[], Tensor], tuple[str, ...]]] = [  # function, input, words of the error
     (writes, X.clone, ("writes to parameter 'scale'",)),
     (replaces, X.clone, ("writes to parameter 'scale'",)),
     (returns, X.clone, ("returns the parameter 'scale' itself",)),
     (lambda module, x: module.scale, X.clone, ("returns the parameter 'scale' itself",)),
     (differentiates, X.clone, ("create_graph=True", "torch.func.grad")),
-    (mismatches, X.clone, ("cannot trace Does", "test_what_torch_hands_over.py:", "must have same reduction dim")),
-    (of_two_tensors, pair, ("'layer.weight'", "tensor subclass", "plain tensor")),
-    (of_two_tensors, jagged, ("cannot trace Does", "nested", "padded")),
+    (mismatches, X.clone, ("cannot trace Calls", "test_what_torch_hands_over.py:", "must have same reduction dim")),
+    (applies_layer, make_pair, ("'layer.weight'", "tensor subclass", "plain tensor")),
+    (applies_layer, make_jagged, ("cannot trace Calls", "nested", "padded")),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
+@pytest.mark.parametrize("index", range(len(REFUSED)))
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_what_is_refused(number: int, mode: Callable[[], Any], capfd: pytest.CaptureFixture[str]) -> None:
-    then, given, words = REFUSED[number]
-    if mode is torch.no_grad and (then is differentiates or given is pair):
-        return  # there is no gradient
+def test_other_values_and_effects_are_refused(
+    index: int, mode: Callable[[], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    then, make_input, words = REFUSED[index]
+    if mode is torch.no_grad and (then is differentiates or make_input is make_pair):
+        return  # these are refused only with gradients
     with refused(RuntimeError, *words), mode():
-        tz.compile(fresh(partial(Does, then)), 3)(given())
+        tz.compile(fresh(partial(Calls, then)), 3)(make_input())
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_copy_of_a_model_computes_nothing() -> None:
-    model = tz.compile(fresh(partial(Does, of_two_tensors)), 3)
+def test_calling_a_copy_of_a_model_is_refused() -> None:
+    model = tz.compile(fresh(partial(Calls, applies_layer)), 3)
     copied = deepcopy(model)
-    with refused(RuntimeError, "copy of a sharded Does", "full_state_dict"):
+    with refused(RuntimeError, "copy of a sharded Calls", "full_state_dict"):
         copied(X)
-    with refused(RuntimeError, "copy of a sharded Does"):
+    with refused(RuntimeError, "copy of a sharded Calls"):
         deepcopy(copied)(X)
     assert len(copied.state_dict()) == len(model.state_dict())
 
 
-def test_views_of_inputs_say_without_gradients_what_torch_says() -> None:
+def test_without_gradients_views_of_inputs_have_the_flags_of_eager() -> None:
     def views(module: Any, x: Tensor) -> Any:
         return x, x.view(-1), x.t()[1:], module.layer(x).view(-1), module.layer(x.t()[:4].t())
 
-    plain = fresh(partial(Does, views))
+    plain = fresh(partial(Calls, views))
     outputs = []
     for network in (tz.compile(deepcopy(plain), 3), plain):
         x = X.clone().requires_grad_()
         with torch.no_grad():
             outputs.append(network(x))
-    for mine, right in zip(*outputs, strict=True):
-        torch.testing.assert_close(mine, right)
-        assert (mine.requires_grad, mine.grad_fn) == (right.requires_grad, right.grad_fn)
+    for actual, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected)
+        assert (actual.requires_grad, actual.grad_fn) == (expected.requires_grad, expected.grad_fn)

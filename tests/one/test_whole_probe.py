@@ -1,6 +1,6 @@
 """The probe of ``tz.whole`` finds what an optimizer couples, draws and changes.
 
-It finds nothing in an optimizer that steps each parameter alone.
+It finds nothing in an optimizer that steps each parameter by itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from thunder_zero.optim.probe import SIDE, STEPS, ProbeResult, probe_optimizer
 from thunder_zero.optim.stepper import GroupedParams, make_optimizer
 
 SHAPES = ((9, 4), (5,))
-Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients
+Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # called with a gradient, a state and all gradients
 
 
 class Planted(CustomOptimizer):
-    """A step that is scaled by a factor that a test plants; counts in its groups."""
+    """An optimizer that scales its step by a given factor and counts in its groups."""
 
     def __init__(self, params: Any, lr: Any = 0.1, factor: Factor | None = None) -> None:
         super().__init__(params, lr, count=0)
@@ -40,8 +40,8 @@ class Planted(CustomOptimizer):
             param.sub_(factor * param.grad, alpha=float(group["lr"]))
 
 
-def of_one(grad: Tensor, state: Any, everything: Any) -> Any:
-    """The norm of a whole parameter couples its elements alone."""
+def own_norm(grad: Tensor, state: Any, everything: Any) -> Any:
+    """Scale by the norm of a parameter, which couples only its own elements."""
     state["norm"] = grad.norm()
     return 1 / state["norm"].clamp_min(1e-9)
 
@@ -50,31 +50,31 @@ def all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
     return 1 / (1 + sum(float(grad.norm()) for grad in everything))
 
 
-def if_large(grad: Tensor, state: Any, everything: Any) -> Any:
+def threshold_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
     return 1.0 if all_norms(grad, state, everything) > 1e-3 else 0.5
 
 
-def hidden(grad: Tensor, state: Any, everything: Any) -> Any:
-    """Measures what it would use later."""
+def store_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
+    """Store norms for a later use."""
     state["norms"] = [*state.get("norms", []), all_norms(grad, state, everything)][-2:]
     return 1.0
 
 
-def noise(grad: Tensor, state: Any, everything: Any) -> Any:
+def draw_noise(grad: Tensor, state: Any, everything: Any) -> Any:
     return torch.rand(()).item() + random.random() + numpy.random.random()
 
 
-def noise_and_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
+def draw_and_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
     return all_norms(grad, state, everything) + 1e-3 * torch.rand(()).item()
 
 
-def summed(grad: Tensor, state: Any, everything: Any) -> Any:
+def sum_over_ranks(grad: Tensor, state: Any, everything: Any) -> Any:
     dist.all_reduce(grad)
     return 1.0
 
 
 class Empty(Planted):
-    """Fails on groups without parameters."""
+    """An optimizer that fails on groups without parameters."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         torch.stack([param.sum() for param in group["params"]])
@@ -111,8 +111,8 @@ def probe_class(
     """
     all_groups = groups if isinstance(groups[0], dict) else [{"shapes": groups}]
     members = [
-        (number, name, nn.Parameter(torch.ones(shape)))
-        for number, group in enumerate(all_groups)
+        (index, name, nn.Parameter(torch.ones(shape)))
+        for index, group in enumerate(all_groups)
         for shape, name in zip(group["shapes"], group.get("names", [None] * len(group["shapes"])), strict=True)
     ]
     vars(members[0][2]).update(attributes or {})
@@ -145,15 +145,15 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields that are set, words of their texts
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields that are set, words in their texts
     "nothing": ({}, "", ""),
-    "a norm of one parameter": ({"factor": of_one}, "", ""),
+    "a norm of one parameter": ({"factor": own_norm}, "", ""),
     "parameters": ({"factor": all_norms}, "couples", "step 1 was off by"),
-    "large": ({"factor": if_large}, "couples", "was off by"),
-    "hidden": ({"factor": hidden}, "couples", f"after {STEPS} steps the state['norms'][0] was another one"),
-    "random": ({"factor": noise}, "draws", "Python's, numpy's, torch's on the cpu"),
-    "random, and parameters": ({"factor": noise_and_all_norms}, "couples draws", "step 1 was off by"),
-    "a collective": ({"factor": summed}, "unknown", "RuntimeError: its step calls the collective c10d"),
+    "large": ({"factor": threshold_all_norms}, "couples", "was off by"),
+    "hidden": ({"factor": store_all_norms}, "couples", f"after {STEPS} steps the state['norms'][0] was another one"),
+    "random": ({"factor": draw_noise}, "draws", "Python's, numpy's, torch's on the cpu"),
+    "random, and parameters": ({"factor": draw_and_all_norms}, "couples draws", "step 1 was off by"),
+    "a collective": ({"factor": sum_over_ranks}, "unknown", "RuntimeError: its step calls the collective c10d"),
     "NaN": ({"factor": lambda *_: float("nan")}, "unknown", "probe parameters become NaN or Inf in step 1"),
     "no move": ({"factor": lambda *_: 0.0}, "unknown", f"probe parameters did not move in {STEPS} steps"),
     "a warmup that begins with zero": ({"factor": all_norms, "lr": 0.0}, "couples", "step 1 was off by"),
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields tha
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_coupled_or_drawn_is_found(name: str) -> None:
+def test_couplings_and_draws_are_found(name: str) -> None:
     options, field, words = CASES[name]
     with one_rank():
         result = probe_class(Planted, **options)
@@ -172,7 +172,7 @@ def test_what_is_coupled_or_drawn_is_found(name: str) -> None:
     assert words in "".join(texts.values()), result
 
 
-def test_what_steps_change_is_found() -> None:
+def test_changes_by_steps_are_found() -> None:
     plain, empty, counts, moves = map(probe_class, (Planted, Empty, CountsWhereItSteps, MovesAll))
     assert (plain.moving, plain.moving_if_any, plain.moves_all) == (frozenset(("count",)), frozenset(), False)
     assert (empty.fails_empty, empty.couples) == ("RuntimeError: stack expects a non-empty TensorList", "")
@@ -181,7 +181,7 @@ def test_what_steps_change_is_found() -> None:
 
 
 class Asking(Planted):
-    """Couples parameters of a group that says so, of a parameter that has an attribute, or is named so."""
+    """An optimizer that couples parameters by an option of the group, an attribute or a name."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -193,7 +193,7 @@ class Asking(Planted):
         super().step()
 
 
-def test_groups_marks_and_names_count() -> None:
+def test_couplings_by_options_attributes_and_names_are_found() -> None:
     cases: list[tuple[dict[str, Any], str, dict[str, Any], bool]] = [
         ({}, "b", {}, False),
         ({"rank": 4}, "b", {}, True),
@@ -209,11 +209,11 @@ def matrices_together(grad: Tensor, state: Any, everything: list[Tensor]) -> Any
     return 1 / (1 + sum(float(other.norm()) for other in everything if other.ndim == grad.ndim == 2))
 
 
-def test_all_shapes_are_tried() -> None:
+def test_couplings_of_some_shapes_are_found() -> None:
     vectors = [(length,) for length in range(1, SIDE + 2)]
     assert probe_class(Planted, [*vectors, (2, 2)], factor=matrices_together) == probe_class(Planted)
     assert probe_class(Planted, [*vectors, (2, 2), (3, 2)], factor=matrices_together).couples
-    assert probe_class(Planted, [(2, 2), (2, 2)], factor=matrices_together).couples  # two parameters of one kind
+    assert probe_class(Planted, [(2, 2), (2, 2)], factor=matrices_together).couples  # two parameters of the same shape
 
 
 def test_hooks_of_the_user_are_not_called() -> None:
@@ -230,7 +230,7 @@ def test_hooks_of_the_user_are_not_called() -> None:
         probe_class(Planted)
         assert calls == []
         probe_class(Hooked)
-        assert set(calls) == {2}, "hooks of its own"
+        assert set(calls) == {2}, "its own hooks"
         calls.clear()
         optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()
         assert calls == [1]
@@ -238,7 +238,7 @@ def test_hooks_of_the_user_are_not_called() -> None:
         handle.remove()
 
 
-def test_a_package_of_optimizers() -> None:
+def test_optimizers_of_a_package_are_classified() -> None:
     package = pytest.importorskip("pytorch_optimizer")
     for name in ("Lion", "ScheduleFreeAdamW", "Lamb", "Shampoo", "SOAP", "ScalableShampoo"):
         result = probe_class(getattr(package, name))

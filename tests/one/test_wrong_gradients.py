@@ -1,4 +1,4 @@
-"""Modules whose gradient Thunder gets wrong without a word are refused."""
+"""Modules whose gradient Thunder silently gets wrong are refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.harness.tiers import slow
 
 import thunder
 
-Then = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Does something to what a layer gives."""
+    """A module that applies a function to the output of a layer."""
 
-    def __init__(self, then: Then) -> None:
+    def __init__(self, then: Function) -> None:
         super().__init__()
         self.a, self.then = nn.Linear(4, 4), then
 
@@ -31,9 +31,9 @@ class Net(nn.Module):
 
 
 class Scaled(Net):
-    """A parameter of no dimensions, alone and in what is computed from it."""
+    """A module that multiplies with a 0-dim parameter and with values computed from it."""
 
-    def __init__(self, then: Then) -> None:
+    def __init__(self, then: Function) -> None:
         super().__init__(then)
         self.scale = nn.Parameter(torch.tensor(0.7))
 
@@ -93,13 +93,13 @@ def copied_into_a_view(x: Tensor) -> Tensor:
     return z
 
 
-def turned(x: Tensor) -> Tensor:
-    """As rotary embeddings do, with a factor that has no gradient."""
+def rotated(x: Tensor) -> Tensor:
+    """Rotate as rotary embeddings do, with a factor that requires no gradient."""
     return torch.view_as_real(torch.view_as_complex(x.view(2, 2, 2)) * torch.polar(torch.ones(2), torch.arange(2.0)))
 
 
-WRONG: dict[Then, str] = {
-    turned: "computes mul of complex numbers that have a gradient",
+WRONG: dict[Function, str] = {
+    rotated: "computes mul of complex numbers that have a gradient",
     divided: "writes in place",
     stacked: "gives torch.hstack a list of tensors",
     under_no_grad: "under no_grad, to a value that has a gradient",
@@ -113,7 +113,7 @@ WRONG: dict[Then, str] = {
 
 
 @pytest.mark.parametrize("then", [divided, *slow(*(then for then in WRONG if then is not divided))])
-def test_a_wrong_gradient_is_refused(then: Then) -> None:
+def test_a_wrong_gradient_is_refused(then: Function) -> None:
     with refused(RuntimeError, "forward of Net", WRONG[then]):
         tz.trace(Net(then), torch.ones(2, 4), frontend="thunder")
 
@@ -124,8 +124,8 @@ def test_without_gradients_nothing_is_refused() -> None:
         tz.trace(Net(lambda x: stacked(divided(x))), torch.ones(2, 4))
 
 
-class Turned(nn.Linear):
-    """Writes to what eager computes as a copy, and Thunder takes for a view of the parameter."""
+class WritesToCopy(nn.Linear):
+    """A layer that writes to a copy of its parameter, which Thunder takes for a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.transpose(0, 1).contiguous()
@@ -133,8 +133,8 @@ class Turned(nn.Linear):
         return weight
 
 
-class Given(Net):
-    """Hands its input on."""
+class WritesToInput(Net):
+    """A module that applies the function to its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a.forward(self.then(x))
@@ -142,12 +142,13 @@ class Given(Net):
 
 @pytest.mark.slow
 def test_writing_to_an_input_or_to_a_parameter_is_refused() -> None:
-    doubled = Given(lambda x: x.mul_(2))
-    with refused(RuntimeError, "forward of Given", "writes in place to an input that requires a gradient"):
+    doubled = WritesToInput(lambda x: x.mul_(2))
+    with refused(RuntimeError, "forward of WritesToInput", "writes in place to an input that requires a gradient"):
         tz.trace(doubled, torch.ones(2, 4, requires_grad=True), frontend="thunder")
     tz.trace(doubled, torch.ones(2, 4), frontend="thunder")
-    with refused(RuntimeError, "forward of Turned", "weight.transpose(0, 1).clone() (", "test_wrong_gradients.py"):
-        tz.trace(Turned(4, 4), torch.ones(4), frontend="thunder")
+    message = ("forward of WritesToCopy", "weight.transpose(0, 1).clone() (", "test_wrong_gradients.py")
+    with refused(RuntimeError, *message):
+        tz.trace(WritesToCopy(4, 4), torch.ones(4), frontend="thunder")
 
 
 def assigned(x: Tensor) -> Tensor:
@@ -176,14 +177,14 @@ def reshaped(x: Tensor) -> Tensor:
     return rows.tanh()
 
 
-RIGHT: tuple[Then, ...] = (
+ALLOWED: tuple[Function, ...] = (
     assigned,
     views_read_before,
     written_view_read_alone,
     reshaped,
     lambda x: torch.relu_(x + 1),
 )
-BROADCAST: tuple[Then, ...] = (  # scalars whose gradient is a sum
+BROADCAST: tuple[Function, ...] = (  # broadcast scalars, whose gradient is a sum
     lambda x: x / x.square().sum(),
     lambda x: x.add(1) * x.mean(),
     lambda x: x - x[0, 0],
@@ -192,13 +193,13 @@ BROADCAST: tuple[Then, ...] = (  # scalars whose gradient is a sum
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("net", "thens"), [(Net, RIGHT), *slow((Scaled, BROADCAST))])
-def test_what_is_right_is_not_refused(net: Callable[[Then], nn.Module], thens: tuple[Then, ...]) -> None:
-    """Where no other view is read after a write; where a scalar is broadcast."""
+@pytest.mark.parametrize(("net", "thens"), [(Net, ALLOWED), *slow((Scaled, BROADCAST))])
+def test_correct_gradients_are_not_refused(net: Callable[[Function], nn.Module], thens: tuple[Function, ...]) -> None:
+    """No other view is read after a write, or a scalar is broadcast."""
     torch.manual_seed(0)
-    right = net(lambda x: torch.stack([then(x).square().sum() for then in thens]))
-    model, x = thunder.jit(deepcopy(right), transforms=[tz.ZeroTransform(stage=3)]), torch.randn(3, 4)
-    for each in (model, right):
-        each(x).square().sum().backward()
-    for name, param in right.named_parameters():
+    plain = net(lambda x: torch.stack([then(x).square().sum() for then in thens]))
+    model, x = thunder.jit(deepcopy(plain), transforms=[tz.ZeroTransform(stage=3)]), torch.randn(3, 4)
+    for trained in (model, plain):
+        trained(x).square().sum().backward()
+    for name, param in plain.named_parameters():
         torch.testing.assert_close(full(model.get_parameter(name).grad), param.grad)

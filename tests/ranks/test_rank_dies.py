@@ -1,4 +1,4 @@
-"""A rank dies or hangs in the middle of a collective or a save: the others end in time, and name it."""
+"""If a rank dies or hangs in a collective or a save, the other ranks end in time and name it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the selected cases in one worker, beside each other, as they mostly wait; return the folder of what survivors
-    said.
+    """Run the selected cases at the same time in one worker; return the folder of the survivors' errors.
 
-    It fails if a case has not ended, process and all.
+    The worker fails if a process of a case does not end.
     """
     folder = tmp_path_factory.mktemp("deaths")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
@@ -37,28 +36,28 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CASES)
-def test_the_others_end_and_name_the_rank_or_the_timeout(folder: Path, name: str) -> None:
-    said = {rank: (folder / name / f"said{rank}").read_text() for rank in (0, 2)}
-    for rank, sentence in said.items():
-        assert_names(rank, sentence, name)
-    first = TIMED_OUT if name.startswith("hangs") else "from rank 1 in "
-    assert any(first in sentence for sentence in said.values()), said
+def test_survivors_end_and_name_the_lost_rank_or_the_timeout(folder: Path, name: str) -> None:
+    errors = {rank: (folder / name / f"said{rank}").read_text() for rank in (0, 2)}
+    for rank, error in errors.items():
+        assert_names(rank, error, name)
+    expected = TIMED_OUT if name.startswith("hangs") else "from rank 1 in "
+    assert any(expected in error for error in errors.values()), errors
 
 
-def assert_names(rank: int, sentence: str, name: str) -> None:
-    """Check that the error names the dead rank, and where this rank was, except in a save's thread.
+def assert_names(rank: int, error: str, name: str) -> None:
+    """Check that the error names the lost rank and, except in a save's thread, where this rank was.
 
-    A rank that notices later may have lost another survivor, too, which ended because of the death.
+    A rank that notices late may name another survivor, which has ended because of the death.
     """
     other = 2 - rank
-    silent = sentence.removeprefix(f"rank {rank} got no answer from ").partition(": it died")[0]
-    who, _, place = silent.partition(" in ")
-    assert place or name == "hangs in an asynchronous save", sentence
-    assert " (Mlp)" in place or not place, sentence
-    assert who in ("rank 1", f"rank {other}", f"one of ranks {sorted((1, other))}"), sentence
+    lost = error.removeprefix(f"rank {rank} got no answer from ").partition(": it died")[0]
+    lost_name, _, place = lost.partition(" in ")
+    assert place or name == "hangs in an asynchronous save", error
+    assert " (Mlp)" in place or not place, error
+    assert lost_name in ("rank 1", f"rank {other}", f"one of ranks {sorted((1, other))}"), error
 
 
-# What backends say, or said in a run that somebody reported. The first ones are due to a lost rank.
+# Errors of backends, measured or reported by users. Those in LOST are caused by a lost rank.
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, "
 LOST = (
     DistNetworkError("failed to recv, got 0 bytes"),
@@ -90,18 +89,18 @@ OTHERS = (
 )
 
 
-def only_words_of_a_lost_rank_read_as_one(rank: int, world_size: int) -> None:
+def classify_errors(rank: int, world_size: int) -> None:
     for error in LOST:
         with pytest.raises(LostRank) as lost, naming_lost_ranks(everyone()):
             raise error
-        said = str(lost.value)
-        assert said.startswith(f"rank {rank} got no answer from rank {1 - rank}: it died"), said
-        assert str(error) in said
+        message = str(lost.value)
+        assert message.startswith(f"rank {rank} got no answer from rank {1 - rank}: it died"), message
+        assert str(error) in message
     for error in OTHERS:
         with pytest.raises(type(error)) as other, naming_lost_ranks(everyone()):
             raise error
         assert other.value is error
 
 
-def test_only_words_of_a_lost_rank_read_as_one(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, only_words_of_a_lost_rank_read_as_one)
+def test_only_errors_caused_by_a_lost_rank_become_lost_rank(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, classify_errors)

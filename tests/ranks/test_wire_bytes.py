@@ -1,5 +1,7 @@
-"""Every rank sends the least that is possible, and no less: counted on the interfaces of network namespaces. Each line
-of the traces sends what the plan says: counted in messages, and on the sockets of each rank."""
+"""Ranks send the fewest bytes that a step needs, and each line of a trace sends what the plan says.
+
+Bytes are counted on interfaces of network namespaces, in messages, and on each rank's sockets.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ from tests.harness.tiers import deep, slow
 from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, WHOLE, Net
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 200.0  # for all runs of one world
+SECONDS = 200.0  # time limit for all runs of one world
 LEAST, MOST = 0.999, 1.01
 
 Reply = dict[str, dict[str, Any]]
 
-# On sockets beside messages: for each message three headers of gloo's, and for each phase a tag to each rank.
+# Bytes on sockets beside messages: three headers of gloo for each message, and a tag to each rank for each phase.
 HEADERS, TAG = 144, 144 + 256
 MOST_AT_ONCE = "stage 3, bfloat16, int8"
 
@@ -37,25 +39,25 @@ pytestmark = pytest.mark.timeout(SECONDS + 40)
 
 @pytest.fixture(scope="module", params=[*slow(3), *deep(2, 4)])
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
-    """Return what each rank of a world counted, one process and one namespace a rank."""
+    """Return what each rank of a world counted. Each rank is a process in its own network namespace."""
     assert all(rows % request.param for rows in ROWS)
     if not can_limit():
         pytest.skip("network namespaces need root, ip and tc (iproute2)")
     with ExitStack() as stack:
         try:
-            places = stack.enter_context(seats(request.param, "10gbit"))
+            world_seats = stack.enter_context(seats(request.param, "10gbit"))
         except subprocess.CalledProcessError as error:
             pytest.skip(f"root may make no network namespaces here: {error}")
-        yield count(places)
+        yield run_workers(world_seats)
 
 
-def count(places: list[Seat]) -> list[Reply]:
-    """Run a worker on each seat; kill them, by their ids, when time is over."""
+def run_workers(world_seats: list[Seat]) -> list[Reply]:
+    """Run a worker on each seat, and kill the workers at the end."""
     workers = []
     try:
-        for rank, seat in enumerate(places):
+        for rank, seat in enumerate(world_seats):
             command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.harness.wire_worker")
-            env, pipe = environment(rank, places, PORT), subprocess.PIPE
+            env, pipe = environment(rank, world_seats, PORT), subprocess.PIPE
             workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe))
         written = [worker.communicate(timeout=SECONDS) for worker in workers]
     finally:
@@ -70,7 +72,7 @@ def model_bytes(*, but: set[str] | frozenset[str] = frozenset()) -> int:
     return sum(4 * param.numel() for name, param in fresh(Net).named_parameters() if name not in but)
 
 
-def test_a_step_sends_what_its_timeline_foresees(replies: list[Reply]) -> None:
+def test_a_step_sends_as_many_bytes_as_its_timeline(replies: list[Reply]) -> None:
     ratios = {
         (name, rank): reply[name]["sent"] / reply[name]["foreseen"]
         for rank, reply in enumerate(replies)
@@ -80,12 +82,13 @@ def test_a_step_sends_what_its_timeline_foresees(replies: list[Reply]) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> None:
-    """A step sends twice one model's worth of traffic, (W - 1) / W of the model a rank. Stage 3 sends three times as
-    much, without what backward does not need again or has kept. Ranks with fewer rows send less, so the lower bound is
-    of all ranks together."""
+def test_a_step_sends_the_fewest_bytes(replies: list[Reply], name: str) -> None:
+    """All ranks together send 2 (W - 1) times the model. Stage 3 adds what backward gathers again.
+
+    Ranks with fewer rows send less, so the lower bound is for all ranks together.
+    """
     world_size = len(replies)
-    least = 2 * (world_size - 1) * model_bytes()  # what all ranks send together to gather, and to reduce
+    least = 2 * (world_size - 1) * model_bytes()  # bytes of all ranks to gather and to reduce
     if RUNS[name].stage == 3:
         kept = set(replies[0][name]["kept"])
         assert bool(kept) != bool(RUNS[name].reshard_after_forward)
@@ -96,27 +99,26 @@ def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> Non
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_parameters_cost_a_part_of_a_gather_for_each_way(replies: list[Reply], name: str) -> None:
-    """One model's worth of traffic, (W - 1) / W of it, divided by W: for each time that rows travel to their owners or
-    back."""
+def test_whole_parameters_add_a_part_of_a_gather_in_each_direction(replies: list[Reply], name: str) -> None:
+    """Each time that rows travel to their owners or back, all ranks together send (W - 1) / W of the model."""
     more = [reply[name]["whole"] - reply[name]["foreseen"] for reply in replies]
-    part = (len(replies) - 1) / len(replies) * model_bytes()  # what all ranks send together
-    assert 0.97 <= sum(more) / part / WHOLE[name] <= 1.03, [count / part for count in more]
+    part = (len(replies) - 1) / len(replies) * model_bytes()  # bytes of all ranks
+    assert 0.97 <= sum(more) / part / WHOLE[name] <= 1.03, [nbytes / part for nbytes in more]
 
 
-def each_line_sends_what_the_plan_says(rank: int, world_size: int, name: str, copies: int) -> None:
-    """Check that the messages of a launch have the plan's bytes; sockets have headers and tags beside them."""
+def compare_lines_with_plan(rank: int, world_size: int, name: str, copies: int) -> None:
+    """Check that a launch's messages have the plan's bytes, and that sockets add only headers and tags."""
     policy = POLICIES[name]
     timeline, lines = lines_of(fresh(Net), policy, copies, Size(vocabulary=ROWS[-1], tokens=8))
     assert [line.params for line in lines] == [op.params for op in timeline.launches.values()]
     for op, line in zip(timeline.launches.values(), lines, strict=True):
         foreseen, param = timeline.bytes_sent(op), timeline.params_of(op)[0]
-        # In an all-reduce the last rank's part may lack ranks - 1 elements, which the plan counts alike for all ranks.
+        # In an all-reduce the last rank's part may have up to ranks - 1 elements fewer than the plan counts.
         ranks = copies if param.sharded else world_size
         rounding = len(op.params) * (ranks - 1) * (ranks - 2) * param.reduce_dtype.itemsize
         assert abs(line.nbytes - foreseen) <= rounding, (line, foreseen)
-        beside = line.on_sockets - line.nbytes
-        assert line.messages <= beside <= line.messages * HEADERS + (world_size - 1) * TAG, line
+        overhead = line.on_sockets - line.nbytes
+        assert line.messages <= overhead <= line.messages * HEADERS + (world_size - 1) * TAG, line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was written to a socket")
@@ -130,4 +132,4 @@ def each_line_sends_what_the_plan_says(rank: int, world_size: int, name: str, co
     ],
 )
 def test_each_line_sends_what_the_plan_says(ranks_pool: RanksPool, world_size: int, copies: int, name: str) -> None:
-    ranks_pool.run(world_size, each_line_sends_what_the_plan_says, name, copies)
+    ranks_pool.run(world_size, compare_lines_with_plan, name, copies)

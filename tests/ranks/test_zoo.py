@@ -1,4 +1,4 @@
-"""Families of Hugging Face's models train as in eager PyTorch; and what docs/zoo.md claims."""
+"""Families of Hugging Face's models train as in eager PyTorch, and docs/zoo.md says what was measured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 
 STAGES = zoo_table.STAGES
-FAST = {"Llama": (3,), "BERT": (2,), "Mixtral": (3,), "Whisper": (2,)}  # one text, one masked, experts, two halves
-GRAPHS = {  # of those that are not one graph; docs/zoo.md says why
+# A causal and a masked language model, experts, an encoder with a decoder
+FAST = {"Llama": (3,), "BERT": (2,), "Mixtral": (3,), "Whisper": (2,)}
+GRAPHS = {  # of families that are not one graph; docs/zoo.md says why
     "wav2vec2": 9,
     "Mixtral": 2,
     "Qwen3-MoE": 2,
@@ -30,39 +31,39 @@ TEXT = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GP
 EXPERTS = ("Mixtral", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
 PICTURES = ("ViT", "CLIP", "SigLIP", "ResNet", "Segformer", "Qwen2-VL", "DETR")
 OTHERS = ("BERT", "T5", "Whisper", "wav2vec2")
-GROUPS = (TEXT, EXPERTS, PICTURES, OTHERS)  # of each launch
+GROUPS = (TEXT, EXPERTS, PICTURES, OTHERS)  # a launch each
 
 
 @pytest.fixture(scope="module")
 def ranks_pool() -> Iterator[RanksPool]:
-    """A pool for these tests alone: ranks keep what dynamo and the libraries of the families keep, 0.4 GiB."""
+    """Start a pool for these tests only, because dynamo and the libraries stay in memory, 0.4 GiB a rank."""
     with RanksPool() as pool:
         yield pool
 
 
-def trained(rank: int, world_size: int, stages: dict[str, Sequence[int]]) -> None:
-    """All families of one launch."""
-    for name, of in stages.items():
-        right = eager(BY_NAME[name], rank, world_size)
-        for stage in of:
-            found, where = train(BY_NAME[name], stage, rank, right), f"{name}, stage {stage}"
-            assert found["error"] <= zoo_table.MOST_ERROR, (where, found)
-            assert found["graphs"] == GRAPHS.get(name, 1), (where, found)
-            assert found["launched"] == found["scheduled"] > 0, (where, found)
+def train_families(rank: int, world_size: int, stages: dict[str, Sequence[int]]) -> None:
+    """Train all families of a launch and compare them with eager PyTorch."""
+    for name, family_stages in stages.items():
+        expected = eager(BY_NAME[name], rank, world_size)
+        for stage in family_stages:
+            result, label = train(BY_NAME[name], stage, rank, expected), f"{name}, stage {stage}"
+            assert result["error"] <= zoo_table.MOST_ERROR, (label, result)
+            assert result["graphs"] == GRAPHS.get(name, 1), (label, result)
+            assert result["launched"] == result["scheduled"] > 0, (label, result)
             torch.compiler.reset()
 
 
 def first_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the stage in which CI trains each family: one that no fast case has, and half of them in each."""
-    turns = {name: (STAGES[at % len(STAGES)],) for at, name in enumerate(BY_NAME)}
-    return {name: tuple({*STAGES} - {*FAST[name]}) if name in FAST else turns[name] for name in names}
+    """Return the stage in which CI trains each family: not one of a fast case, and alternating."""
+    alternating = {name: (STAGES[index % len(STAGES)],) for index, name in enumerate(BY_NAME)}
+    return {name: tuple({*STAGES} - {*FAST[name]}) if name in FAST else alternating[name] for name in names}
 
 
 def other_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that no case of CI has."""
+    """Return the stages that no case in CI has."""
     tested = first_stages(names)
-    left = {name: tuple({*STAGES} - {*tested[name], *FAST.get(name, ())}) for name in names}
-    return {name: stages for name, stages in left.items() if stages}
+    rest = {name: tuple({*STAGES} - {*tested[name], *FAST.get(name, ())}) for name in names}
+    return {name: stages for name, stages in rest.items() if stages}
 
 
 @pytest.mark.timeout(600)
@@ -71,14 +72,14 @@ def other_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
 def test_families_train_as_eager_does_with_every_gather_in_its_schedule(
     ranks_pool: RanksPool, stages: dict[str, Sequence[int]]
 ) -> None:
-    """Each rank's batch, seed and buffers are its own; gradients are the mean of what eager gives for them."""
+    """Each rank has its own batch, seed and buffers; gradients are the mean of eager's on all ranks."""
     if "LitGPT" in stages:
         pytest.importorskip("litgpt")
-    ranks_pool.run(2, trained, stages, timeout=550.0)
+    ranks_pool.run(2, train_families, stages, timeout=550.0)
 
 
 def test_every_family_is_tested() -> None:
-    """In CI in one stage at least, and in both with the deep cases."""
+    """CI trains each family in at least one stage; the deep cases cover the rest."""
     cases: list[Mapping[str, Sequence[int]]] = [FAST, *map(first_stages, GROUPS), *map(other_stages, GROUPS)]
     assert {name for case in cases[:5] for name in case} == set(BY_NAME)
     assert sorted((name, stage) for case in cases for name, stages in case.items() for stage in stages) == sorted(
@@ -86,8 +87,8 @@ def test_every_family_is_tested() -> None:
     )
 
 
-def test_the_page_claims_what_was_measured() -> None:
-    """All families train right in both stages, every gather scheduled."""
+def test_the_page_says_what_was_measured() -> None:
+    """All families train correctly in both stages, and every gather is scheduled."""
     rows = zoo_table.read_rows()
     page = zoo_table.PAGE.read_text()
     assert [row.family for row in rows] == list(BY_NAME)
