@@ -1,6 +1,6 @@
-"""One rank on a GPU: a real group of one, whose transport launches all collectives, and shards in host memory.
+"""One rank trains on a GPU: a group of one whose transport launches all collectives, and shards in host memory.
 
-``--slow`` rehearses on the CPU, over gloo, what needs no stream: so these tests ran before there was a GPU.
+``--slow`` rehearses on the CPU, over gloo, the tests that need no stream.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def policy_of(stage: int, **fields: Any) -> tz.Policy:
 
 
 class Shard(Protocol):
-    """Shards a copy of a module by one of the two entries."""
+    """A function that shards a copy of a module through one of the two entries."""
 
     def __call__(self, module: nn.Module, policy: tz.Policy, device: str) -> Any: ...
 
@@ -79,7 +79,7 @@ def tokens(device: str) -> Tensor:
 
 
 def step_of(model: nn.Module, inputs: Tensor, no_sync: bool = False) -> Callable[[], Tensor]:
-    """A step of SGD, which reads no value on the host."""
+    """Return a function that takes a step of SGD. The step reads no value on the host."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
     def step() -> Tensor:
@@ -102,7 +102,7 @@ def losses(step: Callable[[], Tensor]) -> Tensor:
 # The transport
 
 
-def test_the_sizes_of_the_schedule_are_those_for_this_gpu(shard: Shard, cuda: None) -> None:
+def test_the_schedule_has_the_sizes_for_this_gpu(shard: Shard, cuda: None) -> None:
     model = shard(fresh(GptShape), tz.Policy(3), "cuda")
     model(tokens("cuda"))
     plan = tz.traces_of(model).plan
@@ -112,21 +112,21 @@ def test_the_sizes_of_the_schedule_are_those_for_this_gpu(shard: Shard, cuda: No
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("means", [frozenset(FLOATS), frozenset()], ids=["AVG", "SUM"])
-def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: frozenset[torch.dtype]) -> None:
-    """Empty and 0-dim tensors, transposed gradients, padding. NCCL's AVG of one rank: its numbers are not looked at."""
+def test_collectives_accept_all_shapes(device: str, dtype: torch.dtype, means: frozenset[torch.dtype]) -> None:
+    # Empty and 0-dim tensors, transposed gradients, padding. The values of NCCL's AVG of one rank are not compared.
     if means and device == "cpu":
         pytest.skip("gloo takes no means")
     with mock.patch.object(CoalescedNccl, "means", means):
         transport = CoalescedNccl(everyone())
         grads = [torch.randn(shape, device=device).to(dtype) for shape in SHARDED]
         turned = [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in grads]
-        found = [transport.all_gather(grads, SHARDED).wait(), transport.reduce_scatter(turned).wait()]
+        outputs = [transport.all_gather(grads, SHARDED).wait(), transport.reduce_scatter(turned).wait()]
         into = [grad.clone() for grad in grads]
-        found.append(transport.all_gather(into, SHARDED, into=into).wait())
+        outputs.append(transport.all_gather(into, SHARDED, into=into).wait())
         small = [torch.randn(shape, device=device).to(dtype) for shape in REPLICATED]
-        found.append(transport.all_reduce(small).wait())
-    for results, wanted in zip(found, (grads, grads, grads, small), strict=True):
-        for result, value in zip(results, wanted, strict=True):
+        outputs.append(transport.all_reduce(small).wait())
+    for results, expected in zip(outputs, (grads, grads, grads, small), strict=True):
+        for result, value in zip(results, expected, strict=True):
             assert result.shape == value.shape
             assert result.dtype is dtype
             assert means or torch.equal(result, value)
@@ -144,7 +144,7 @@ def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.
 
 
 @pytest.mark.parametrize("form", [tz.Int8(), tz.Int8(block=24), tz.NF4()], ids=str)
-def test_encodings_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) -> None:
+def test_encodings_on_a_gpu_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) -> None:
     rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     payload = form.encode(rows.to(device))
     assert torch.equal(payload.cpu(), form.encode(rows))
@@ -156,8 +156,8 @@ def test_encodings_have_the_bytes_of_a_cpu(device: str, form: tz.Int8 | tz.NF4) 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_one_process_without_waiting_for_the_device(shard: Shard, device: str, stage: int) -> None:
-    """Every line that makes the host wait raises; on the CPU such reads are counted. Each bucket is one launch."""
+def test_a_model_trains_as_one_process_without_waiting_for_the_device(shard: Shard, device: str, stage: int) -> None:
+    # On a GPU a line that makes the host wait raises; on the CPU such reads are counted. Each bucket is one launch.
     expected = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
         model = shard(fresh(GptShape), policy_of(stage), device)
@@ -190,7 +190,7 @@ def test_it_trains_as_one_process_without_waiting_for_the_device(shard: Shard, d
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.usefixtures("cuda")
 def test_a_slow_wire_changes_nothing(shard: Shard, stage: int, no_sync: bool, mixed: dict[str, Any]) -> None:
-    """Streams are ordered and memory is kept as NCCL needs it: outputs are NaN until a sleeping stream writes them."""
+    # Outputs are NaN until a sleeping stream writes them, so a missing wait or a freed buffer changes numbers.
     policy = policy_of(stage, **mixed)
     with communicating():
         expected = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
@@ -203,7 +203,7 @@ def test_a_slow_wire_changes_nothing(shard: Shard, stage: int, no_sync: bool, mi
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_collectives_of_nccl_are_launched(shard: Shard, stage: int, offload: bool) -> None:
-    """The fake backend stands in for NCCL with two ranks: shapes, dtypes and devices fit; no values come from peers."""
+    # The fake backend stands in for two ranks of NCCL: it checks shapes, dtypes and devices, but sends no values.
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
@@ -220,14 +220,14 @@ def test_the_collectives_of_nccl_are_launched(shard: Shard, stage: int, offload:
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_on_the_cpu(shard: Shard, stage: int, offload: bool) -> None:
+def test_a_model_trains_as_on_the_cpu(shard: Shard, stage: int, offload: bool) -> None:
     expected = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
         model = shard(fresh(GptShape), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
     assert relative_error(losses(step_of(model, tokens("cuda"))), expected) < 1e-4
     for param in tz.traces_of(model).plan.params:
-        own = model.get_parameter(param.path)
-        rows, grad = local(own), own.grad
+        shard_param = model.get_parameter(param.path)
+        rows, grad = local(shard_param), shard_param.grad
         is_on_host = offload and param.sharded
         assert rows.device.type == ("cpu" if is_on_host else "cuda")
         assert rows.is_pinned() == is_on_host
@@ -235,7 +235,7 @@ def test_it_trains_as_on_the_cpu(shard: Shard, stage: int, offload: bool) -> Non
 
 
 def test_offload_never_has_all_shards_on_the_device(shard: Shard, device: str) -> None:
-    """While a model is sharded and while it rests; the largest parameter may pass through."""
+    # Neither while a model is sharded nor at rest. The largest parameter may pass through the device.
     module = fresh(Mlp, 512, 8)
     full = sum(param.nbytes for param in module.parameters())
     x = torch.ones(2, 512, device=device)
@@ -258,7 +258,7 @@ def test_offload_never_has_all_shards_on_the_device(shard: Shard, device: str) -
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_host_may_write_to_an_offloaded_shard_after_forward(shard: Shard, device: str, grad: bool) -> None:
-    """The copies of shards to the device have ended by then, though the device is far behind."""
+    # Copies of shards to the device have ended then, although the device is far behind.
     with communicating():
         model = shard(fresh(Mlp, 64, 3), policy_of(3, cpu_offload=True), device)
     x = torch.ones(2, 64, device=device)
@@ -275,7 +275,7 @@ def test_the_host_may_write_to_an_offloaded_shard_after_forward(shard: Shard, de
 # Checkpoints
 
 
-def test_an_asynchronous_save_has_the_values_of_its_moment(shard: Shard, device: str, tmp_path: Path) -> None:
+def test_an_asynchronous_save_has_the_values_of_its_call(shard: Shard, device: str, tmp_path: Path) -> None:
     with communicating():
         model = shard(fresh(GptShape), policy_of(3), device)
     step = step_of(model, tokens(device))

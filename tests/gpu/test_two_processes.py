@@ -1,4 +1,4 @@
-"""Several processes on one GPU: gloo carries what NCCL would, through host memory, each message at its wait."""
+"""Two processes on one GPU train as one. Gloo carries the messages through host memory, at their waits."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def all_tokens() -> Tensor:
     return torch.arange(3 * ROWS).view(ROWS, 3) % 9
 
 
-def on_one_device(
+def train_on_one_device(
     rank: int, world_size: int, device: str, stage: int, offload: bool, dynamo: bool, form: tz.Int8 | None = None
 ) -> Tensor:
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     with late_wire():
-        on: dict[str, Any] = {
+        options: dict[str, Any] = {
             "policy": tz.Policy(stage=stage, cpu_offload=offload, gather_format=form, reduce_format=form),
             "device": torch.device(device),
         }
         if dynamo:
-            model: Any = tz.compile(fresh(Small), **on)
+            model: Any = tz.compile(fresh(Small), **options)
         else:
-            model = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(**on)])
+            model = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(**options)])
         return train(model, all_tokens()[rows].to(device))
 
 
@@ -71,12 +71,12 @@ def on_one_device(
 @pytest.mark.parametrize("dynamo", [False, True], ids=["thunder.jit", "tz.compile"])
 @pytest.mark.filterwarnings("ignore:cpu_offload changes nothing")
 def test_two_processes_train_as_one(processes: RanksPool, device: str, stage: int, offload: bool, dynamo: bool) -> None:
-    result = torch.stack(processes.run(2, on_one_device, device, stage, offload, dynamo)).mean(0)
+    result = torch.stack(processes.run(2, train_on_one_device, device, stage, offload, dynamo)).mean(0)
     assert relative_error(result, train(fresh(Small), all_tokens())) < 1e-4
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_send_bytes_of_a_format(processes: RanksPool, device: str, stage: int) -> None:
-    result = torch.stack(processes.run(2, on_one_device, device, stage, False, True, tz.Int8(4))).mean(0)
-    off = relative_error(result, train(fresh(Small), all_tokens()))
-    assert 1e-6 < off < 5e-2, "rounded, a little"
+    result = torch.stack(processes.run(2, train_on_one_device, device, stage, False, True, tz.Int8(4))).mean(0)
+    error = relative_error(result, train(fresh(Small), all_tokens()))
+    assert 1e-6 < error < 5e-2, "encoded values are rounded a little"

@@ -1,6 +1,6 @@
-"""Refused before a module is sharded: the error names the thing, its value and the action, and nothing has changed.
+"""Wrong arguments are refused before a module is sharded. The error names the value and the action; nothing changes.
 
-What is refused of a sharded model: ``test_misuse.py``; on several ranks: ``tests/ranks/test_bad_input.py``.
+Refusals of a sharded model are in ``test_misuse.py``; refusals on several ranks in ``tests/ranks/test_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def compiled(module: nn.Module, plugins: Any) -> Any:
     return thunder.compile(module, plugins=plugins, recipe=tz.Recipe())
 
 
-WAYS: tuple[Callable[..., Any], ...] = (tz.ZeroTransform, tz.Zero, lambda **k: tz.zero(thunder.jit(net()), **k))
+ENTRIES: tuple[Callable[..., Any], ...] = (tz.ZeroTransform, tz.Zero, lambda **k: tz.zero(thunder.jit(net()), **k))
 
-# Fields of the policy: values, and what the error tells to give instead.
+# field of the policy -> wrong values, and the action that the error names
 FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "stage": ((5, -1, "3", None, True, 2.0), "choose 0"),
     "bucket_bytes": ((-1, "1"), "bytes, 0 or more"),
@@ -70,10 +70,10 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_policy_that_does_not_exist(field: str) -> None:
+def test_wrong_fields_of_a_policy_are_refused(field: str) -> None:
     values, action = FIELDS[field]
     for value in values:
-        for make in WAYS:
+        for make in ENTRIES:
             with refused(ValueError, f"{field} is {value!r}", action):
                 make(**{field: value})
 
@@ -100,23 +100,23 @@ ARGUMENTS: dict[type[Exception], list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_arguments_that_contradict(kind: type[Exception]) -> None:
-    for arguments, *words in ARGUMENTS[kind]:
-        for make in WAYS:
-            with refused(kind, *words):
+@pytest.mark.parametrize("error_type", ARGUMENTS)
+def test_contradicting_and_wrong_arguments_are_refused(error_type: type[Exception]) -> None:
+    for arguments, *words in ARGUMENTS[error_type]:
+        for make in ENTRIES:
+            with refused(error_type, *words):
                 make(**arguments)
 
 
-# Calls with a module that has not been sharded, and keeps its weights.
+# Calls with a plain module, which keeps its weights
 
 
 class Quantised(Tensor):
-    """A tensor subclass whose behaviour is in ``__torch_function__``."""
+    """A tensor subclass with ``__torch_function__``."""
 
 
 def two_of(data: Tensor) -> Tensor:
-    """A tensor subclass that dispatches."""
+    """Return a tensor of a subclass with ``__torch_dispatch__``."""
     return vars(two_tensor)["TwoTensor"](data, data)
 
 
@@ -138,8 +138,8 @@ def fsdp() -> FSDPTransform:
     return FSDPTransform(device=torch.device("cpu"), process_group=dist.group.WORLD)
 
 
-def jitted(module: nn.Module, theirs: Any) -> nn.Module:
-    thunder.jit(module, transforms=[theirs])
+def jitted(module: nn.Module, transform: Any) -> nn.Module:
+    thunder.jit(module, transforms=[transform])
     return module
 
 
@@ -214,18 +214,17 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kind", CALLS)
-def test_a_call_that_is_refused(kind: type[Exception]) -> None:
-    for call, *words in CALLS[kind]:
+@pytest.mark.parametrize("error_type", CALLS)
+def test_a_refused_call_leaves_the_module_plain(error_type: type[Exception]) -> None:
+    for call, *words in CALLS[error_type]:
         module = net()
-        with refused(kind, *words):
+        with refused(error_type, *words):
             call(module)
         assert is_plain(module), words
 
 
 @pytest.mark.usefixtures("group")
 def test_a_module_that_was_refused_can_still_be_sharded() -> None:
-    """Whose weights no transform has taken."""
     module = net()
     for call, *words in CALLS[ValueError]:
         with refused(ValueError, *words):
@@ -241,18 +240,18 @@ def test_thunderfx_raises_and_names_compile() -> None:
 
 
 class Named(nn.Parameter):
-    """A parameter without behaviour of its own."""
+    """A subclass of parameters that changes nothing."""
 
 
 class Staged(nn.Linear):
-    """A module whose forward takes an argument with the name of a field of Policy."""
+    """A module whose forward has an argument named like a field of Policy."""
 
     def forward(self, x: Tensor, stage: int = 0) -> Tensor:
         return super().forward(x) * stage
 
 
 @pytest.mark.usefixtures("group")
-def test_what_looks_like_bad_input_and_is_none() -> None:
+def test_unusual_but_correct_input_is_accepted() -> None:
     module = net()
     module.layers[0].weight = Named(torch.ones(4, 4))
     assert not any(param.isnan().any() for param in shard(module).parameters())
@@ -261,10 +260,10 @@ def test_what_looks_like_bad_input_and_is_none() -> None:
     assert traces.backward is not None
 
 
-# Process groups.
+# Process groups
 
 
-def test_no_process_group() -> None:
+def test_a_missing_process_group_is_refused() -> None:
     module = net()
     assert not dist.is_initialized()
     with refused(RuntimeError, "no process group", "init_process_group", "process_group"):
@@ -274,7 +273,7 @@ def test_no_process_group() -> None:
 
 @contextmanager
 def group_for_cuda() -> Iterator[None]:
-    """gloo, asked for as a backend of CUDA tensors only: what NCCL would be, on a machine without a GPU."""
+    """Make a gloo group for CUDA tensors only, which stands in for NCCL on a machine without a GPU."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -282,29 +281,28 @@ def group_for_cuda() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_cpu_tensors_and_a_group_that_carries_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_are_refused_if_the_group_carries_none(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     with group_for_cuda():
         with refused(ValueError, "'cuda:gloo'", "no cpu tensors", "gloo for CPU", "move the module"):
             shard(module)
-        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")  # what NCCL's group says of itself
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")  # as of NCCL's group
         with refused(ValueError, "'cuda:nccl'", "no cpu tensors", "gloo for CPU"):
             transport_for(everyone(), torch.device("cpu"))
     assert is_plain(module)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_meta_parameters_where_no_cpu_tensors_travel() -> None:
-    """They go to the device of the group's backend; the error names that device if it is missing."""
+def test_meta_parameters_go_to_the_device_of_the_groups_backend() -> None:
     with group_for_cuda(), refused(ValueError, "device is 'cuda', which cannot be used here"):
         shard(Scaled.on_meta())
 
 
-# Modules on the meta device.
+# Modules on the meta device
 
 
 class Scaled(nn.Module):
-    """A layer, and a parameter and a buffer that only the constructor gives values."""
+    """A layer, and a parameter and a buffer that only the constructor initializes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,14 +319,14 @@ class Scaled(nn.Module):
         return self.a.forward(x) * self.scale + self.shift
 
 
-def of_scaled(module: nn.Module) -> None:
+def init_scaled(module: nn.Module) -> None:
     if isinstance(module, Scaled):
         nn.init.constant_(module.scale, 2.0)
         module.shift.data.copy_(torch.arange(4.0))
 
 
-def of_others(module: nn.Module) -> None:
-    of_scaled(module)
+def init_others(module: nn.Module) -> None:
+    init_scaled(module)
     if isinstance(module, Scaled):
         module.a.weight.data.zero_()
 
@@ -343,22 +341,21 @@ LACKING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({}, ("parameter 'scale' is on the meta device", "reset_parameters of Scaled", "give init", "weights")),
     ({"weights": SCALED}, ("buffer 'shift' is on the meta device", "give init", "a real device")),
     ({"init": nn.Identity.extra_repr}, ("parameter 'scale' is on the meta device",)),
-    ({"init": of_others}, ("init wrote 'a.weight'", "called for Scaled", "does not own it", "called for its owner")),
+    ({"init": init_others}, ("init wrote 'a.weight'", "called for Scaled", "does not own it", "called for its owner")),
     ({"init": reshape}, ("init of Linear left 'a.bias' with shape (5,)", "the module has shape (4,)", "; build")),
-    ({"weights": {**SCALED, "b": X}, "init": of_scaled}, ("weights has 'b'", "Scaled does not have", "leave it out")),
-    ({"weights": {"scale": X}, "init": of_scaled}, ("weights has no 'a.weight'", "the state dict of a Scaled")),
-    ({"weights": {**SCALED, "scale": X}, "init": of_scaled}, ("'scale' with shape (3, 4)", "has shape (4,)")),
-    ({"weights": {**SCALED, "scale": 2.0}, "init": of_scaled}, ("'scale' as a float", "a tensor of shape (4,)")),
+    ({"weights": {**SCALED, "b": X}, "init": init_scaled}, ("weights has 'b'", "Scaled does not have", "leave it out")),
+    ({"weights": {"scale": X}, "init": init_scaled}, ("weights has no 'a.weight'", "the state dict of a Scaled")),
+    ({"weights": {**SCALED, "scale": X}, "init": init_scaled}, ("'scale' with shape (3, 4)", "has shape (4,)")),
+    ({"weights": {**SCALED, "scale": 2.0}, "init": init_scaled}, ("'scale' as a float", "a tensor of shape (4,)")),
 ]
 
 
 @pytest.mark.usefixtures("group")
-def test_a_module_on_the_meta_device_without_values() -> None:
-    """Refused without a change; with values for all tensors the same module is sharded."""
+def test_a_module_on_the_meta_device_needs_values_for_all_tensors() -> None:
     module = Scaled.on_meta()
     for arguments, words in LACKING:
         with refused(ValueError, *words):
             shard(module, **arguments)
         assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())), words
-    model = shard(module, weights=SCALED, init=of_scaled)
+    model = shard(module, weights=SCALED, init=init_scaled)
     assert torch.equal(model(X), X @ SCALED["a.weight"].t() * 2 + SCALED["a.bias"] * 2 + torch.arange(4.0))

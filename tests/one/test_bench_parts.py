@@ -1,6 +1,6 @@
-"""Parts of examples/bench: bytes, bounds, data files, options; and its commands that need no peers.
+"""Parts of examples/bench are right: bytes, bounds, data files, options, and its commands that need no peers.
 
-What tables look like is seen on the pages, which have what is rendered from their data files.
+The pages show the tables: a test compares them with the tables rendered from their data files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ROWS = (
 RESULT = Result("1gbit", 2, full=100, spared=20, wire_bytes=100.0, wire_seconds=(0.9, 1.0, 1.1), rows=ROWS)
 
 
-# A model, its bytes, and the bound
+# The model, its bytes, and the bound
 
 
-def test_bytes_of_the_model() -> None:
+def test_the_model_has_the_bytes_of_arithmetic() -> None:
     model = make_model(TINY)
     blocks = 2 * (12 * 8 * 8 + 13 * 8)  # four matrices of 12 d², biases of 9 d, two norms of 4 d
     outside = 2 * 32 * 8 + 4 * 8 + 2 * 8  # embedding and head, positions, the last norm
@@ -86,7 +86,7 @@ def test_held_bytes_count_shared_memory_once() -> None:
 # Tables and data files
 
 
-def test_a_run_is_saved_and_shown(tmp_path: Path) -> None:
+def test_a_saved_run_is_read_and_rendered(tmp_path: Path) -> None:
     memory = {"zero3": Memory(1 << 20, 2 << 20)}
     expected = ("zero3", "1.600", "1.500 - 1.700", "1.400", "1.14", "0.0", "1.500", "3")
     assert report.cells(RESULT, ROWS[2], Memory(rest=0, peak=3 << 20)) == expected
@@ -102,7 +102,7 @@ def test_a_run_is_saved_and_shown(tmp_path: Path) -> None:
 
 
 def test_pages_have_the_figures_of_their_data_files() -> None:
-    """Forecasts for W = 2 on 0.25 and 1 Gbit/s are as this package promises: within 15 %, and ranked as measured."""
+    # The package promises forecasts within 15 %, ranked as measured, for W = 2 on 0.25 and 1 Gbit/s.
     assert report.render(report.read_report(DATA)).count("**W = 2, ") > 0
     page = memory_table.PAGE.read_text()
     assert memory_table.with_tables(page, memory_table.read_data()) == page, (
@@ -117,7 +117,7 @@ def test_pages_have_the_figures_of_their_data_files() -> None:
         assert not forecast_table.misranked(here)
 
 
-def test_a_contestant_that_trains_something_else_is_found() -> None:
+def test_a_contestant_with_different_losses_is_refused() -> None:
     assert report.different_losses({}) == []
     assert report.different_losses({"a": [2.0, 1.0], "b": [2.0005, 1.0], "c": [2.0, 1.1], "d": [2.0]}) == ["c", "d"]
     built = [contestants()[name] for name in ("eager", "ddp", "zero3")]
@@ -127,7 +127,7 @@ def test_a_contestant_that_trains_something_else_is_found() -> None:
         run.refuse_different(built, losses | {"zero3": [[2.0], [3.5]]})
 
 
-def test_what_the_transform_adds() -> None:
+def test_the_seconds_that_the_transform_adds_are_summed_up() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert added(seconds) == 0.05
     assert added(seconds, sum) == -0.55
@@ -170,7 +170,7 @@ def test_rows_of_forecasts_are_written_ranked_and_replaced(tmp_path: Path) -> No
     page, path = tmp_path / "page.md", tmp_path / "forecast.json"
     page.write_text("old\n".join(marks(*forecast_table.SECTION)))
     first = forecast_table.Row("1gbit", 2, 0, (2.0, 1.0, 3.0), 2.2, 1.5, 0.7, 1.0, "torch 2")
-    tied = replace(first, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, as fast by measurement
+    tied = replace(first, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, equally fast by measurement
     slower = replace(first, stage=3, measured=(3.5,), seconds=2.15)
     forecast_table.write((first, tied, slower), path, page)
     assert forecast_table.read_rows(path) == (first, tied, slower)
@@ -181,14 +181,14 @@ def test_rows_of_forecasts_are_written_ranked_and_replaced(tmp_path: Path) -> No
     assert "+10.0%" in text
     assert "-38.6%) | stage 3 before stage 0 |" in text
     assert "old" not in text
-    other, slow = replace(first, network="loopback"), replace(first, network="250mbit")
-    assert forecast_table.merged((first, tied, other, slow), (slower,)) == (slow, slower, other)
+    elsewhere, slow = replace(first, network="loopback"), replace(first, network="250mbit")
+    assert forecast_table.merged((first, tied, elsewhere, slow), (slower,)) == (slow, slower, elsewhere)
 
 
 def test_the_largest_workspaces_of_each_operator() -> None:
-    many = [Workspace("convolution", str(number), 0, number) for number in range(MOST + 2)]
-    kept = largest([Workspace("linear", "", 0, 1), *many])
-    assert [one.hidden for one in kept] == [*range(MOST + 1, 1, -1), 1]
+    workspaces = [Workspace("convolution", str(number), 0, number) for number in range(MOST + 2)]
+    kept = largest([Workspace("linear", "", 0, 1), *workspaces])
+    assert [workspace.hidden for workspace in kept] == [*range(MOST + 1, 1, -1), 1]
     assert list(alike(["[2]", "[2]", "[3]"])) == ["2 x [2]", "[3]"]
 
 
@@ -233,8 +233,9 @@ def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -
 # Commands
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Defaults by machine, and what is refused in a sentence."""
+def test_options_have_defaults_by_machine_and_wrong_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rates = {"250mbit": 250e6, "2.5gbit": 2.5e9, "loopback": float("inf")}
     assert {text: report.rate_of(text) for text in rates} == rates
     for text in ("", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"):
@@ -245,9 +246,9 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert (quick.networks, quick.world_sizes, quick.rounds) == (["loopback", "1gbit"], [2], 3)
     assert set(quick.contestants) <= set(contestants())
     monkeypatch.setattr(run, "can_limit", lambda: False)
-    usual = run.parse_options(contestants(), [])
-    assert (usual.networks, usual.world_sizes, usual.rounds) == (["loopback"], [2, 4], 5)
-    assert set(usual.contestants) == set(contestants())
+    defaults = run.parse_options(contestants(), [])
+    assert (defaults.networks, defaults.world_sizes, defaults.rounds) == (["loopback"], [2, 4], 5)
+    assert set(defaults.contestants) == set(contestants())
     for option, value, words in (
         ("--networks", "1gbit", "cannot limit ['1gbit']"),
         ("--rounds", "0", "--rounds is 0; give at least 1"),
@@ -263,8 +264,9 @@ def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "give world sizes and rounds of 2 or more" in capsys.readouterr().err
 
 
-def test_the_bench_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commands: how long bytes take; and feedback, with which what arrives adds up to what was sent."""
+def test_the_bench_of_formats_has_speeds_and_feedback_that_keeps_only_the_last_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     formats = example_module("bench.formats")
     monkeypatch.setattr(formats, "SPEED_ELEMENTS", 1000)
     rows = re.findall(r"^\| ([a-z, ]+) \| [\d.]+ \| [\d.]+ \|$", formats.speed(), re.MULTILINE)
@@ -281,18 +283,17 @@ def test_the_bench_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
     step = 1 / 127
     assert off(feedback=False) > 0.4 * count * step, "the same error each time"
-    assert off(feedback=True) <= 0.51 * step, "the last error alone"
+    assert off(feedback=True) <= 0.51 * step, "only the last error"
     with pytest.raises(RuntimeError, match="no gradient was written"), formats.gradients_to_nearest(feedback=True):
         pass
 
 
 @pytest.mark.slow
-def test_the_bench_of_transports() -> None:
-    """The command behind the figures of docs/performance.md prints them."""
+def test_the_bench_of_transports_prints_the_rows_of_the_performance_page() -> None:
     options = ("--rounds", 2, "--world-sizes", 2)
     printed = output_of(start(sys.executable, "-W", "ignore", "examples/bench/transport.py", *options))
     rows = re.findall(r"^\| 2 \| (\w+) (?:\| [\d.]+ \([\d.]+-[\d.]+\) ){3}\|$", printed, re.MULTILINE)
-    assert rows == ["all_gather", "reduce_scatter", "all_reduce"] * 2, "of one tensor, and of a GPT block's 12"
+    assert rows == ["all_gather", "reduce_scatter", "all_reduce"] * 2, "for one tensor, and for the 12 of a GPT block"
     assert len(re.findall(r"^\| 2 \| 16 x \d+ KiB ", printed, re.MULTILINE)) == 6, "separate and packed"
 
 
@@ -300,7 +301,6 @@ def test_the_bench_of_transports() -> None:
 def test_the_bench_of_a_gpu_runs_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tiny model, one step of each; without ``--device cpu`` it says in one sentence that there is no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 1
     assert capsys.readouterr().err == "torch finds no CUDA device here; rehearse with --device cpu --tiny\n"

@@ -1,4 +1,4 @@
-"""Single files and checkpoints without ranks: reading and refusing files, and the command line."""
+"""Single files become checkpoints and back without ranks; wrong files are refused; the command line reports both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def weights() -> dict[str, Tensor]:
-    """Rows for three ranks, odd numbers of bytes, a scalar, an empty one."""
+    """Return tensors with rows for three ranks, odd numbers of bytes, a scalar and an empty tensor."""
     return {
         "flags": torch.tensor([True, False, True]),
         "scale": torch.tensor(3.0),
@@ -48,7 +48,7 @@ def data_bytes(path: Path) -> list[int]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder with one checkpoint, ``start``."""
+    """Return a folder with a checkpoint ``start``."""
     save_file(weights(), tmp_path / "in.safetensors")
     tz.tools.shard_safetensors(tmp_path / "in.safetensors", tmp_path / "runs/start", ranks=3)
     return tmp_path / "runs"
@@ -56,7 +56,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line: the exit code, and what was printed to stdout and stderr."""
+    """Return a function that runs the command line, and returns its exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = cli.main([str(argument) for argument in arguments])
@@ -82,9 +82,9 @@ def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_p
 
 def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
     assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
-    (one,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
+    (cast,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
     expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
-    assert_same(load_file(one), expected)
+    assert_same(load_file(cast), expected)
     (wide,) = consolidate(runs / "start", tmp_path / "wide.safetensors")
     content = wide.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -93,7 +93,9 @@ def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
     save_file(expected, tmp_path / "right.safetensors")
     tz.tools.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
-    assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
+    assert data_bytes(tmp_path / "start") == data_bytes(
+        tmp_path / "right"
+    )  # readers cast, so only bytes show the dtype
 
 
 INDEX = "model.safetensors.index.json"
@@ -111,7 +113,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_one_sentence(tmp_path: Path, command: Command) -> None:
+def test_garbage_is_refused_in_one_sentence(tmp_path: Path, command: Command) -> None:
     save_file(weights(), tmp_path / "good.safetensors")
     (tmp_path / "folder").mkdir()
     for name, content, sentence in GARBAGE:
@@ -124,7 +126,7 @@ def test_garbage_is_one_sentence(tmp_path: Path, command: Command) -> None:
     assert not (tmp_path / "start").exists()
 
 
-def test_latest_stays_where_training_goes_on(runs: Path, tmp_path: Path) -> None:
+def test_latest_keeps_its_checkpoint(runs: Path, tmp_path: Path) -> None:
     assert not (runs / "latest").is_symlink()
     (runs / "latest").symlink_to("start")
     tz.tools.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
@@ -134,7 +136,7 @@ def test_latest_stays_where_training_goes_on(runs: Path, tmp_path: Path) -> None
 # To files
 
 
-def test_files_are_cut_in_linear_time() -> None:
+def test_splitting_into_files_takes_linear_time() -> None:
     nbytes = mock.PropertyMock(return_value=8)
     wholes = [TensorToWrite(str(number), (2,), torch.float32, str(number)) for number in range(100)]
     with mock.patch.object(TensorToWrite, "nbytes", nbytes):
@@ -142,24 +144,24 @@ def test_files_are_cut_in_linear_time() -> None:
     assert nbytes.call_count <= 3 * len(wholes)
 
 
-def test_what_an_earlier_call_left_is_removed(runs: Path, tmp_path: Path) -> None:
+def test_only_files_of_an_earlier_call_are_removed(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    others = ["m.pt", "m2.safetensors", "xm-00001-of-00002.safetensors", "m-1-of-2.safetensors", "m.safetensors.txt"]
-    others += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # somebody else's of that name
-    for name in others:
+    foreign = ["m.pt", "m2.safetensors", "xm-00001-of-00002.safetensors", "m-1-of-2.safetensors", "m.safetensors.txt"]
+    foreign += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # of other tools
+    for name in foreign:
         (out / name).touch()
-    (local,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
+    (start,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
     for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
-        local.with_name(name).write_bytes(local.read_bytes())
-        local.with_name(name).rename(out / name)
+        start.with_name(name).write_bytes(start.read_bytes())
+        start.with_name(name).rename(out / name)
     for limit in (10, 20, None, 10):
         files = consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
-        assert {path.name for path in out.iterdir()} == {*others, *(file.name for file in files)}
+        assert {path.name for path in out.iterdir()} == {*foreign, *(file.name for file in files)}
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
-def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str) -> None:
+def test_existing_files_stay_if_a_call_fails(runs: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     limit = 20 if name == "m.safetensors" else None
@@ -173,8 +175,8 @@ def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str)
 # The command line
 
 
-def test_damage_is_shown(runs: Path, command: Command) -> None:
-    """``inspect`` checks before it prints; without --verify it compares sizes only."""
+def test_inspect_and_consolidate_refuse_a_damaged_checkpoint(runs: Path, command: Command) -> None:
+    # ``inspect`` without --verify compares only sizes.
     file = next((runs / "start").glob("__0_*"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -203,7 +205,9 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("state", [{"model": weights()}, weights()], ids=["nested", "flat"])
-def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, state: dict[str, Tensor]) -> None:
+def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(
+    tmp_path: Path, command: Command, state: dict[str, Tensor]
+) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "other", no_dist=True)
     code, out, err = command("inspect", tmp_path / "other")
     assert (code, err) == (0, "")
@@ -219,8 +223,7 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
         assert_same(load_file(tmp_path / "m.safetensors"), weights())
 
 
-def test_an_interrupt_is_one_line(command: Command) -> None:
-    """Also where Thunder raised an error of its own from it."""
+def test_an_interrupt_is_reported_in_one_line(command: Command) -> None:
     error = RuntimeError("Encountered exception KeyboardInterrupt while tracing ...")
     error.__cause__ = KeyboardInterrupt()
     for raised in (KeyboardInterrupt(), error):
@@ -237,7 +240,7 @@ def test_files_are_printed_to_stdout_and_bars_to_stderr(
     assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
     code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "0B")
     assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is '0B'")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     _, out, err = command("consolidate", runs / "start", runs / "m.pt")
     assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"
     assert (last(err, "verify start"), last(err, "write m.pt")) == ("100%", "100%")
@@ -247,6 +250,6 @@ def test_files_are_printed_to_stdout_and_bars_to_stderr(
 
 
 def last(printed: str, bar: str) -> str:
-    """The last percentage of a bar."""
+    """Return the last percentage that a progress bar showed."""
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
     return str(re.findall(rf"{bar} \S+ +(\d+%)", plain)[-1])

@@ -1,4 +1,4 @@
-"""The traces that run are proved: if a line that Thunder emitted is dropped or changed, compilation fails."""
+"""Compilation checks the traces that run: it fails if a line that Thunder emitted is dropped or changed."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def require_refused(
     phase: int = -1,
     training: bool = True,
 ) -> None:
-    """Compile once, and require that the proof refuses each fault, planted in one of the traces.
+    """Compile once, and require that the check refuses each fault, planted in a trace.
 
     Args:
-        faults: functions that plant a fault, each with words of its error.
-        phase: the trace that has the faults: the first or the last.
+        faults: functions that plant a fault -> words of its error.
+        phase: index of the trace that has the faults: the first or the last.
         training: True if there is a backward.
     """
     prove, counts = pipeline.prove, []
 
     def proved(scheduled: pipeline.Scheduled, *traces: TraceCtx | None) -> None:
-        made = [trace for trace in traces if trace is not None]
-        counts.append(len(made))
+        present = [trace for trace in traces if trace is not None]
+        counts.append(len(present))
         for fault, words in faults.items():
-            phases = list(made)
+            phases = list(present)
             phases[phase] = broken(phases[phase], fault)
             error = error_of(lambda phases=phases: prove(scheduled, *phases))  # type: ignore[misc]
             assert re.search(f"ScheduleError: .*{words}", error), (words, error)
@@ -71,7 +71,7 @@ def require_refused(
 
 
 def phases(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
-    """Return the indices of the lines that start and end to gather, or to reduce, this parameter by itself."""
+    """Return the indices of the launch and the wait of the collective that carries only this parameter."""
     start = next(
         index for index, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:]
     )
@@ -89,14 +89,14 @@ def without(lines: Lines, *positions: int) -> Lines:
 
 
 def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
-    """Return the lines with other gradients returned in place of those with these names."""
+    """Replace returned gradients, by name."""
     *before, last = lines
     gradients = tuple(swap.get(grad.name, grad) if grad is not None else None for grad in last.args[0])
     return [*before, last.from_bsym(args=(gradients,))]
 
 
 def unreduced(lines: Lines) -> Lines:
-    """The gradient is returned as it is on this rank."""
+    """Return the gradient of this rank without a reduction."""
     start, end = phases(lines)
     return returning(lines, {lines[end].output.name: lines[start].args[0]})
 
@@ -106,7 +106,7 @@ def no_gradient(lines: Lines) -> Lines:
 
 
 def wrong_kind(lines: Lines) -> Lines:
-    """An all-reduce would give the full mean where the optimizer has rows."""
+    """Reduce with an all-reduce, which returns the full mean although the optimizer has rows."""
     index, _ = phases(lines)
     return [
         *lines[:index],
@@ -116,7 +116,7 @@ def wrong_kind(lines: Lines) -> Lines:
 
 
 def missing_from_its_bucket(lines: Lines) -> Lines:
-    """The gradient of one of two parameters that travel together is returned for the other, too."""
+    """Return the gradient of one parameter of a bucket for another parameter as well."""
     first, second = next(line.output for line in lines if line.sym.name == "zero_wait_coalesced")[:2]
     return returning(lines, {first.name: second})
 
@@ -129,15 +129,16 @@ IN_BACKWARD: dict[Fault, str] = {
 }
 
 
-def test_a_reduction_that_is_missing_or_wrong() -> None:
-    """Each collective has a line of its own, except for the last case."""
+def test_a_missing_or_wrong_reduction_is_refused() -> None:
     require_refused(IN_BACKWARD, replace(tz.DDP, bucket_bytes=0))
-    kind: dict[Fault, str] = {wrong_kind: r"layers\.1\.weight with zero_all_reduce; .* needs zero_reduce_scatter"}
-    require_refused({**IN_BACKWARD, **kind}, replace(tz.ZERO3, bucket_bytes=0))
-    bucket: dict[Fault, str] = {
+    wrong_collective: dict[Fault, str] = {
+        wrong_kind: r"layers\.1\.weight with zero_all_reduce; .* needs zero_reduce_scatter"
+    }
+    require_refused({**IN_BACKWARD, **wrong_collective}, replace(tz.ZERO3, bucket_bytes=0))
+    lost_from_bucket: dict[Fault, str] = {
         missing_from_its_bucket: r"as the gradient of layers\.\d\.\w+, but no reduction of layers"
     }
-    require_refused(bucket, tz.ZERO3)
+    require_refused(lost_from_bucket, tz.ZERO3)
 
 
 def tied() -> nn.Module:
@@ -147,15 +148,14 @@ def tied() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> None:
-    """Torch would add them up."""
+def test_a_gradient_returned_under_both_names_of_a_tied_parameter_is_refused() -> None:
     inputs = [proxy.name for proxy in tz.trace(fresh(tied), X, world_size=2, frontend="thunder").forward.args]
-    one, two = (inputs.index(f"t_{number}_weight") for number in (0, 2))
+    first, second = (inputs.index(f"t_{number}_weight") for number in (0, 2))
 
     def fault(lines: Lines) -> Lines:
         gradients = list(lines[-1].args[0])
-        assert gradients[two] is None
-        gradients[two] = gradients[one]
+        assert gradients[second] is None
+        gradients[second] = gradients[first]
         return [*lines[:-1], lines[-1].from_bsym(args=(tuple(gradients),))]
 
     words = r"a second gradient of 0\.weight, \w+, which torch would add"
@@ -165,12 +165,12 @@ def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> N
 def lost_free(lines: Lines) -> Lines:
     full = lines[phases(lines)[1]].output.name
     index = next(index for index, line in enumerate(lines) if line.sym.id is prims.PrimIDs.DEL and full in names(line))
-    left = [proxy for proxy in lines[index].flat_proxy_args if proxy.name != full]
-    return [*lines[:index], lines[index].from_bsym(args=tuple(left)), *lines[index + 1 :]]
+    kept = [proxy for proxy in lines[index].flat_proxy_args if proxy.name != full]
+    return [*lines[:index], lines[index].from_bsym(args=tuple(kept)), *lines[index + 1 :]]
 
 
-def shard_in_its_place(lines: Lines) -> Lines:
-    """The shard is read where the gathered parameter was."""
+def read_shard_instead(lines: Lines) -> Lines:
+    """Read the shard instead of the gathered parameter."""
     start, end = phases(lines)
     swap = {lines[end].output.name: lines[start].args[0]}
 
@@ -182,73 +182,72 @@ def shard_in_its_place(lines: Lines) -> Lines:
 
 
 def coded(lines: Lines) -> dict[str, int]:
-    """Return the indices of the lines that encode, send, wait for and decode a parameter, by their symbols."""
+    """Return the indices of the lines that encode, send, await and decode a parameter, by their symbols."""
     local = ((index, line) for index, line in enumerate(lines) if line.sym.name.startswith("zero_"))
-    of_path = {line.sym.name: index for index, line in local if WEIGHT in line.args[1:]}
-    return of_path | {"zero_wait": phases(lines[of_path["zero_all_gather"] :])[1] + of_path["zero_all_gather"]}
+    positions = {line.sym.name: index for index, line in local if WEIGHT in line.args[1:]}
+    return positions | {"zero_wait": phases(lines[positions["zero_all_gather"] :])[1] + positions["zero_all_gather"]}
 
 
 def reading(lines: Lines, index: int, *args: Any) -> Lines:
     return [*lines[:index], lines[index].from_bsym(args=args), *lines[index + 1 :]]
 
 
-def sent_as_it_is(lines: Lines) -> Lines:
+def sent_without_encoding(lines: Lines) -> Lines:
     index = coded(lines)
     return without(
         reading(lines, index["zero_all_gather"], lines[index["zero_encode"]].args[0], WEIGHT), index["zero_encode"]
     )
 
 
-def read_as_it_arrives(lines: Lines) -> Lines:
+def read_without_decoding(lines: Lines) -> Lines:
     index = coded(lines)
-    full, bytes_of_it = (lines[index[name]].output for name in ("zero_decode", "zero_wait"))
+    full, payload = (lines[index[name]].output for name in ("zero_decode", "zero_wait"))
     reader = next(
         number for number, line in enumerate(lines) if number > index["zero_decode"] and full.name in names(line)
     )
-    args = (bytes_of_it if isinstance(arg, Proxy) and arg.name == full.name else arg for arg in lines[reader].args)
+    args = (payload if isinstance(arg, Proxy) and arg.name == full.name else arg for arg in lines[reader].args)
     return without(reading(lines, reader, *args), index["zero_decode"])
 
 
-def decoded_again(lines: Lines) -> Lines:
+def decoded_twice(lines: Lines) -> Lines:
     index = coded(lines)["zero_decode"]
     return [*lines[: index + 1], lines[index], *lines[index + 1 :]]
 
 
-def sent_by_nobody(lines: Lines) -> Lines:
+def never_sent(lines: Lines) -> Lines:
     index = coded(lines)
     return without(lines, index["zero_all_gather"], index["zero_wait"], index["zero_decode"])
 
 
-def test_lines_that_encode_and_decode() -> None:
+def test_wrong_lines_that_encode_and_decode_are_refused() -> None:
     faults: dict[Fault, str] = {
-        sent_as_it_is: r"sends layers\.1\.weight; the plan sends what zero_encode makes of it",
+        sent_without_encoding: r"sends layers\.1\.weight; the plan sends what zero_encode makes of it",
         lambda lines: reading(
             lines, coded(lines)["zero_encode"], lines[coded(lines)["zero_encode"]].args[0], "layers.0.weight"
         ): r"sends layers\.1\.weight; the plan sends what zero_encode makes of it",
-        read_as_it_arrives: r"reads \w+, which is coded",
-        decoded_again: r"decodes \w+, which has not just arrived",
-        sent_by_nobody: r"encodes layers\.1\.weight, which no launch sends",
+        read_without_decoding: r"reads \w+, which is coded",
+        decoded_twice: r"decodes \w+, which has not just arrived",
+        never_sent: r"encodes layers\.1\.weight, which no launch sends",
     }
     policy = replace(tz.ZERO3, bucket_bytes=0, gather_format=tz.Int8(16), reshard_after_forward=True)
     require_refused(faults, policy, phase=0)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "no_grad"])
-def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
+def test_forward_is_checked_with_and_without_backward(training: bool) -> None:
     faults: dict[Fault, str] = {
         lost_free: r"(gathers layers\.1\.weight as \w+, which is never freed|reads forward's)",
         lambda lines: without(
             lines, *phases(lines)
         ): r"reads \w+, which is neither an input nor written by any operation",
-        shard_in_its_place: r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter",
+        read_shard_instead: r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter",
     }
     policy = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
     require_refused(faults, policy, phase=0, training=training)
 
 
 @pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.DDP, tz.ZERO2)])
-def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy) -> None:
-    """Nothing is reduced, but there is a backward, which may read parameters that are kept unsharded."""
+def test_frozen_parameters_have_a_backward_without_reductions_if_an_input_needs_a_gradient(policy: tz.Policy) -> None:
     x = X.clone().requires_grad_()
     result = tz.trace(fresh(Mlp).requires_grad_(False), x, policy=policy, world_size=2, frontend="thunder")
     assert result.backward is not None
@@ -257,16 +256,15 @@ def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy)
 
 
 @pytest.mark.usefixtures("group")
-def test_forward_alone_gathers_nothing_once_after_a_step_that_does() -> None:
-    """Without a backward, a parameter that training gathers once is gathered for each unit."""
+def test_inference_gathers_for_each_unit_even_if_training_gathers_once() -> None:
     model = sharded(fresh(tied), replace(tz.ZERO3, gather_per_unit=True))
     model(X).sum().backward()
-    once = tz.traces_of(model).plan.kept_unsharded
+    kept = tz.traces_of(model).plan.kept_unsharded
     with torch.no_grad():
         model(X)
     paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER for path in op.params]
-    assert "0.weight" in once
+    assert "0.weight" in kept
     assert tz.traces_of(model).plan.kept_unsharded == ()
     model(X).sum().backward()
-    assert tz.traces_of(model).plan.kept_unsharded == once, "the program that ran last was compiled earlier"
+    assert tz.traces_of(model).plan.kept_unsharded == kept, "the last program was compiled in the first step"
     assert paths.count("0.weight") == 2

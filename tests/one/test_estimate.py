@@ -1,4 +1,4 @@
-"""FLOPs of lines beside torch's own counter, and the time of a traced step by arithmetic. No clock is read."""
+"""FLOPs of lines equal torch's own count, and the time of a traced step equals arithmetic. No clock is read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MEASURED = Calibrated(
 
 
 class Adds(nn.Module):
-    """``addmm`` and ``baddbmm``, whose gradients torch computes."""
+    """Calls ``addmm`` and ``baddbmm``, whose gradients torch computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ def flops(timeline: tz.schedule.Timeline, *works: Work) -> int:
     return sum(op.flops for op in timeline.ops if not works or op.work in works)
 
 
-def trace(module: nn.Module, *args: Tensor, **how: Any) -> tz.tools.Traces:
-    return tz.trace(module, *args, **{"policy": NONE, "world_size": 2, **how})
+def trace(module: nn.Module, *args: Tensor, **options: Any) -> tz.tools.Traces:
+    return tz.trace(module, *args, **{"policy": NONE, "world_size": 2, **options})
 
 
 def test_a_step_has_the_flops_that_torch_counts() -> None:
@@ -74,14 +74,14 @@ def test_a_step_has_the_flops_that_torch_counts() -> None:
     flash, shape = trace(module, x), (BATCH, HEADS, LENGTH, HEAD)
     assert flops(flash.forward_timeline, Work.ATTENTION) == sdpa_flop_count(shape, shape, shape)
     assert flops(flash.backward_timeline, Work.ATTENTION) == sdpa_backward_flop_count(shape, shape, shape, shape)
-    # Attention decomposed, as torch counts it on CPUs: it does not count its flash attention there.
+    # Torch counts attention on CPUs only if it is decomposed.
     with sdpa_kernel(SDPBackend.MATH):
         forward = counted(lambda: module(x))
-        both = counted(lambda: module(x).sum().backward())
+        forward_and_backward = counted(lambda: module(x).sum().backward())
         traces = trace(module, x)
     assert traces.lifted is not None
     assert flops(traces.forward_timeline) == forward
-    assert flops(traces.timeline) == flops(traces.lifted) == both
+    assert flops(traces.timeline) == flops(traces.lifted) == forward_and_backward
 
 
 def test_a_learned_mask_adds_the_products_of_its_gradient() -> None:
@@ -95,9 +95,9 @@ def test_a_learned_mask_adds_the_products_of_its_gradient() -> None:
 
     query, key = torch.randn(BATCH, HEADS, LENGTH, HEAD), torch.randn(BATCH, HEADS, LENGTH + 1, HEAD)
     traces = trace(Masked(), query, key, key)
-    one = 2 * prod(query.shape) * (LENGTH + 1)  # a product of queries and keys, or of weights and values
-    assert flops(traces.forward_timeline) == 2 * one
-    assert flops(traces.backward_timeline) == one  # nothing else needs a gradient
+    product = 2 * prod(query.shape) * (LENGTH + 1)  # a product of queries and keys, or of weights and values
+    assert flops(traces.forward_timeline) == 2 * product
+    assert flops(traces.backward_timeline) == product  # only the mask needs a gradient
 
 
 def test_convolutions_and_added_products_have_the_flops_that_torch_counts() -> None:
@@ -107,23 +107,25 @@ def test_convolutions_and_added_products_have_the_flops_that_torch_counts() -> N
     adds, x = Adds(), torch.randn(5, 4)
     assert flops(trace(adds, x).timeline) == counted(lambda: adds(x).sum().backward()) > 0
     model = thunder.jit(adds)
-    model(x).sum().backward()  # compile: its backward computes added products again
+    model(x).sum().backward()  # compile: its backward recomputes added products
     assert flops(trace(adds, x, frontend="thunder").timeline) == counted(lambda: model(x).sum().backward()) > 0
 
 
-def test_a_grouped_and_a_transposed_convolution_count_what_their_filters_meet() -> None:
+def test_grouped_and_transposed_convolutions_count_their_filters_products() -> None:
     module, x = Chain(nn.Conv1d(4, 6, 3, groups=2), nn.ConvTranspose1d(6, 2, 3, stride=2)), torch.randn(2, 4, 7)
     traces = trace(module, x)
-    one = 2 * 2 * 6 * 5 * 2 * 3  # (batch, channels, length) of the grouped output, filters of (2, 3) in either layer
-    assert flops(traces.forward_timeline) == counted(lambda: module(x)) == 2 * one
-    assert flops(traces.backward_timeline) == one + 2 * one  # the input of the first needs no gradient
+    product = (
+        2 * 2 * 6 * 5 * 2 * 3
+    )  # (batch, channels, length) of the grouped output, filters of (2, 3) in either layer
+    assert flops(traces.forward_timeline) == counted(lambda: module(x)) == 2 * product
+    assert flops(traces.backward_timeline) == product + 2 * product  # the input of the first needs no gradient
 
 
 def narrow() -> nn.Module:
     return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
 
 
-def test_a_fused_region_has_the_flops_and_the_traffic_of_its_whole() -> None:
+def test_a_fused_region_has_the_flops_of_its_lines_and_the_traffic_of_its_borders() -> None:
     plain, fused = (traced(narrow, (3, 4), NONE, fused=fused) for fused in (False, True))
     assert flops(plain.timeline) == flops(fused.timeline) == 2 * 3 * 4 * 8 * (2 + 3)  # x needs no gradient
     (region,) = (op for op in fused.forward_timeline.ops if op.flops)
@@ -133,7 +135,7 @@ def test_a_fused_region_has_the_flops_and_the_traffic_of_its_whole() -> None:
 
 
 class NeverFuses(FusionExecutor):
-    """As nvFuser is with a trace for CPUs: it finds nothing to fuse."""
+    """A fuser that finds nothing to fuse, like nvFuser in a trace for CPUs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -145,19 +147,19 @@ class NeverFuses(FusionExecutor):
         return False
 
 
-def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are() -> None:
-    """On a described device Thunder's defaults do, and fusers; on a measured one regions alone; so does a plan."""
+def test_lines_count_as_one_kernel_if_executors_fuse_and_regions_stay_as_they_are() -> None:
+    # On a described device Thunder's default executors and fusers fuse; on a measured one only regions count as fused.
 
     def wide() -> nn.Module:
         return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(8, 4, bias=False))
 
-    def traffic(traces: tz.tools.Traces, device: tz.tools.Device = H100, **how: Any) -> int:
-        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, device, **how).costs)
+    def traffic(traces: tz.tools.Traces, device: tz.tools.Device = H100, **options: Any) -> int:
+        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, device, **options).costs)
 
-    x, on = torch.ones(3, 4), {"world_size": 1}
-    plain, of_compile = trace(wide(), x, frontend="thunder", **on), trace(wide(), x, **on)
-    others = ("nvfuser", "torchcompile_cat")
-    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)], frontend="thunder", **on) for name in others}
+    x, world = torch.ones(3, 4), {"world_size": 1}
+    plain, of_compile = trace(wide(), x, frontend="thunder", **world), trace(wide(), x, **world)
+    fusers = ("nvfuser", "torchcompile_cat")
+    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)], frontend="thunder", **world) for name in fusers}
     one_by_one, one_kernel = (traffic(plain, fused=fused) for fused in (False, True))
     assert one_by_one > one_kernel  # between the products: read once, write once
     assert traffic(of_compile) > traffic(of_compile, fused=True) == one_kernel
@@ -176,8 +178,8 @@ def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are(
     assert added[0] == added[1] > 0
 
 
-def test_a_step_by_arithmetic() -> None:
-    """Two layers without biases under ZeRO-3 on two ranks. A FLOP takes a second, a byte on the wire 10, memory 0."""
+def test_a_step_takes_the_seconds_of_arithmetic() -> None:
+    # Two layers under ZeRO-3 on two ranks. A FLOP takes a second, a byte on the wire 10, memory none.
     rows, width = 3, 4
     policy = tz.Policy(3, bucket_bytes=0, prefetch=0, reshard_after_forward=True, recompute="none")
     module = Chain(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
@@ -192,21 +194,21 @@ def test_a_step_by_arithmetic() -> None:
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 
 
-def test_what_is_no_trace_or_no_device_is_refused() -> None:
+def test_wrong_traces_and_devices_are_refused() -> None:
     traces = traced(narrow, (3, 4), NONE)
     rows: list[tuple[Any, Any, type[Exception], tuple[str, ...]]] = [
         (traces.timeline, H100, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
         (traces, "h9", ValueError, ("there is no device 'h9'", "give one of a100, h100")),
         (traces, tz.tools.DEVICES["tpu-v2"], ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
     ]
-    for of, device, kind, words in rows:
-        with refused(kind, *words):
-            tz.tools.estimate(of, device)
+    for argument, device, error_type, words in rows:
+        with refused(error_type, *words):
+            tz.tools.estimate(argument, device)
 
 
 def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
-    """In bytes a second: 96 B of output, 128 B of a shard. SGD reads a parameter and its gradient, and writes it;
-    with momentum the buffer too."""
+    # A byte takes a second; an output has 96 B, a shard 128 B. SGD reads a parameter and its gradient, and writes the
+    # parameter; with momentum it also reads and writes the buffer.
     traces = traced(lambda: nn.Linear(8, 8, bias=False), (3, 8), 2)
     device = tz.tools.Device("one", {"float32": 1e18}, 1.0, 1 << 30, intra_node=tz.tools.Link(1.0))
     plain = tz.tools.estimate(traces, device)

@@ -1,4 +1,4 @@
-"""``tools.fit``: its policy fits by the exact forecast, and what does not fit is refused with numbers."""
+"""``tools.fit`` returns a policy that fits by the exact forecast, or refuses with numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT, LONG = (ROWS, WIDTH), (8 * ROWS, WIDTH)  # with the long input, activatio
 
 
 def net() -> nn.Module:
-    """Three units and a head."""
+    """Build three units and a head."""
     return Chain(Chain(*(ResidualBlock(WIDTH) for _ in range(BLOCKS))), nn.Linear(WIDTH, 8))
 
 
@@ -48,16 +48,16 @@ def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT) -> int:
     return tz.tools.memory(traced(net, shape, policy), optimizer=torch.optim.SGD).peak
 
 
-def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, file: StringIO | None = None, **how: Any) -> tz.Policy:
-    how = {"world_size": 2, "optimizer": torch.optim.SGD, "file": file or StringIO(), **how}
-    return tz.tools.fit(on_meta(), torch.empty(shape), memory_bytes=memory_bytes, **how)
+def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, file: StringIO | None = None, **options: Any) -> tz.Policy:
+    options = {"world_size": 2, "optimizer": torch.optim.SGD, "file": file or StringIO(), **options}
+    return tz.tools.fit(on_meta(), torch.empty(shape), memory_bytes=memory_bytes, **options)
 
 
 @pytest.mark.slow
-def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() -> None:
+def test_a_policy_fits_and_costs_less_with_more_memory() -> None:
     out = StringIO()
     plenty = fit(PLENTY, file=out, policy=ASKED)
-    assert plenty.keep_unsharded == UNITS  # no gather again
+    assert plenty.keep_unsharded == UNITS  # no second gather
     assert plenty.recompute_units == ()
     assert "<- chosen" in out.getvalue()
     most = peak(plenty)
@@ -71,17 +71,17 @@ def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() 
 
 
 @pytest.mark.slow
-def test_arguments_by_name_a_stage_and_a_fuser() -> None:
+def test_fit_takes_keyword_inputs_a_stage_and_a_fuser() -> None:
     module, x = Chain(ResidualBlock(8), ResidualBlock(8)), torch.empty(8, 8)
-    how: dict[str, Any] = {"memory_bytes": PLENTY, "world_size": 2, "file": StringIO()}
-    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), fuse="inductor", **how).keep_unsharded
+    options: dict[str, Any] = {"memory_bytes": PLENTY, "world_size": 2, "file": StringIO()}
+    kept = tz.tools.fit(module, x=x, policy=tz.Policy(prefetch=0), fuse="inductor", **options).keep_unsharded
     assert kept == ("0", "1")
-    policy = tz.tools.fit(module, x=x, policy=2, **how)
+    policy = tz.tools.fit(module, x=x, policy=2, **options)
     assert (policy.stage, policy.keep_unsharded, policy.recompute_units) == (2, (), ())
 
 
 @pytest.mark.slow
-def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() -> None:
+def test_a_refusal_has_the_least_bytes_and_what_recomputation_saves() -> None:
     with pytest.raises(tz.tools.DoesNotFit) as caught:
         fit(1000, LONG)
     text, least = str(caught.value), caught.value.least_bytes
@@ -113,16 +113,18 @@ def uneven() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_refusal_speaks_of_what_there_is() -> None:
-    """Of no units where there are none; of ``recompute="cheap"`` if not asked for. Inputs belong to the batch."""
-    asked = tz.Policy(recompute="none", unit_of=lambda module: ())
-    cheap, result = (tz.tools.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
-    index = result.by_kind
-    batch = sum(index.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
-    assert index[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
+def test_a_refusal_recommends_only_what_applies() -> None:
+    # It names no units if there are none, and ``recompute="cheap"`` only if the policy lacks it.
+    policy = tz.Policy(recompute="none", unit_of=lambda module: ())
+    cheap, result = (
+        tz.tools.memory(traced(even, LONG, wanted)) for wanted in (replace(policy, recompute="cheap"), policy)
+    )
+    bytes_by_kind = result.by_kind
+    batch = sum(bytes_by_kind.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
+    assert bytes_by_kind[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
     assert cheap.peak < result.peak
     with pytest.raises(tz.tools.DoesNotFit) as caught:
-        tz.tools.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=asked)
+        tz.tools.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=policy)
     text = str(caught.value)
     assert "unit" not in text
     assert f"half the batch (about {size(batch // 2)} less)" in text
@@ -131,14 +133,14 @@ def test_a_refusal_speaks_of_what_there_is() -> None:
 
 @pytest.mark.slow
 def test_the_least_is_compiled_before_a_refusal() -> None:
-    """What the search finds best takes too much three times; the least, which its estimate ranks below, fits."""
+    # Three times the best policy of the search takes too much. The policy with the least estimated bytes fits.
 
     def peak(policy: tz.Policy) -> int:
         return tz.tools.memory(traced(uneven, LONG, policy), loss=mean_square).peak
 
     most = peak(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=("0", "1", "2", "3")))
-    how: dict[str, Any] = {"memory_bytes": most, "world_size": 2, "loss": mean_square, "file": StringIO()}
-    assert peak(tz.tools.fit(on_meta(uneven), torch.empty(LONG), **how)) <= most
+    options: dict[str, Any] = {"memory_bytes": most, "world_size": 2, "loss": mean_square, "file": StringIO()}
+    assert peak(tz.tools.fit(on_meta(uneven), torch.empty(LONG), **options)) <= most
 
 
 def mean_square(y: Tensor) -> Tensor:
@@ -146,19 +148,18 @@ def mean_square(y: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_units_that_were_asked_for_again_are_saved_where_memory_allows() -> None:
+def test_units_are_not_recomputed_if_memory_allows() -> None:
     out = StringIO()
     policy = fit(PLENTY, LONG, out, policy=tz.Policy(recompute="units"))
     assert (policy.recompute, policy.recompute_units) == ("cheap", ())
     rows = out.getvalue().splitlines()
     assert len(rows) == len({row.split("█")[0] for row in rows})
-    kept, again = next(row for row in rows if "<- chosen" in row).split("in flight")[0].split()[4:6]
-    assert (kept, again) == (str(BLOCKS), "0")
+    kept, recomputed = next(row for row in rows if "<- chosen" in row).split("in flight")[0].split()[4:6]
+    assert (kept, recomputed) == (str(BLOCKS), "0")
 
 
 @pytest.mark.slow
-def test_prices_decide() -> None:
-    """Where work costs next to nothing, units are computed again; where it is dear, they are gathered again instead."""
+def test_prices_decide_between_recomputing_and_regathering_units() -> None:
     budget = int(0.95 * peak(tz.Policy(keep_unsharded=UNITS), LONG))
     assert fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=1e9)).recompute_units
     assert not fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=0.01, launch_bytes=0)).recompute_units
@@ -175,12 +176,12 @@ def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
         result, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)
         assert (result.timeline, result.lifted, result.plan) == (expected.timeline, expected.lifted, expected.plan)
         for phase in ("forward", "backward", "epilogue"):
-            one, other = (str(getattr(traces, phase)).partition("\n")[2] for traces in (result, expected))
-            assert one == other  # the first line says how long a pass took
+            text, expected_text = (str(getattr(traces, phase)).partition("\n")[2] for traces in (result, expected))
+            assert text == expected_text  # the first line has the seconds of a pass
 
 
 class OneSize(Search):
-    """A search with the asked bytes of buckets alone."""
+    """A search with only the bucket bytes of the policy."""
 
     @property
     def sized(self) -> tuple[tz.Policy, ...]:
@@ -209,11 +210,11 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
 def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     lifted = traced(net, SHORT, ASKED).lifted
     assert lifted is not None
-    one, other = Candidate(lifted, ASKED), Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1]))
-    assert one.kept == set(UNITS[2:])  # none is named
-    assert other.kept == {UNITS[0], UNITS[2]}
+    named_none, named_first = Candidate(lifted, ASKED), Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1]))
+    assert named_none.kept == set(UNITS[2:])  # none is named
+    assert named_first.kept == {UNITS[0], UNITS[2]}
     out = StringIO()
-    rows = [(1000, one, False), (1001, one, True), (1000, other, False)]
+    rows = [(1000, named_none, False), (1001, named_none, True), (1000, named_first, False)]
     print_trade_off(rows, Console(file=out, width=100))
     assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
 
@@ -225,10 +226,10 @@ def test_itemsizes_are_torchs() -> None:
     }
 
 
-def test_it_refuses() -> None:
-    def fit(module: Any = None, x: Any = None, **how: Any) -> None:
+def test_wrong_arguments_are_refused() -> None:
+    def fit(module: Any = None, x: Any = None, **options: Any) -> None:
         x = torch.empty(SHORT) if x is None else x
-        tz.tools.fit(on_meta() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **how})
+        tz.tools.fit(on_meta() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **options})
 
     rows: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
         (lambda: fit(memory_bytes=0), ValueError, ("memory_bytes is 0", "give a number of bytes")),
@@ -240,6 +241,6 @@ def test_it_refuses() -> None:
         (lambda: tz.tools.Prices(launch_bytes=-1), ValueError, ("launch_bytes is -1", "0 or more")),
         (lambda: fit(policy=tz.Policy(keep_unsharded=("0.9",))), ValueError, ("'0.9'", "no unit", "'0.0'")),
     ]
-    for call, kind, words in rows:
-        with refused(kind, *words):
+    for call, error_type, words in rows:
+        with refused(error_type, *words):
             call()

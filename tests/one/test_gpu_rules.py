@@ -1,6 +1,6 @@
-"""Rules of the GPU path that a machine without a GPU can show: what is called, with which tensors, in which order.
+"""Rules of the GPU path that a machine without a GPU can show: calls, their tensors and their order.
 
-The meta device stands in for the GPU where tensors only have to be told from those in host memory.
+The meta device stands in for the GPU in tests that only distinguish its tensors from tensors in host memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def two_fake_ranks() -> Iterator[dist.ProcessGroup]:
 
 
 def rows_of(dtype: torch.dtype) -> Tensor:
-    """The first two of four rows."""
+    """Return the first two of four rows."""
     return torch.arange(6).view(2, 3).to(dtype)
 
 
@@ -69,7 +69,7 @@ def test_a_gpu_that_is_not_the_current_one_is_refused() -> None:
     with mock.patch.object(torch.cuda, "current_device", return_value=0):
         with pytest.raises(ValueError, match=r"'cuda:1', but .* 'cuda:0'.*call torch.cuda.set_device\(1\)"):
             thunder.jit(fresh(Mlp, 4, 1), transforms=[tz.ZeroTransform(3, device=torch.device("cuda:1"))])
-        with pytest.raises(ValueError, match="cannot be used here"):  # the current one, which this machine lacks
+        with pytest.raises(ValueError, match="cannot be used here"):  # the current device, which this machine lacks
             thunder.jit(fresh(Mlp, 4, 1), transforms=[tz.ZeroTransform(3, device=torch.device("cuda:0"))])
 
 
@@ -93,7 +93,7 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
 def test_parameters_that_nccl_cannot_send_travel_as_bytes(
     two_fake_ranks: dist.ProcessGroup, dtype: torch.dtype
 ) -> None:
-    """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
+    # NCCL has no int16 and no uint16, but a frozen table may have any dtype. Fake ranks have this rank's rows.
     rows = rows_of(dtype)
     launch = mock.Mock(wraps=dist.all_gather_single)
     with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
@@ -104,7 +104,7 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 
 
 def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.ProcessGroup) -> None:
-    """torch would queue the group's next collectives behind it, and launch none of them."""
+    # Otherwise torch would queue the group's next collectives behind it, and launch none of them.
     rows = rows_of(torch.float32)
     second_raises = mock.Mock(wraps=dist.all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
@@ -112,11 +112,11 @@ def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.Pro
     full = torch.zeros(8, 3)
     dist.all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
-    (again,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [(4, 3)]).wait()
-    assert torch.equal(again, torch.cat([rows, rows]))
+    (next_full,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [(4, 3)]).wait()
+    assert torch.equal(next_full, torch.cat([rows, rows]))
 
 
-def test_nccl_takes_the_mean_except_of_float16(two_fake_ranks: dist.ProcessGroup) -> None:
+def test_nccl_averages_all_floats_but_float16(two_fake_ranks: dist.ProcessGroup) -> None:
     transport = CoalescedNccl(two_fake_ranks)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert transport._options([torch.ones(1, dtype=dtype)])["op"] == dist.ReduceOp.AVG
@@ -131,8 +131,7 @@ def test_nccl_takes_the_mean_except_of_float16(two_fake_ranks: dist.ProcessGroup
 
 @pytest.mark.parametrize("stage", [3, 1])
 def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.ProcessGroup, stage: int) -> None:
-    """Rows are cut where the values are: with cpu_offload only one full value at a time may be on the device, not all
-    shards. ZeRO-1's full parameters are at rest there."""
+    # With cpu_offload at most one full value is on the device at a time. ZeRO-1's full parameters rest there.
     module = fresh(Mlp, 4, 1)
     plan = make_plan(module, tz.Policy(stage, cpu_offload=True), Mesh.of(2))
     ranks: Any = mock.Mock(world=two_fake_ranks, shard_group=two_fake_ranks)
@@ -147,7 +146,7 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
 
 
 def test_loaded_values_of_offloaded_shards_stay_in_host_memory() -> None:
-    """``DTensor.from_local`` and ``distribute_tensor`` would copy them to the mesh's device."""
+    # ``DTensor.from_local`` and ``distribute_tensor`` would copy them to the mesh's device.
     mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=1)
     meta = TensorMeta(torch.Size((5, 2)), (2, 1), torch.bfloat16)
     param = DTensor(torch.zeros(2, 2), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
@@ -167,7 +166,7 @@ def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytes
     event = mock.Mock()
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    without = HostCopies(CUDA, offloaded=False)  # mixed precision alone: a cast, no copy from host memory
+    without = HostCopies(CUDA, offloaded=False)  # with mixed precision alone: a cast, no copy from host memory
     without.note()
     without.wait()
     copies = HostCopies(CUDA, offloaded=True)
@@ -180,10 +179,8 @@ def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytes
 
 @pytest.mark.usefixtures("two_fake_ranks")
 def test_no_copy_of_a_shard_runs_when_training_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a forward without backward, a backward that reduces nothing, and a gather, the host may write to shards.
-
-    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``wait_offloaded``.
-    """
+    # The host may write to shards after a forward, a backward that reduces nothing, or a gather. On the CPU
+    # bfloat16 makes the transport stage its shards. Each backward that reduces ends with ``wait_offloaded``.
     seen: list[str] = []
     monkeypatch.setattr(HostCopies, "note", lambda self: seen.append("copy"))
     monkeypatch.setattr(HostCopies, "wait", lambda self: seen.append("wait"))

@@ -1,6 +1,6 @@
-"""Forecasts of memory on one process: what is counted, and as what. Beside a measurement: tests/ranks.
+"""Forecasts of memory count each tensor under its kind. Comparisons with measurements are in tests/ranks.
 
-The bytes in comments are of float32: 4 a number.
+A number of float32 has 4 bytes.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def mean_log_softmax(y: Tensor) -> Tensor:
     return torch.log_softmax(y, -1).mean()
 
 
-def test_the_kinds_of_a_step_by_arithmetic() -> None:
+def test_the_kinds_of_a_step_have_the_bytes_of_arithmetic() -> None:
     memory = tz.tools.memory(traces_of(3), loss=mean_square, optimizer=ADAM)
     shards = 3 * WEIGHT // 2
     steps = 3 * 4  # each parameter's number of steps
     assert memory.at_rest == shards + 2 * shards + steps + 4 * WIDTH  # two averages, the buffer
-    wanted = {
+    expected = {
         Holds.PARAMETER: shards,
         Holds.OPTIMIZER: 2 * shards + steps,
         Holds.INPUT: ACTIVATION,
@@ -85,19 +85,19 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
         Holds.FULL_GRADIENT: 3 * WEIGHT,  # all are in flight, in one bucket
         Holds.REDUCED_GRADIENT: shards,
     }
-    assert {kind: peak_of(kind, memory) for kind in wanted} == wanted
+    assert {kind: peak_of(kind, memory) for kind in expected} == expected
     assert memory.lines[-1].phase == "optimizer step"
     assert memory.optimizer_step is not None
     assert memory.optimizer_step >= memory.at_rest + shards  # the gradients
     assert memory.excluded == ()
-    averages = [one for one in memory.storages if one.name == "layers.0.weight: exp_avg_sq"]
-    assert [(one.kind, one.nbytes) for one in averages] == [(Holds.OPTIMIZER, WEIGHT // 2)]
+    averages = [item for item in memory.storages if item.name == "layers.0.weight: exp_avg_sq"]
+    assert [(item.kind, item.nbytes) for item in averages] == [(Holds.OPTIMIZER, WEIGHT // 2)]
     text = str(memory).splitlines()
     assert text[0].startswith("peak ")
     assert any(line.endswith("KiB  full gradients") for line in text)
     assert "  8.00 KiB  optimizer state        layers.0.weight: exp_avg_sq" in text
     # The caller holds the inputs until the optimizer steps.
-    freed = {one.kind: one.freed for one in memory.storages if one.kind in (Holds.INPUT, Holds.BUFFER)}
+    freed = {item.kind: item.freed for item in memory.storages if item.kind in (Holds.INPUT, Holds.BUFFER)}
     assert freed == {Holds.INPUT: len(memory.lines) - 1, Holds.BUFFER: None}
 
 
@@ -105,15 +105,17 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
 def test_the_figures_agree_with_each_other(stage: int) -> None:
     memory = tz.tools.memory(traces_of(stage))
     assert sum(memory.by_kind.values()) == memory.peak == max(memory.curve) == memory.peak_line.highest
-    assert [one.nbytes for one in memory.at_peak] == sorted((one.nbytes for one in memory.at_peak), reverse=True)
+    assert [item.nbytes for item in memory.at_peak] == sorted((item.nbytes for item in memory.at_peak), reverse=True)
     assert all(sum(line.alive.values()) == line.total <= line.highest for line in memory.lines)
     full = stage < 2  # DDP and ZeRO-1 hold the model in full
     assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH
-    left = {kind: {one.name for one in memory.storages if one.freed is None and one.kind is kind} for kind in Holds}
-    assert left[Holds.REDUCED_GRADIENT] == PATHS
-    assert len(left[Holds.INPUT]) == 1  # there is no optimizer
-    assert {one.module for one in memory.storages if one.kind is Holds.SAVED} <= {f"layers.{n}" for n in range(3)}
-    assert [what.partition(":")[0] for what in memory.excluded] == [
+    names = {
+        kind: {item.name for item in memory.storages if item.freed is None and item.kind is kind} for kind in Holds
+    }
+    assert names[Holds.REDUCED_GRADIENT] == PATHS
+    assert len(names[Holds.INPUT]) == 1  # there is no optimizer
+    assert {item.module for item in memory.storages if item.kind is Holds.SAVED} <= {f"layers.{n}" for n in range(3)}
+    assert [note.partition(":")[0] for note in memory.excluded] == [
         "the loss outside of the model",
         "the optimizer's state and step",
     ]
@@ -122,7 +124,7 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
-def test_the_estimates_leave_out_what_they_say(stage: int) -> None:
+def test_timelines_and_plans_count_all_bytes_but_inputs_buffers_and_steps(stage: int) -> None:
     traces = traces_of(stage)
     bare, memory = tz.tools.memory(traces), tz.tools.memory(traces, optimizer=ADAM)
     assert bare.peak == bare.at_rest + max(alive_bytes(traces.timeline)) + ACTIVATION  # the input
@@ -133,22 +135,22 @@ def test_the_estimates_leave_out_what_they_say(stage: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_row_says_whose_it_is() -> None:
-    """Five ranks do not divide 64 rows, so that NCCL's collectives pack gradients into buffers of their own."""
+def test_every_row_names_its_parameter_or_value() -> None:
+    # Five ranks do not divide 64 rows, so NCCL's collectives pack gradients into padded buffers.
     five = traces_of(3, world_size=5)
     memory = tz.tools.memory(five, loss=mean_log_softmax, optimizer=ADAM, backend="nccl", accumulating=True)
     count = len(memory.storages)
     with mock.patch.object(figures, "LARGEST", count):
         lines = str(replace(memory, at_peak=memory.storages)).splitlines()
     rows = lines[1 + lines.index(f"the largest of {count} tensors") :][:count]
-    pairs = [(one, row[12:].removeprefix(one.kind).strip()) for one, row in zip(memory.storages, rows, strict=True)]
-    assert not [one for one, row in pairs if not row or row.startswith(":")]
-    shown = {kind: {row for one, row in pairs if one.kind is kind} for kind in Holds}
+    pairs = [(item, row[12:].removeprefix(item.kind).strip()) for item, row in zip(memory.storages, rows, strict=True)]
+    assert not [item for item, row in pairs if not row or row.startswith(":")]
+    shown = {kind: {row for item, row in pairs if item.kind is kind} for kind in Holds}
     assert shown[Holds.IN_FLIGHT] == {f"grad {path}" for path in PATHS}
     assert shown[Holds.GATHERED] == shown[Holds.DEFERRED] == shown[Holds.REDUCED_GRADIENT] == PATHS
     assert {row.partition(": ")[0] for row in shown[Holds.FULL_GRADIENT]} == PATHS
     assert shown[Holds.LOSS] == {"loss: the loss and its gradient"}
-    assert any(row.startswith("backward: t") for row in shown[Holds.TEMPORARY])  # of the last tanh: no parameter yet
+    assert any(row.startswith("backward: t") for row in shown[Holds.TEMPORARY])  # of the last tanh
     # NCCL's collectives need padded buffers, gloo's messages do not.
     padded = 3 * (65 * WIDTH * 4)
     assert peak_of(Holds.GATHERED, memory) == padded
@@ -156,27 +158,26 @@ def test_every_row_says_whose_it_is() -> None:
     assert peak_of(Holds.GATHERED, tz.tools.memory(five, backend="gloo")) == 3 * WEIGHT
 
 
-def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
-    """A model that ran last under no_grad has a forecast of forward alone."""
+def test_a_forecast_lists_what_it_leaves_out(group: ProcessGroup) -> None:
     model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform(stage=3)])
     for enabled in (True, False, True):
         with torch.set_grad_enabled(enabled):
             y = model(torch.ones(ROWS, WIDTH))
         memory = tz.tools.memory(model, loss=Tensor.sum)
         assert memory.lines[-1].phase == ("backward" if enabled else "forward")
-        lacks = [what.partition(":")[0] for what in memory.excluded]
+        lacks = [note.partition(":")[0] for note in memory.excluded]
         assert lacks == (["the optimizer's state and step"] if enabled else ["backward"])
         assert f"left out: {memory.excluded[0]}" in " ".join(str(memory).split())
         if enabled:
             y.sum().backward()
     frozen = tz.trace(Net().requires_grad_(False), torch.empty(ROWS, WIDTH), world_size=2)
     assert tz.tools.memory(frozen).excluded == ()
-    (what,) = tz.tools.memory(traces_of(3), backend="nccl", loss=Tensor.sum, optimizer=ADAM).excluded
-    assert what.startswith("what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on")
+    (note,) = tz.tools.memory(traces_of(3), backend="nccl", loss=Tensor.sum, optimizer=ADAM).excluded
+    assert note.startswith("what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on")
 
 
 @pytest.mark.slow
-def test_a_forecast_cannot_be_changed_and_can_be_compared_hashed_and_sent() -> None:
+def test_a_forecast_is_immutable_comparable_hashable_and_picklable() -> None:
     first, second = tz.tools.memory(traces_of(3)), tz.tools.memory(traces_of(3))
     for counts in (first.by_kind, first.peak_line.alive):
         with pytest.raises(TypeError, match="does not support item assignment"):
@@ -194,39 +195,38 @@ def test_a_forecast_cannot_be_changed_and_can_be_compared_hashed_and_sent() -> N
 
 
 @pytest.mark.slow
-def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
-    """A tensor from a list of numbers, and a copy of the targets, as long as the gradient needs them; the output no
-    longer than it reads it."""
+def test_the_loss_counts_its_own_tensors_but_no_views_of_targets() -> None:
     on_meta, targets = (torch.zeros(ROWS, WIDTH, device=device) for device in ("meta", "cpu"))
     numbers = [[0.0] * WIDTH] * ROWS
     views = [
-        *(lambda y, of=of: (y.view(-1) * [of.view(-1), *of.chunk(4)][0]).sum() for of in (on_meta, targets)),
+        *(lambda y, t=t: (y.view(-1) * [t.view(-1), *t.chunk(4)][0]).sum() for t in (on_meta, targets)),
         lambda y: (y * targets).sum(),
     ]
     copies = [lambda y: (y * targets.clone()).sum(), lambda y: (y * torch.tensor(numbers)).sum()]
 
     def added(loss: Callable[[Tensor], Tensor]) -> int:
-        """What is alive at most in the loss, beside what forward left."""
+        """Return the most bytes that the loss adds to the bytes alive after forward."""
         lines = tz.tools.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
         (index,) = (number for number, line in enumerate(lines) if line.phase == "loss")
         return lines[index].highest - lines[index - 1].total
 
     first = added(views[0])
     assert list(map(added, views + copies)) == [first] * 3 + [first + ACTIVATION] * 2
-    # log_softmax saves its result alone: its gradient needs the result, the mean's gradient, and a place; no output.
+    # log_softmax saves its result, not the output. Its gradient needs the result, the mean's gradient, and memory.
     assert 2 * ACTIVATION <= added(mean_log_softmax) <= 2 * ACTIVATION + 64  # and scalars
 
 
 @pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
-    first, second = (tz.tools.memory(traces_of(3, synced=False), accumulating=again) for again in (False, True))
+    traces = traces_of(3, synced=False)
+    first, second = (tz.tools.memory(traces, accumulating=accumulating) for accumulating in (False, True))
     last = tz.tools.memory(traces_of(3), accumulating=True)
-    held = {
+    deferred = {
         name: [line.alive.get(Holds.DEFERRED, 0) for line in (memory.lines[0], memory.lines[-1])]
         for name, memory in (("first", first), ("second", second), ("last", last))
     }
     # The last backward adds them to the gradients that were reduced.
-    assert held == {"first": [0, 3 * WEIGHT], "second": [3 * WEIGHT] * 2, "last": [3 * WEIGHT, 0]}
+    assert deferred == {"first": [0, 3 * WEIGHT], "second": [3 * WEIGHT] * 2, "last": [3 * WEIGHT, 0]}
     assert peak_of(Holds.DEFERRED, first) == peak_of(Holds.DEFERRED, second) == 3 * WEIGHT
 
 
@@ -235,18 +235,18 @@ def test_offloaded_shards_take_no_memory_of_the_device() -> None:
     memory = tz.tools.memory(traces_of(replace(tz.ZERO3, cpu_offload=True)), backend="nccl", optimizer=ADAM)
     assert memory.at_rest == 4 * WIDTH
     assert Holds.PARAMETER not in memory.by_kind
-    assert not [one for one in memory.storages if one.kind is Holds.REDUCED_GRADIENT and one.freed is None]
+    assert not [item for item in memory.storages if item.kind is Holds.REDUCED_GRADIENT and item.freed is None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["dynamo", "thunder"])
-def test_a_fused_region_is_what_is_inside_it(frontend: str) -> None:
+def test_a_fused_region_counts_the_values_inside_it(frontend: str) -> None:
     plain, fused = (tz.tools.memory(traces_of(3, fused=fused, frontend=frontend)) for fused in (False, True))
     name = "inductor" if frontend == "dynamo" else "TorchCompile"
     assert any(name in line.code for line in fused.lines)
     for kind in (Holds.SAVED, Holds.GATHERED):
         assert peak_of(kind, fused) == peak_of(kind, plain)
-    # A product with the buffer is inlined, and linear's result is tanh's: forward leaves none behind a line.
+    # Fusion inlines the product with the buffer, and linear's memory becomes tanh's: no temporary outlives a line.
     of_plain, of_fused = (
         max(line.alive.get(Holds.TEMPORARY, 0) for line in memory.lines if line.phase == "forward")
         for memory in (plain, fused)
@@ -258,7 +258,7 @@ def test_a_fused_region_is_what_is_inside_it(frontend: str) -> None:
 
 
 class Named(nn.Module):
-    """Reads a number, and makes tensors on a device that it names, some by symbols that ask Thunder for defaults."""
+    """Reads a number, and makes tensors on named and on default devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,26 +278,26 @@ def test_a_fused_region_may_name_devices_and_read_numbers() -> None:
         traced(Named, (ROWS, WIDTH), 3)
 
 
-def test_a_region_may_be_given_one_value_for_two() -> None:
-    """As the repair of a schedule does where two of a fuser's inputs are one gathered parameter."""
+def test_a_region_may_have_one_value_as_two_inputs() -> None:
+    # As in a schedule where two inputs of a region are one gathered parameter.
     traces = traces_of(3, fused=True)
     assert traces.backward is not None
     lines = [*traces.forward.bound_symbols, *traces.backward.bound_symbols]
     pairs = ((line, *pair) for line in lines if line.sym.is_fusion for pair in combinations(line.flat_proxy_args, 2))
-    region, first, second = next(each for each in pairs if each[1].shape == each[2].shape)
-    twice = region.from_bsym_swap_proxies({variableify(second): first})
-    values = {proxy.name: torch.empty(proxy.shape, device="meta") for proxy in twice.flat_proxy_args}
-    assert len(values) < len(twice.flat_proxy_args)
-    run_region(twice, values, lambda tensor: None)
-    assert {proxy.name for proxy in twice.flat_proxy_outs} <= values.keys()
+    region, first, second = next(candidate for candidate in pairs if candidate[1].shape == candidate[2].shape)
+    merged = region.from_bsym_swap_proxies({variableify(second): first})
+    values = {proxy.name: torch.empty(proxy.shape, device="meta") for proxy in merged.flat_proxy_args}
+    assert len(values) < len(merged.flat_proxy_args)
+    run_region(merged, values, lambda tensor: None)
+    assert {proxy.name for proxy in merged.flat_proxy_outs} <= values.keys()
 
 
 def test_a_value_inside_a_region_lives_until_its_last_reader() -> None:
-    """Of x and a buffer a region makes four values, of which it returns the last: at most two are alive at a time."""
+    # The region computes four values from x and a buffer. At most two are alive at a time.
     fused = tz.tools.memory(traced(Net, (ROWS, WIDTH), tz.DDP, world_size=1, fused=True))
     regions = [line for line in fused.lines if "inductor" in line.code and line.phase == "forward"]
     assert len(regions) == 1
-    # mm and its product with the buffer, or that product and its tanh; tanh's results are saved.
+    # mm and the product, or the product and tanh. Results of tanh are saved.
     assert regions[0].highest - regions[0].total <= ACTIVATION
     assert regions[0].total - fused.at_rest - ACTIVATION == 3 * ACTIVATION
 
@@ -319,7 +319,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (forecast(backend="tcp"), ValueError, ("backend is 'tcp'", "choose one of 'gloo', 'nccl', 'mpi'")),
     (forecast(reserve=-1), ValueError, ("reserve is -1", "give a number of bytes, 0 or more")),
     (forecast(optimizer=torch.optim.SGD([torch.ones(1)])), TypeError, ("optimizer is of type SGD", "give a class")),
-    (forecast(optimizer=lambda of: ADAM(of, fused=True)), NoForecast, ("the optimizer", "leave out fused=True")),
+    (forecast(optimizer=lambda p: ADAM(p, fused=True)), NoForecast, ("the optimizer", "leave out fused=True")),
     (forecast(optimizer=torch.optim.LBFGS), NoForecast, ("LBFGS needs a closure", "leave out optimizer=")),
     (forecast(optimizer=lambda: None), TypeError, ("optimizer= was called with the parameters", " takes 0 ")),
     *(
@@ -332,8 +332,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
 
 
 def test_what_cannot_be_forecast_is_refused() -> None:
-    for call, kind, words in REFUSED:
-        with refused(kind, *words):
+    for call, error_type, words in REFUSED:
+        with refused(error_type, *words):
             call()
     with mock.patch.object(replay, "functions_of", return_value={"zero_enter": reads_a_value}):
         message = error_of(forecast())

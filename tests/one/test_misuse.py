@@ -1,6 +1,6 @@
-"""Refused of a model that is sharded: changes, wrong optimizers, programs that would train wrong; then it still trains.
+"""A sharded model refuses changes, wrong optimizers, and programs that would train wrongly; then it still trains.
 
-Before a module is sharded: ``test_bad_input.py``.
+Refusals before a module is sharded are in ``test_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def shard(module: nn.Module | None = None, **arguments: Any) -> Any:
     return thunder.jit(module or Net(), transforms=[tz.ZeroTransform(**arguments)])
 
 
-# Transformed again.
+# A second transform
 
-AGAIN: list[tuple[Callable[[Any, Any], Any], str]] = [  # given the plain module and the sharded one
+SECOND: list[tuple[Callable[[Any, Any], Any], str]] = [  # calls with the plain and the sharded module
     (lambda module, model: shard(module), "already transformed by ZeroTransform"),
     (lambda module, model: shard(module.a), "already transformed by ZeroTransform"),
     (lambda module, model: tz.zero(thunder.jit(module)), "already transformed by ZeroTransform"),
@@ -59,22 +59,22 @@ AGAIN: list[tuple[Callable[[Any, Any], Any], str]] = [  # given the plain module
 ]
 
 
-def test_a_module_that_we_transformed() -> None:
+def test_a_second_transform_is_refused_and_changes_nothing() -> None:
     transform, module, second = tz.ZeroTransform(), Net(), Net()
     expected = deepcopy(module)(X)
     model = thunder.jit(module, transforms=[transform])
-    for call, words in AGAIN:
+    for call, words in SECOND:
         with refused(RuntimeError, words):
             call(module, model)
     with refused(RuntimeError, "the ZeroTransform given for Net already shards a module", "a new ZeroTransform"):
         thunder.jit(second, transforms=[transform])
     assert is_plain(second)
-    assert torch.equal(model(X), expected), "the model still works, with its weights"
+    assert torch.equal(model(X), expected), "the model keeps its weights"
     assert trains(model, X)
 
 
-def test_a_module_whose_sharded_model_is_gone() -> None:
-    """A notebook cell that runs twice: the weights went with the first model, NaN must not be sharded."""
+def test_a_module_whose_sharded_model_is_gone_is_refused() -> None:
+    # As when a notebook cell runs twice: the module has NaN, because the first model took its weights.
     module = Net()
     before = list(module.parameters())
     shard(module)
@@ -84,10 +84,10 @@ def test_a_module_whose_sharded_model_is_gone() -> None:
     before[0].grad = torch.ones_like(before[0])
     value = before[0].detach().clone()
     torch.optim.SGD(before, lr=1.0).step()
-    assert torch.equal(before[0], value - 1), "its old parameters belong to nobody else"
+    assert torch.equal(before[0], value - 1), "its old parameters are ordinary parameters"
 
 
-def test_the_transform_after_the_first_call() -> None:
+def test_a_transform_after_the_first_call_is_refused() -> None:
     module = Net()
     model = thunder.jit(module)
     expected = model(X)
@@ -97,14 +97,14 @@ def test_the_transform_after_the_first_call() -> None:
     assert not any(param.isnan().any() for param in tz.zero(thunder.jit(module)).parameters())
 
 
-def test_a_sharded_model_inside_of_something_else() -> None:
-    """DDP would send rank 0's rows to all ranks as if they were theirs."""
+def test_wrappers_and_function_transforms_of_a_sharded_model_are_refused() -> None:
+    # DDP, for example, would copy rank 0's rows to all ranks.
     model = shard()
     before = [param.detach().clone() for param in model.parameters()]
     with refused(RuntimeError, "DistributedDataParallel", "Net that thunder_zero trains", "train the model without it"):
         nn.parallel.DistributedDataParallel(model)
     assert all(map(torch.equal, before, model.parameters()))
-    scripts: tuple[Callable[[Any], object], ...] = (torch.jit.script, lambda one: torch.jit.trace(one, X))
+    scripts: tuple[Callable[[Any], object], ...] = (torch.jit.script, lambda module: torch.jit.trace(module, X))
     for script in scripts:
         with refused(RuntimeError, "torch.jit cannot look into the compiled programs of Net", "tz.full_parameters"):
             script(model)
@@ -123,11 +123,11 @@ def test_torch_compile_leaves_a_sharded_model_to_thunder() -> None:
     assert torch.equal(compiled(X), model(X))
 
 
-# The optimizer.
+# The optimizer
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
-def test_an_optimizer_on_other_parameters(stage: int) -> None:
+def test_an_optimizer_of_the_plain_modules_parameters_is_refused(stage: int) -> None:
     module = Net()
     before = list(module.parameters())
     model = shard(module, stage=stage)
@@ -141,25 +141,25 @@ def test_an_optimizer_on_other_parameters(stage: int) -> None:
         optimizer = torch.optim.AdamW(params, lr=0.1)
         for param in before:
             param.grad = torch.ones_like(param)
-        held = [*before, *after]
-        values = [local(param).clone() for param in held]
+        params_and_shards = [*before, *after]
+        values = [local(param).clone() for param in params_and_shards]
         with refused(RuntimeError, "AdamW", path, "model.parameters()"):
             optimizer.step()
-        assert all(map(torch.equal, map(local, held), values)), name
+        assert all(map(torch.equal, map(local, params_and_shards), values)), name
         assert not optimizer.state, name
     model.zero_grad()
     assert trains(model, X)
 
 
-# The model, changed after the transform.
+# Changes after the transform
 
 Undo = Callable[[], Any]
 
 
-def set_again(thing: Any, name: str, value: Any) -> Undo:
-    old = getattr(thing, name)
-    setattr(thing, name, value)
-    return lambda: setattr(thing, name, old)
+def set_and_undo(owner: Any, name: str, value: Any) -> Undo:
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, old)
 
 
 def replace_through_the_model(module: Any, model: Any) -> Undo:
@@ -176,7 +176,7 @@ def assign(module: Any, model: Any) -> Undo:
 def with_data(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Undo]:
     def change(module: Any, model: Any) -> Undo:
         shard = model.get_parameter("b.weight")
-        return set_again(shard, "data", make(shard.data))
+        return set_and_undo(shard, "data", make(shard.data))
 
     return change
 
@@ -190,8 +190,8 @@ REPLACED = ("parameter 'b.weight' was replaced", "copy new values")
 SUBMODULE = ("submodule 'b' was replaced", "before sharding")
 HOOK = ("a hook was registered on submodule 'b'", "would not call it", "before sharding")
 CHANGES: list[tuple[Callable[[Any, Any], Undo], tuple[str, ...]]] = [
-    (lambda module, model: set_again(module.b, "weight", nn.Parameter(torch.randn(4, 5))), REPLACED),
-    (lambda module, model: set_again(module, "b", nn.Linear(4, 4)), SUBMODULE),
+    (lambda module, model: set_and_undo(module.b, "weight", nn.Parameter(torch.randn(4, 5))), REPLACED),
+    (lambda module, model: set_and_undo(module, "b", nn.Linear(4, 4)), SUBMODULE),
     (replace_through_the_model, SUBMODULE),
     (assign, ("parameter 'a.weight' was replaced", "load_original_state_dict")),
     (with_data(Tensor.half), ("'b.weight' was moved or cast: it is torch.float16 on cpu", "as torch.float32 on cpu")),
@@ -202,25 +202,24 @@ CHANGES: list[tuple[Callable[[Any, Any], Undo], tuple[str, ...]]] = [
 ]
 
 
-def test_a_model_that_was_changed() -> None:
-    """Refused before Thunder traces, compiled already or not; with the change undone, it works as before."""
+def test_a_changed_model_is_refused_until_the_change_is_undone() -> None:
     module = Net()
     expected = deepcopy(module)(X)
     model = shard(module)
-    for when in ("before the first call", "between calls"):
+    for moment in ("before the first call", "between calls"):
         for change, words in CHANGES:
             undo = change(module, model)
             for _ in range(2):
                 with refused(RuntimeError, *words):
                     model(X)
             undo()
-        assert torch.equal(model(X), expected), when
+        assert torch.equal(model(X), expected), moment
     assert trains(model, X)
     assert thunder.cache_misses(model) == 1, "nothing was compiled for a changed model"
 
 
-def test_memory_that_zero1_shares_and_one_name_of_a_tied_parameter() -> None:
-    """Under ZeRO-1 the shard is a view; new memory behind it would be trained, and never be used again."""
+def test_new_memory_behind_a_zero1_shard_and_an_untied_parameter_are_refused() -> None:
+    # Under ZeRO-1 a shard is a view: new memory would be trained, but no gather would read it.
     module = Net(tied=True)
     model = shard(module, stage=1)
     undo = with_data(Tensor.clone)(None, model)
@@ -233,16 +232,16 @@ def test_memory_that_zero1_shares_and_one_name_of_a_tied_parameter() -> None:
         model(X)
 
 
-# What forward returns.
+# Outputs of forward
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda y, w: w,
     lambda y, w: {"y": (y, [w])},
-    lambda y, w: (y, w.float()),  # a cast that is none
+    lambda y, w: (y, w.float()),  # this cast changes nothing
 ]
 
 
-def test_forward_that_returns_a_parameter() -> None:
+def test_a_forward_that_returns_a_parameter_is_refused() -> None:
     for give in RETURNS:
         with refused(ValueError, "forward returns the parameter 'b.weight' itself", "full_state_dict"):
             tz.trace(Net(give), X, policy=tz.ZERO1, frontend="thunder")
@@ -250,15 +249,15 @@ def test_forward_that_returns_a_parameter() -> None:
         shard(Net(RETURNS[0], tied=True))(X)
 
 
-def test_forward_may_return_what_it_computes_from_a_parameter() -> None:
-    makes = (torch.clone, torch.t, torch.detach, Tensor.contiguous, Tensor.half)
-    module = Net(lambda y, w: (y, *(make(w) for make in makes)))
+def test_forward_may_return_a_value_computed_from_a_parameter() -> None:
+    functions = (torch.clone, torch.t, torch.detach, Tensor.contiguous, Tensor.half)
+    module = Net(lambda y, w: (y, *(make(w) for make in functions)))
     traces = tz.trace(module, X, world_size=4, frontend="thunder")
     shapes = [tuple(output.shape) for output in traces.forward.output[0]["flat_output"]]
-    assert shapes == [(3, 4), *[(4, 4)] * len(makes)]
+    assert shapes == [(3, 4), *[(4, 4)] * len(functions)]
 
 
-# Derivatives that Thunder's backward does not have.
+# Second derivatives
 
 
 @dataclass
@@ -267,7 +266,7 @@ class Boxed:
 
 
 class Returns(nn.Module):
-    """Its output in several structures, with a view."""
+    """Returns outputs in several structures, with a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,28 +291,28 @@ DOUBLE: list[Callable[[Callable[[Tensor], Tensor], Tensor, list[Tensor]], Any]] 
 ]
 
 
-def test_a_backward_that_is_differentiated() -> None:
-    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. The next step is right."""
-    right = Returns()
-    model = shard(deepcopy(right))
+def test_a_second_derivative_is_refused_and_the_next_step_is_right() -> None:
+    # Plain Thunder returns a gradient without a graph, so a penalty on it trains nothing.
+    plain = Returns()
+    model = shard(deepcopy(plain))
     x = torch.randn(2, 3).requires_grad_()
     for take in TAKES:
         for double in DOUBLE:
             with refused(RuntimeError, "cannot differentiate the backward of Returns", "create_graph=True"):
                 double(lambda x, take=take: take(model(x)), x, list(model.parameters()))  # type: ignore[misc]
         jacobians = []
-        for network in (model, right):
+        for network in (model, plain):
             network.zero_grad()
             take(network(x)).square().sum().backward()
             jacobians.append(torch.autograd.functional.jacobian(lambda x, f=network, take=take: take(f(x)), x))
         torch.testing.assert_close(*jacobians)
-        for param, expected in zip(model.parameters(), right.parameters(), strict=True):
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(param.grad), expected.grad)
 
 
-# Random numbers that Thunder draws again for backward, and draws that it does not differentiate.
+# Random numbers that Thunder draws again for backward
 
-DRAWN_AGAIN: dict[str, Callable[[Tensor, bool], Tensor]] = {
+REDRAWN: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "dropout1d": lambda x, on: F.dropout1d(x[0], 0.5, on),
     "dropout3d": lambda x, on: F.dropout3d(x[None], training=on),
     "torch.dropout": lambda x, on: torch.dropout(x, 0.5, train=on),
@@ -330,12 +329,12 @@ class Draws(nn.Module):
         self.w, self.names, self.on = nn.Parameter(torch.ones(2, 4, 8, 8)), names, on
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(DRAWN_AGAIN[name](self.w * x, self.on).sum() for name in self.names)  # type: ignore[return-value]
+        return sum(REDRAWN[name](self.w * x, self.on).sum() for name in self.names)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("names", [["dropout1d"], *slow(list(DRAWN_AGAIN)[1:])])
-def test_gradients_of_other_random_numbers(names: list[str]) -> None:
-    """Plain Thunder trains on them without a word. Inference may draw, and functions that draw nothing train."""
+@pytest.mark.parametrize("names", [["dropout1d"], *slow(list(REDRAWN)[1:])])
+def test_training_through_redrawn_random_numbers_is_refused(names: list[str]) -> None:
+    # Plain Thunder does not warn. Inference may draw, and functions that draw nothing train.
     for name in names:
         model = shard(Draws(name, on=True))
         with refused(RuntimeError, "cannot train through torch.", name.split(",")[0], "Thunder draws its random"):
@@ -345,8 +344,8 @@ def test_gradients_of_other_random_numbers(names: list[str]) -> None:
     shard(Draws(*names, on=False))(torch.ones(())).backward()
 
 
-def test_a_gradient_that_is_not_finite() -> None:
-    """What the next step trains: tests/ranks/test_bad_input.py."""
+def test_a_gradient_that_is_not_finite_is_refused() -> None:
+    # The step after it: tests/ranks/test_bad_input.py.
     model = shard(nn.Linear(4, 2), check_gradients=True)
     with refused(RuntimeError, "gradient of parameter 'weight' is NaN or Inf", "check_gradients", "no .grad"):
         model(X * float("nan")).sum().backward()

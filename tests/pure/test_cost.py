@@ -1,4 +1,4 @@
-"""Costs, devices and the simulation of a timeline: by hand-made timelines and fixed constants, never by a clock."""
+"""Costs, devices and simulated steps have the numbers of arithmetic, for hand-written timelines. No clock is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from thunder_zero.tools.cost.lanes import Lanes
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
 
 PLAN = Plan(Policy(3), Mesh.of(2), ())
-SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
+SECOND = Device(  # a FLOP, a byte of traffic and a byte on a wire each take one second
     "one",
     {"float32": 1.0},
     1.0,
@@ -46,8 +46,10 @@ SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
 
 
 def lanes(text: str, *, overlaps: bool) -> list[str]:
-    """Lane ("wait" if it waits), start and end of each span of a step, such as ``gather a 2; compute 3; wait a``,
-    with seconds; ``across`` launches on the wire between copies of the model."""
+    """Simulate a step such as ``gather a 2; compute 3; wait a``, with seconds. Return lane, start and end of each span.
+
+    The lane is "wait" if compute waits. ``across`` launches on the wire between copies of the model.
+    """
     ops, costs = [], []
     for line in split(text):
         kind, *words = line.split()
@@ -66,7 +68,7 @@ STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
 
 
 def spans_of(shared: frozenset[Lane]) -> list[str]:
-    """A gather of 4 seconds is under way when an all-reduce of slices takes the wire beside it for one."""
+    """Simulate an all-reduce of slices, which takes one second, during a gather, which takes four."""
     busy = Lanes(shared)
     busy.launch(0, "a", (Lane.SHARD, 4.0), 0.0)
     busy.compute(1, 1.0)
@@ -78,8 +80,8 @@ def spans_of(shared: frozenset[Lane]) -> list[str]:
 
 
 def test_gathers_run_behind_collectives_of_slices() -> None:
-    alone = spans_of(frozenset())
-    assert alone == split("shard 0 4; compute 0 1; tensor 1 2; wait 1 2; compute 2 2.5; wait 2.5 4")
+    separate = spans_of(frozenset())
+    assert separate == split("shard 0 4; compute 0 1; tensor 1 2; wait 1 2; compute 2 2.5; wait 2.5 4")
     sharing = spans_of(frozenset({Lane.SHARD, Lane.TENSOR}))
     assert sharing == split("shard 0 5; compute 0 1; tensor 1 3; wait 1 3; compute 3 3.5; wait 3.5 5")
 
@@ -87,21 +89,21 @@ def test_gathers_run_behind_collectives_of_slices() -> None:
 @pytest.mark.parametrize(
     ("step", "overlaps", "expected"),
     [
-        # a wire carries one launch at a time, beside compute; b has come when it is waited for
+        # a wire carries one launch at a time, beside compute; b has arrived at its wait
         (STEP, True, "shard 0 2; shard 2 4; compute 0 1; wait 1 2; compute 2 5; compute 5 6"),
         (STEP, False, "shard 0 2; wait 0 2; shard 2 4; wait 2 4; compute 4 5; compute 5 8; compute 8 9"),
         # the wires of hybrid sharding run side by side
         ("gather a 1; across b 2; gather c 1; wait b", True, "shard 0 1; replicate 0 2; shard 1 2; wait 0 2"),
-        # a launch waits for what computes its gradient
+        # a launch waits for the computation of its gradient
         ("compute 2; gather a 1; wait a", True, "compute 0 2; shard 2 3; wait 2 3"),
     ],
 )
-def test_when_lanes_are_busy(step: str, overlaps: bool, expected: str) -> None:
+def test_lanes_are_busy_at_the_expected_times(step: str, overlaps: bool, expected: str) -> None:
     assert lanes(step, overlaps=overlaps) == split(expected)
 
 
-def test_the_figures_of_a_step() -> None:
-    """A product of 6 FLOPs and 12 bytes of traffic, behind a gather of 4 bytes, and the same product done again."""
+def test_a_step_has_the_figures_of_arithmetic() -> None:
+    # A gather of 4 bytes, a product of 6 FLOPs and 12 bytes of traffic, and the product recomputed.
     param = make_param("w", (2,), "", PLAN.policy)
     values = {name: Value(4, "float32") for name in ("x", "w", "y")}
     product = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL, flops=6)
@@ -112,7 +114,7 @@ def test_the_figures_of_a_step() -> None:
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
     assert (estimate.flops, estimate.sent_bytes, estimate.wire_seconds) == (12, 4, {Lane.SHARD: 4})
     assert [(span.op, span.lane) for span in estimate.critical_path] == [(0, "shard"), (2, "compute"), (3, "compute")]
-    assert estimate.mfu == 6 / 28  # what is done again is not the model's
+    assert estimate.mfu == 6 / 28  # recomputed FLOPs do not count
     assert estimate.tokens_per_second(7) == 0.25
     assert str(estimate).startswith("step 28 s on one: compute 24 s, exposed communication 4 s")
     assert str(estimate).replace("\n ", "").endswith("a bound, expect 42.4 s to 49.1 s")
@@ -124,8 +126,8 @@ def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fie
     return op, Timeline((op,), {}, Plan(Policy(3), Mesh.of(world, replicas=copies), (param,)))
 
 
-def test_the_ring_of_a_launch() -> None:
-    """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
+def test_a_launch_has_the_ring_of_its_ranks() -> None:
+    # 5 rows of 3 bfloat16 on 2 ranks: the busiest rank owns 3 rows, 18 bytes.
     inside = Ring(Lane.SHARD, 2, 1, 18, 1, CollectiveKind.GATHER, 1)
     assert ring(*launch_of((5, 3), Kind.GATHER, 2, 1)) == inside
     assert ring(*launch_of((5, 3), Kind.GATHER, 2, 4)) == inside
@@ -134,38 +136,38 @@ def test_the_ring_of_a_launch() -> None:
     across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, CollectiveKind.ALL_REDUCE, 1)  # 13.5 elements
     assert ring(replace(op, over=REPLICATE), timeline) == across
     op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
-    whole = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
-    assert ring(replace(op, over=ALL), timeline) == whole
+    in_full = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
+    assert ring(replace(op, over=ALL), timeline) == in_full
     assert ring(*launch_of((5, 3), Kind.GATHER, 1, 1)) is None
 
 
 @pytest.mark.slow
 @given(timelines(), st.booleans())
-def test_the_critical_path_is_the_step(timeline: Timeline, overlaps: bool) -> None:
+def test_the_critical_path_is_as_long_as_the_step(timeline: Timeline, overlaps: bool) -> None:
     timeline = run(timeline)
     timeline = timeline.with_ops(replace(op, work=Work.OTHER) for op in timeline.ops)
     estimate = step_time(timeline, replace(SECOND, overlaps=overlaps, devices_per_node=3))
     path = estimate.critical_path
     assert sum(span.seconds for span in path) == pytest.approx(estimate.seconds)
-    assert all(one.end == two.start for one, two in pairwise(path))
+    assert all(span.end == following.start for span, following in pairwise(path))
     assert estimate.compute_seconds + estimate.exposed_seconds == pytest.approx(estimate.seconds)
     for lane in Lane:
         spans = [span for span in estimate.spans if span.lane is lane]
-        assert all(one.end <= two.start for one, two in pairwise(spans))
+        assert all(span.end <= following.start for span, following in pairwise(spans))
     wires = sum(estimate.wire_seconds.values())
     assert estimate.exposed_seconds <= wires * (1 + 1e-9)
     assert overlaps or estimate.exposed_seconds == pytest.approx(wires)
 
 
 def traffic(work: Work, *, reads: tuple[str, ...] = ("x", "table"), updates: tuple[str, ...] = ()) -> int:
-    """Of an operation that writes 8 bytes."""
+    """Return the traffic of an operation that writes 8 bytes."""
     values = {"x": Value(4, "float32"), "table": Value(100, "float32"), "y": Value(8, "float32")}
     values["wide"] = Value(64, "float32", base="x")  # expanded
     op = Op(Kind.COMPUTE, reads, ("y",), work=work, updates=updates)
     return traffic_bytes(op, Timeline((op,), values, PLAN))
 
 
-def test_traffic_is_what_is_read_and_written() -> None:
+def test_traffic_counts_the_bytes_read_and_written() -> None:
     assert traffic(Work.POINTWISE) == 4 + 100 + 8
     assert traffic(Work.POINTWISE, reads=("x", "x")) == 4 + 8
     assert traffic(Work.POINTWISE, reads=("wide",)) == 4 + 8
@@ -176,14 +178,14 @@ def test_traffic_is_what_is_read_and_written() -> None:
     assert traffic_bytes(launches.ops[0], launches) == 0
 
 
-def test_a_product_computes_in_the_dtype_of_what_it_reads() -> None:
+def test_a_product_computes_in_the_dtype_of_its_inputs() -> None:
     values = {"i": Value(4, "int64"), "x": Value(4, "bfloat16"), "w": Value(4, "float32")}
     for reads, dtype in {("i", "x", "w"): "bfloat16", ("i",): "int64", (): ""}.items():
         assert compute_dtype(Op(Kind.COMPUTE, reads), Timeline((), values, PLAN)) == dtype
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
-    """Links of 450 GB/s inside a node of eight, network cards of 50 GB/s, one for each device."""
+    # A node of eight devices has links of 450 GB/s, and a network card of 50 GB/s for each device.
     gigabytes = {(8, 1): 450, (16, 1): 8 * 50, (2, 8): 50, (4, 4): 100, (2, 4): 450}
     assert {
         (ranks, stride): H100.ring(ranks, stride).bytes_per_second / 1e9 for ranks, stride in gigabytes
@@ -207,7 +209,7 @@ def test_a_ring_takes_its_latency_at_each_step() -> None:
         (lambda: Link(1.0, -1), "latency_seconds is -1"),
     ],
 )
-def test_what_a_device_lacks_is_named(call: Callable[[], object], words: str) -> None:
+def test_an_error_names_what_a_device_lacks(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -229,19 +231,19 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
         (Kind.REDUCE, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 8 * 6, 0),  # the full gradient
         (Kind.REDUCE, {"reduce_dtype": torch.bfloat16}, 8 * 6, 4 * 6),  # the mean comes back to float32
         (Kind.GATHER, {"gather_format": Int8(4)}, 16 + 8, 2 * 8 + 32),  # a payload is 8 bytes
-        (Kind.REDUCE, {"reduce_format": Int8(4)}, 32 + 8, 8 + 16),  # the other rank's part
+        (Kind.REDUCE, {"reduce_format": Int8(4)}, 32 + 8, 8 + 16),  # the peer's part
     ],
 )
 def test_a_launch_has_the_traffic_of_both_ends(kind: Kind, fields: dict[str, object], before: int, after: int) -> None:
-    """Before it starts what encodes reads and writes, at its wait what decodes does."""
+    # Encoding reads and writes before the launch, decoding after the wait.
     launch = Op(kind, ("given",), ("handle",), ("w",))
     plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
     (cost,) = costs_of(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND)
     assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
 
 
-def test_a_copy_on_several_nodes_has_one_wire() -> None:
-    """Its rings use all network cards of a node, as those across copies do."""
+def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
+    # Rings inside a copy and rings across copies both use all network cards of a node.
     op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
     timeline = timeline.with_ops((op, replace(op, over=REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
@@ -255,13 +257,13 @@ def test_a_copy_on_several_nodes_has_one_wire() -> None:
         ("h <-* x w; a <- h; b <- a x; y <-* b w", (24, 0, 24, 24)),  # reads h and x, writes b
         ("a <- x; b <- a; y <-* b w; c <- a y", (0, 24, 24, 24)),  # another kernel reads a: reads x, writes a and b
         ("a <- x; b <- a; --; c <- a b", (0, 24, 0, 24)),  # so does another phase
-        ("h <-* x w; again <- saved; b <- h again; y <-* b w", (24, 0, 24, 24)),  # a line may come late, as its reader
+        ("h <-* x w; again <- saved; b <- h again; y <-* b w", (24, 0, 24, 24)),  # a line may run late, with its reader
         ("v <-/ x; a <- v; b <- a x; y <-* b w", (0, 0, 16, 24)),  # views are free, their memory is read once
         ("a <- x; b <- z; y <-* a b", (16, 16, 24)),  # no value connects them
         ("v <-| x; y <-* v w", (0, 24)),  # strides decide whether it copies: a forecast is a lower bound
-        ("a <- x; v <-| a; y <-* v w", (0, 16, 24)),  # what it shows is written
+        ("a <- x; v <-| a; y <-* v w", (0, 16, 24)),  # the viewed value is written
     ],
 )
 def test_pointwise_lines_between_products_are_one_kernel(text: str, traffic: tuple[int, ...]) -> None:
-    """It reads what comes in, and writes what others read; each value has 8 bytes."""
+    # A kernel reads its inputs and writes the values that other kernels read. Each value has 8 bytes.
     assert fused_traffic(program(text, Policy(0), {"w": 8, "z": 8, "saved": 8}))[:-1] == traffic

@@ -1,4 +1,4 @@
-"""The passes: what each does to a small timeline, line by line, and what holds for all timelines."""
+"""Each pass changes a small timeline as expected, line by line; and all timelines keep their results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROOMY = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=MiB)
 
 
 def with_line(timeline: Timeline, index: int, writes: str, reads: str) -> Timeline:
-    """Return the timeline with one more computation at an index."""
+    """Insert a computation at an index."""
     op = Op(Kind.COMPUTE, (reads,), (writes,), backward=timeline.ops[index].backward, repeatable=True, source=(99,))
     return timeline.with_ops([*timeline.ops[:index], op, *timeline.ops[index:]])
 
@@ -71,14 +71,14 @@ def test_regather_gathers_again_before_the_first_reader_in_backward() -> None:
     [
         ([Use("a.embedding", needed=False), "a.w", Use("a.bias", ("view",), needed=False)], ""),  # backward reads a.w
         (["a.w", Use("a.w", ("view",)), Use("a.w", ("view",), view_in_backward=True)], "c2.0 <- a.w; c1.0 <- a.w"),
-        ([Use("a.w", ("a.once",))], "c0.0 <- a.w a.once"),  # backward has forward's
+        ([Use("a.w", ("a.once",))], "c0.0 <- a.w a.once"),  # backward has forward's value
         ([Use("a.w", ("pair", "view"))], "c0.0' c0.0 <- a.w; c0.1 <- c0.0"),
         ([Use("a.w", ("constant", "a.scalar"))], "c0.0 <- a.w k0.0; c0.1 <- c0.0 t_a.scalar"),
         ([Use("a.w", ("view",), returned=True)], "c0.0 <- a.w"),
-        ([Use("a.w", ("random",))], None),  # backward reads what forward has drawn
+        ([Use("a.w", ("random",))], None),  # backward reads the value that forward drew
     ],
 )
-def test_what_is_computed_again_of_a_gathered_parameter(uses: list[Use | str], again: str | None) -> None:
+def test_backward_recomputes_values_of_a_regathered_parameter(uses: list[Use | str], again: str | None) -> None:
     before = model(ALONE, *uses, a_once={"kept_unsharded": True}, a_scalar={"shape": ()})
     views = {name: replace(value, base="a.w") for name, value in before.values.items() if name.startswith("c")}
     after = regather(before.with_ops(before.ops, views))
@@ -91,7 +91,7 @@ def test_what_is_computed_again_of_a_gathered_parameter(uses: list[Use | str], a
 
 
 def test_regather_gathers_again_for_each_unit_in_forward_and_once_in_backward() -> None:
-    """A tied parameter is not alive beside other units' parameters."""
+    # A tied parameter need not be alive beside parameters of other units.
     uses = ("root.tied", "a.w", Use("root.tied", ("view",)), "root.tied", "b.w", "root.tied")
     for training in (False, True):
         once = run(model(ALONE, *uses, training=training))
@@ -134,7 +134,7 @@ def test_bucket_merges_a_units_gathers_where_the_first_stood_and_reductions_wher
         (MiB, "a.p b.p a.q", {}, "gather a.p; gather b.p; gather a.q; reduce a.q; reduce b.p; reduce a.p"),
     ],
 )
-def test_a_bucket_has_one_unit_dtype_and_collective_and_so_many_bytes(
+def test_a_bucket_has_one_unit_dtype_and_collective_and_at_most_bucket_bytes(
     nbytes: int, paths: str, q: dict[str, object], launches: str
 ) -> None:
     timeline = model(replace(ALONE, bucket_bytes=nbytes), *paths.split(), a_q=q)
@@ -150,7 +150,7 @@ def test_gathers_wait_for_shards_that_are_computed(step: Callable[[Timeline], Ti
     assert lines(after)[:5] == split("gather a.p; wait a.p; y0 <- x a.p; t_a.q <- raw; gather a.q")
 
 
-def test_who_reads_a_reduced_gradient_is_not_delayed() -> None:
+def test_readers_of_a_reduced_gradient_are_not_delayed() -> None:
     timeline = model(replace(ALONE, stage=2, bucket_bytes=MiB), "a.p", "a.q")
     index = next(index for index, op in enumerate(timeline.ops) if "mean_a.q" in op.writes)
     assert "reduce a.q a.p" in lines(sink_waits(bucket(timeline)))
@@ -163,8 +163,7 @@ def test_who_reads_a_reduced_gradient_is_not_delayed() -> None:
 
 
 def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
-    """The oldest ends before the next gradient is made. b's gradients count 8 bytes from the first one on, beside c's
-    4."""
+    # Two gradients of b count 8 bytes from the first on. With c's 4 bytes they exceed the limit, so c ends first.
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
     assert lines(sink_waits(bucket(model(policy, "b.w", "b.v", "c.w"))), backward=True) == split("""
         g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
@@ -175,8 +174,7 @@ def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
 
 
 def test_reductions_make_room_for_gathers_ahead() -> None:
-    """The reduction of c ends before a is gathered, not after. That of b stays in flight: one unit has computed
-    since."""
+    # The reduction of d ends before a is gathered. The reductions of c and b stay in flight longer.
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8, prefetch=1)
     timeline = prefetch(bucket(regather(model(policy, "a.w", "b.w", "c.w", "d.w"))))
     collectives = (Kind.GATHER, Kind.WAIT, Kind.REDUCE)
@@ -188,7 +186,7 @@ def test_reductions_make_room_for_gathers_ahead() -> None:
     """)
 
 
-def test_sink_waits_ends_what_nobody_reads() -> None:
+def test_sink_waits_ends_a_reduction_that_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
     after = sink_waits(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
     assert lines(after)[-2:] == ["wait a.w", "return <- y0"]
@@ -197,7 +195,7 @@ def test_sink_waits_ends_what_nobody_reads() -> None:
 # free
 
 
-def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
+def test_a_free_comes_after_the_last_read_of_a_possible_view() -> None:
     after = free(model(ALONE, Use("a.w", ("view", "view")), "b.w", training=False))
     assert lines(after) == split("""
         gather a.w; wait a.w; c0.0 <- a.w; c0.1 <- c0.0; y0 <- x c0.1; free a.w
@@ -215,7 +213,7 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
         (Policy(), ["a.w", "b.w", "c.w"], "", "free c.w; free b.w; free a.w"),  # the last units are kept unsharded
     ],
 )
-def test_each_phase_frees_what_it_reads_last(
+def test_each_phase_frees_the_parameters_that_it_reads_last(
     policy: Policy, uses: list[Use | str], forward: str, backward: str
 ) -> None:
     after = run(model(policy, *uses))
@@ -223,7 +221,7 @@ def test_each_phase_frees_what_it_reads_last(
     assert lines(after, Kind.FREE, backward=True) == split(backward)
 
 
-# all of them
+# all passes
 
 
 def gpt(layers: int, policy: Policy) -> Timeline:
@@ -234,7 +232,7 @@ def gpt(layers: int, policy: Policy) -> Timeline:
 
 
 def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
-    """ZeRO-2 holds the whole model, ZeRO-3 its window, which has room for three blocks and gathers these once."""
+    # ZeRO-2 holds the whole model. ZeRO-3 holds three blocks, which it therefore gathers once.
 
     def figures(layers: int, stage: int, **fields: object) -> tuple[int, int, int]:
         after = run(gpt(layers, Policy(stage=stage, **fields)))  # type: ignore[arg-type]
@@ -249,7 +247,7 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
     assert figures(9, 3) == (10, 10 + 7, tied + 3 * block)  # the tied embedding and six blocks
 
 
-def test_means_are_handed_on_where_the_next_reduction_starts() -> None:
+def test_the_reduction_between_copies_starts_right_after_the_one_between_shards() -> None:
     policy = replace(ALONE, stage=2, bucket_bytes=MiB, in_flight_bytes=MiB)
     after = sink_waits(bucket(model(policy, "a.w", "a.v", "b.w", replicas=3)))
     local = (op for op in after.ops if op.backward and op.kind in (Kind.REDUCE, Kind.WAIT))
@@ -263,7 +261,7 @@ def test_means_are_handed_on_where_the_next_reduction_starts() -> None:
 
 @given(timelines() | timed(), st.integers(0, 7))
 def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
-    """``run`` proves what it returns after each pass; a proof allows any order of computations."""
+    # ``run`` checks its timeline after each pass, but the check allows any order of computations.
     ops, values = timeline.ops, dict(timeline.values)
     after = run(timeline)
     assert (timeline.ops, timeline.values) == (ops, values), "no pass changes anything in place"
@@ -281,7 +279,7 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
 
 @pytest.mark.parametrize(("stage", "times"), [(3, None), *slow((2, None), (3, Times({}, {}, 1e9)))], ids=str)
 def test_the_work_grows_in_proportion_to_the_operations(stage: int, times: Times | None) -> None:
-    """Counted in executed lines: four times the blocks may take at most 4.2 times the lines."""
+    # Counted in executed lines: four times the blocks may execute at most 4.2 times the lines.
 
     def executed(layers: int) -> int:
         policy = Policy(stage=stage, bucket_bytes=8, in_flight_bytes=28, times=times, gather_per_unit=True)

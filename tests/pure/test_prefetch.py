@@ -1,4 +1,4 @@
-"""When gathers start: some units ahead; or, by times, as late as they can, so that compute never waits longer."""
+"""Gathers start some units ahead; or, with times, as late as possible without longer waits of compute."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, ScheduleError, Timeli
 from thunder_zero.schedule.verify import check_pass
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")
-BYTES = 4  # of each of them; on two ranks each rank sends and receives all of it at most
+BYTES = 4  # of each parameter; on two ranks each rank sends and receives at most all of it
 SECONDS = {"a.w": 3.0, "b.w": 1.0, "c.w": 1.0}  # so waits are at 0, 3, 4 and 5 s
-NOTHING_AHEAD = "+a -a a +b -b b +c -c c +d -d d"  # as ``order`` says
+NOTHING_AHEAD = "+a -a a +b -b b +c -c c +d -d d"  # in the notation of ``order``
 ONE_AHEAD = "+a -a +b a -b +c b -c +d c -d d"
 TWO_AHEAD = "+a -a +b +c a -b +d b -c c -d d"
-ALL_AHEAD = "+a -a +b +c +d a -b b -c c -d d"  # a alone: what is not needed yet would only delay it
+ALL_AHEAD = "+a -a +b +c +d a -b b -c c -d d"  # a has the wire to itself: a second gather would delay it
 
 
 def order(timeline: Timeline) -> str:
-    """Return the order of a schedule: ``+a`` starts to gather parameter a, ``-a`` waits for it, and ``a`` computes with
-    it."""
+    """Return the order of a schedule: ``+a`` gathers parameter a, ``-a`` waits for it, and ``a`` computes with it."""
     marks = {Kind.GATHER: "+", Kind.WAIT: "-", Kind.COMPUTE: ""}
     return " ".join(f"{marks[op.kind]}{(op.params or op.reads[1:])[0][0]}" for op in timeline.ops[:-1])
 
@@ -49,11 +48,16 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
         (times(SECONDS, BYTES * 0.99), MiB, 1, TWO_AHEAD),
         (times(SECONDS), MiB, 3, TWO_AHEAD),  # d takes 2 s and leaves at 3 s, with b's wait; c must end by 3 s
         (times(SECONDS), MiB, 5, ALL_AHEAD),  # d takes 3 s and leaves at 2 s, c at 1 s, b at 0 s
-        (times({"a.w": 3.0, "b.w": 1.0}), MiB, 1, TWO_AHEAD),  # no time is no compute: d seems to be needed with c
+        (
+            times({"a.w": 3.0, "b.w": 1.0}),
+            MiB,
+            1,
+            TWO_AHEAD,
+        ),  # without a time, c seems to take none: d is needed with it
         (times({}), MiB, 1, ALL_AHEAD),
         (times(SECONDS, 0.001), 8, 1, TWO_AHEAD),
         (times(SECONDS, 0.001), 0, 1, NOTHING_AHEAD),
-        (None, MiB, 1, ALL_AHEAD),  # the same, with all units in flight that the bytes allow
+        (None, MiB, 1, ALL_AHEAD),  # without times: as many units as the bytes allow
         (None, 8, 1, TWO_AHEAD),
         (None, 0, 1, NOTHING_AHEAD),
     ],
@@ -61,14 +65,14 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
 def test_a_gather_starts_at_the_last_wait_that_is_early_enough(
     times: Times | None, in_flight: int, rows_of_d: int, expected: str
 ) -> None:
-    for units in (0, 1, 99) if times else (99,):  # whatever ``policy.prefetch`` says
+    for units in (0, 1, 99) if times else (99,):  # with times ``policy.prefetch`` has no effect
         policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=units, times=times)
         timeline = model(policy, *NAMES, training=False, d_w={"shape": (rows_of_d,)})
         assert order(prefetch(timeline)) == expected, units
 
 
 @pytest.mark.parametrize(("units", "under_way"), [(0, 1), (1, 1), (3, 3), (9, 4)])
-def test_prefetch_puts_at_most_so_many_units_in_flight(units: int, under_way: int) -> None:
+def test_at_most_prefetch_units_are_in_flight(units: int, under_way: int) -> None:
     policy = replace(ALONE, in_flight_bytes=MiB, prefetch=units)
     after = prefetch(model(policy, *NAMES, "e.w", training=False))
     assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
@@ -79,8 +83,8 @@ def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
     assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
 
 
-def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() -> None:
-    """Waits for d, c, b, a at 0, 2, 4, 6 s. A gather takes 1 s or more; so does the reduction of the unit before."""
+def test_backward_has_its_own_times_and_its_reductions_use_the_wire() -> None:
+    # Waits for d, c, b, a are at 0, 2, 4, 6 s. A gather takes 1 s or more, and so does the reduction before it.
     orders = {BYTES: "+d -d +c -c +b -b +a -a", BYTES * 0.9: "+d -d +c +b -c +a -b -a"}
     for bytes_per_second, expected in orders.items():
         wire = Times({}, {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}, bytes_per_second)
@@ -89,9 +93,8 @@ def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() ->
         assert order(after.with_ops([*gathers, after.ops[-1]])) == expected
 
 
-def test_the_busiest_rank_of_all_decides() -> None:
-    """It decides in gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally
-    busy."""
+def test_the_busiest_rank_decides() -> None:
+    # Ranks differ in gathers and reduce-scatters of rows that do not divide. An all-reduce keeps them equally busy.
     for world_size in (1, 2, 3, 5):
         timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
         timeline = replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(world_size)))
@@ -103,13 +106,13 @@ def test_the_busiest_rank_of_all_decides() -> None:
                 assert {seen.wire_bytes(op) for seen in ranks} == {busiest}
 
 
-# What holds for all
+# Properties of all timelines
 
 
 def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
-    """Return when the wait for each gather is over, on a wire that carries one gather after the other, in launch order.
+    """Return when the wait for each gather ends, on a wire that carries one gather at a time, in launch order.
 
-    The computations between two waits take the seconds in ``times``, and ``more``.
+    Computations between two waits take the seconds in ``times`` plus ``more``.
     """
     now, wire, phase = 0.0, 0.0, False
     ends: dict[str, float] = {}
@@ -135,8 +138,8 @@ def bucketed(timeline: Timeline) -> Timeline:
 
 
 @given(timed(), st.integers(0, 1))
-def test_compute_waits_no_longer_than_if_all_started_as_early_as_they_may(timeline: Timeline, more: int) -> None:
-    """This holds even if compute takes longer than the times say. And nothing starts earlier than without times."""
+def test_compute_waits_no_longer_than_if_all_gathers_started_early(timeline: Timeline, more: int) -> None:
+    # This holds even if compute takes longer than measured. No gather starts earlier than without times.
     times = timeline.plan.policy.times
     assert times is not None
     after, eager = bucketed(timeline), bucketed(with_policy(timeline, times=None, prefetch=10**6))
@@ -159,8 +162,8 @@ def test_gathers_start_as_early_as_the_bound_allows(nbytes: list[int], bound: in
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int]]) -> None:
-    """The definition is applied by trying all waits for each gather."""
+def test_each_gather_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int]]) -> None:
+    # By the definition: try all waits for each gather.
     computed, on_wire = [float(c) for c, _ in pairs], [float(w) for _, w in pairs]
     waits = [sum(computed[:number]) for number in range(len(pairs))]
     for number, ended in enumerate(ended_in_time(computed, on_wire)):
@@ -173,7 +176,7 @@ def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int
         assert ended == number or not in_time(waits[ended])
 
 
-def test_the_limit_of_units_under_way_is_checked_without_times_only() -> None:
+def test_the_limit_of_units_in_flight_is_checked_only_without_times() -> None:
     lifted = model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False)
     timeline = prefetch(lifted)
     check_pass(timeline, lifted)
@@ -197,19 +200,19 @@ def test_the_limit_of_units_under_way_is_checked_without_times_only() -> None:
         (lambda: Times({}, {}, None), "bytes_per_second is None; give"),  # type: ignore[arg-type]
     ],
 )
-def test_times_that_cannot_be(call: Callable[[], Any], words: str) -> None:
+def test_wrong_times_are_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 
 
-def test_times_are_values_that_nobody_changes() -> None:
-    """Ranks compare how their policies look, which is short whatever was measured."""
+def test_times_are_immutable_values_with_a_short_repr() -> None:
+    # Ranks compare the reprs of their policies.
     seconds = {"a": 1, "b": 2.0}
-    times, other = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
-    assert (times, repr(times), hash(times)) == (other, repr(other), hash(other))
-    assert {Policy(times=times), Policy(times=other)} == {Policy(times=times)}
+    times, reordered = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
+    assert (times, repr(times), hash(times)) == (reordered, repr(reordered), hash(reordered))
+    assert {Policy(times=times), Policy(times=reordered)} == {Policy(times=times)}
     seconds["b"] = 2.5
-    assert times == other != Times(seconds, {}, 3)
+    assert times == reordered != Times(seconds, {}, 3)
     swapped = Times({"a": 2.0, "b": 1.0}, {}, 3)
     assert repr(times) != repr(swapped)
     assert "2 gathers, 3 s" in repr(times)

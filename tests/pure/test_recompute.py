@@ -1,4 +1,4 @@
-"""What backward computes again instead of saving: the choice, the places of the copies, and planted faults."""
+"""Backward recomputes cheap values instead of saving them: the choice, the places of the copies, planted faults."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CHEAP, UNITS = (Policy(recompute=mode, reshard_after_forward=True, prefetch=0) f
 
 
 def saved(timeline: Timeline) -> set[str]:
-    """Return what backward reads of forward, without parameters and inputs."""
+    """Return the values of forward that backward reads, without parameters and inputs."""
     written = {name for op in timeline.ops if not op.backward for name in op.writes}
     reads = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
     return {name for name in reads & written if name not in timeline.plan.by_name}
 
 
-def again(timeline: Timeline) -> list[str]:
-    """Return what each recomputed computation writes, by the names of forward."""
+def recomputed(timeline: Timeline) -> list[str]:
+    """Return the values that each copy writes, by their names in forward."""
     return [" ".join(op.writes).replace("_again", "") for op in timeline.ops if op.repeated and op.kind is Kind.COMPUTE]
 
 
@@ -55,18 +55,18 @@ def test_copies_come_right_before_their_first_reader() -> None:
         (THREE, {}, {"a"}),
         (THREE, {"a": 9}, {"h"}),
         ("h <-* x; a <-* h; --; gw <- g a h", {}, {"h", "a"}),  # a matmul is not cheap
-        ("h <-? x; a <-? h; --; gw <- g a h", {}, {"h", "a"}),  # nor is what nobody knows
+        ("h <-? x; a <-? h; --; gw <- g a h", {}, {"h", "a"}),  # unknown work is not cheap
         ("h <-* x; m <-~ h; d <- h m; --; gw <- g d h", {"m": 2}, {"h", "m"}),  # the mask is kept
         ("k <- ; h <-* x; a <- h k; --; gw <- g a h k", {}, {"h"}),  # a constant
         ("a <- x; --; gw <- g a", {}, {"a"}),  # the caller may have dropped the input
-        ("a <- x; --; gw <- g a x", {}, set()),  # backward has it anyway
+        ("a <- x; --; gw <- g a x", {}, set()),  # backward reads x anyway
         ("h <-* x; e <-/ h; --; gw <- g e", {"e": 80}, {"h"}),  # an expanded view
         ("h <-* x; e <-/ h; --; gw <- g e", {"h": 80}, {"h"}),  # a part keeps all of h
         ("h <-* x; s <-/ h; a <- s; --; gw <- g a", {"h": 80, "a": 9}, {"a"}),
         ("h <-* x; a <- h; b <- h; --; gw <- g a b", {"h": 15}, {"h"}),  # 15 rather than 8 + 8
-        ("h <-* x; a <- h; b <- h; --; gw <- g a b", {"h": 16}, {"a", "b"}),  # alike: no work is done again
-        ("a <- x; u <-! a x; --; gw <- g a", {}, {"a"}),  # x is another one in backward
-        ("v <-/ x; a <- v; u <-! a x; --; gw <- g a", {}, {"a"}),  # so is its view
+        ("h <-* x; a <- h; b <- h; --; gw <- g a b", {"h": 16}, {"a", "b"}),  # equal bytes: recompute nothing
+        ("a <- x; u <-! a x; --; gw <- g a", {}, {"a"}),  # x has other values in backward
+        ("v <-/ x; a <- v; u <-! a x; --; gw <- g a", {}, {"a"}),  # so has its view
         ("out <-* x; a <- out; --; gw <- g a", {"a": 99}, {"a"}),  # the caller may overwrite an output
         ("out <-* x; a <- out; --; gw <- g a out", {"a": 99}, {"out"}),  # unless backward reads it anyway
     ],
@@ -92,14 +92,14 @@ NORM = """
 @pytest.mark.parametrize(
     ("policy", "kept", "gathered"),
     [
-        (CHEAP, {"h", "b"}, {"u.w", "u.v"}),  # backward has the weight, not the bias
+        (CHEAP, {"h", "b"}, {"u.w", "u.v"}),  # backward gathers the weight, not the bias
         (UNITS, {"h"}, {"u.w", "u.v", "u.bias"}),
         (Policy(stage=2), {"h", "b"}, set()),  # forward has freed the bias
         (Policy(stage=2, recompute="units"), {"h"}, set()),
         (Policy(stage=1), {"h"}, set()),
     ],
 )
-def test_what_reads_a_parameter_is_computed_again_where_backward_has_it(
+def test_a_reader_of_a_parameter_is_recomputed_only_where_backward_has_the_parameter(
     policy: Policy, kept: set[str], gathered: set[str]
 ) -> None:
     after = run(program(NORM, policy))
@@ -110,11 +110,11 @@ def test_what_reads_a_parameter_is_computed_again_where_backward_has_it(
 @pytest.mark.parametrize(
     ("backward", "of_zero3", "of_zero2"),
     [
-        ("gb <- g b; gw <-* g u.w h", {"h", "b"}, {"h"}),  # ZeRO-3 gathers the weight later; forward's is still there
-        ("gw <-* g u.w h; gb <- gw b", {"h", "b"}, {"h", "b"}),  # after its last use it is gone
+        ("gb <- g b; gw <-* g u.w h", {"h", "b"}, {"h"}),  # ZeRO-3 gathers the weight later; ZeRO-2 still has it
+        ("gw <-* g u.w h; gb <- gw b", {"h", "b"}, {"h", "b"}),  # freed after its last use
     ],
 )
-def test_a_parameter_that_comes_later_or_is_gone_is_not_waited_for(
+def test_recomputation_does_not_wait_for_a_parameter_gathered_later_or_freed(
     backward: str, of_zero3: set[str], of_zero2: set[str]
 ) -> None:
     text = f"gather u.w; h <-* x; b <- h u.w; --; {backward}"
@@ -134,17 +134,19 @@ TWO_UNITS = """
 """
 
 
-def test_units_save_their_borders_and_what_was_drawn() -> None:
+def test_units_save_their_borders_and_random_values() -> None:
     timeline = program(TWO_UNITS, UNITS, {"m": 1})
     after = run(timeline)
     assert saved(after) == {"x0", "x3", "y3", "m"}
-    assert again(after) == ["n", "y1", "y2", "x1", "x2"]
+    assert recomputed(after) == ["n", "y1", "y2", "x1", "x2"]
     assert same_results(after, timeline)
     assert saved(run(program(TWO_UNITS, UNITS, {"x3": 99, "m": 1}))) == {"x0", "x2", "y3", "m"}, "the border moves"
     assert gathers_in_backward(after) == [("head",), ("v.w", "v.bias"), ("u.w", "u.bias")], "with the biases"
     assert gathers_in_backward(run(program(TWO_UNITS, CHEAP))) == [("head",), ("v.w",), ("u.w",)]
-    both = "gather u9.w; gather u10.w; y <-* x u9.w u10.w; --; gx <-* g y"
-    assert [run.unit for run in runs(program(both, UNITS))] == ["u10"], "what reads two units is of the later one"
+    two_units = "gather u9.w; gather u10.w; y <-* x u9.w u10.w; --; gx <-* g y"
+    assert [run.unit for run in runs(program(two_units, UNITS))] == ["u10"], (
+        "a reader of two units belongs to the later unit"
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -162,11 +164,11 @@ Fault = Callable[[Timeline], Timeline]
 
 
 def with_copy(name: str, before: str) -> Fault:
-    """Compute a value again right before backward writes another one, and read it there."""
+    """Recompute a value right before backward writes ``before``, which then reads the copy."""
 
     def plant(timeline: Timeline) -> Timeline:
-        (made,) = (op for op in timeline.ops if name in op.writes)
-        copy = replace(made, writes=(f"{name}_copy",), backward=True, repeated=True)
+        (original,) = (op for op in timeline.ops if name in op.writes)
+        copy = replace(original, writes=(f"{name}_copy",), backward=True, repeated=True)
         (index,) = (index for index, op in enumerate(timeline.ops) if before in op.writes)
         reads = tuple(f"{name}_copy" if read == name else read for read in timeline.ops[index].reads)
         reader = replace(timeline.ops[index], reads=reads)
@@ -176,8 +178,8 @@ def with_copy(name: str, before: str) -> Fault:
 
 
 def swapped(timeline: Timeline) -> Timeline:
-    *ops, one, two, last = timeline.ops
-    return timeline.with_ops([*ops, two, one, last])
+    *ops, first, second, last = timeline.ops
+    return timeline.with_ops([*ops, second, first, last])
 
 
 FAULTY = """
@@ -204,7 +206,7 @@ def test_a_faulty_choice_is_refused(plant: Fault, words: str) -> None:
         check_recompute(plant(timeline), timeline)
 
 
-def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
+def test_recomputing_one_unit_allows_no_work_of_other_units() -> None:
     timeline = program(TWO_UNITS, Policy(stage=2, recompute_units=("v",)))
     check_recompute(with_copy("y1", "ga")(timeline), timeline)  # a matmul of v
     with pytest.raises(ScheduleError, match=r"x1_copy.*does matmul work again"):
@@ -212,7 +214,7 @@ def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
 
 
 def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that copies an operation with random numbers does not pass the proof."""
+    # This pass copies an operation that draws random numbers.
     from thunder_zero.schedule import passes
 
     monkeypatch.setattr(passes, "PASSES", (*passes.PASSES[:-1], with_copy("m", "gb"), passes.PASSES[-1]))
@@ -220,7 +222,7 @@ def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         run(program(FAULTY, CHEAP))
 
 
-def test_a_gather_for_copies_alone_is_refused() -> None:
+def test_a_gather_that_only_copies_read_is_refused() -> None:
     timeline = program(TWO_UNITS, UNITS)
     with pytest.raises(ScheduleError, match=r"gathers v\.bias in backward, which only copies read"):
         check_schedule(with_policy(run(timeline), recompute="cheap"), timeline)
@@ -231,7 +233,7 @@ def test_a_gather_for_copies_alone_is_refused() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[int], list[set[int] | None], set[int]]:
-    """Draw bytes of values, what each may be made from (None: it cannot be made), and which are wanted."""
+    """Draw bytes of values, the sources of each (None if it cannot be computed), and the wanted values."""
     count = draw(st.integers(1, 8))
     bits = st.integers(0, (1 << count) - 1).map(lambda some: {index for index in range(count) if some >> index & 1})
     made_from: list[set[int] | None] = [
@@ -242,13 +244,13 @@ def graphs(draw: st.DrawFn) -> tuple[list[int], list[set[int] | None], set[int]]
 
 
 def fewest_bytes(nbytes: list[int], made_from: list[set[int] | None], wanted: set[int]) -> int:
-    """Return the fewest bytes, by trying all choices of what to keep."""
+    """Return the fewest bytes, by trying all sets of kept values."""
     numbers = range(len(nbytes))
     sums = []
     for kept in (set(some) for count in range(len(nbytes) + 1) for some in combinations(numbers, count)):
         have = set(kept)
         for number in numbers:
-            if (made := made_from[number]) is not None and made <= have:
+            if (sources := made_from[number]) is not None and sources <= have:
                 have.add(number)
         if wanted <= have:
             sums.append(sum(nbytes[number] for number in kept))
@@ -263,17 +265,17 @@ def test_the_cut_is_as_good_as_the_best_of_all_choices(
     kept, computed = cheapest_to_keep(nbytes, made_from, wanted)
     have = set(kept)
     for number in sorted(computed):
-        made = made_from[number]
-        assert made is not None
-        assert made <= have
+        sources = made_from[number]
+        assert sources is not None
+        assert sources <= have
         have.add(number)
     assert wanted <= have
     assert not kept & computed
     assert sum(nbytes[number] for number in kept) == fewest_bytes(nbytes, made_from, wanted)
 
 
-def test_what_is_made_of_a_parameter_and_a_size_is_gathered_again() -> None:
-    """A size that differs from call to call is no data: saving the view would keep the parameter."""
+def test_a_view_of_a_parameter_by_a_size_is_recomputed() -> None:
+    # A size that differs from call to call is not data. Saving the view would keep the parameter alive.
     text = """
         s <-? x
         gather a.w

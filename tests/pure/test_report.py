@@ -1,4 +1,4 @@
-"""What is printed: traces and timelines, written by hand."""
+"""Printed traces and timelines show each line's kind, parameters and bytes. The timelines are written by hand."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def printed(shown: tuple[Row | Gap, ...]) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
-    """Rank 0 of 4 owns 64 + 8 B of the parameters, and sends those to 3 others."""
+def test_each_line_has_kind_parameters_sent_bytes_and_gathered_bytes() -> None:
+    # Rank 0 of 4 owns 64 + 8 B of the parameters, and sends them to 3 peers.
     assert printed(phase(backward=False)) == [
         "# forward, ZeRO-3, rank 0 of 4                   does    parameters                    sent gathered",
         "f = zero_all_gather_coalesced((t_w, t_b),        gather  h.0.w, b                     216 B    288 B",
@@ -103,7 +103,7 @@ def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
     ]
 
 
-def test_gradients_are_named_as_such() -> None:
+def test_rows_mark_gradients() -> None:
     result = [(row.kind, row.params, row.gradients) for row in phase(backward=True)]
     assert result == [
         (Kind.REDUCE, ("h.0.w",), True),
@@ -115,37 +115,37 @@ def test_gradients_are_named_as_such() -> None:
 
 
 def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
-    """Rows of a phase with a line for each of these operations; several in one are separated by ";"."""
+    """Return the rows of a phase with a line for each text. A ";" separates operations of a line."""
     ops = [op(text, index, backward=backward) for index, line in enumerate(texts) for text in split(line)]
     forward = OPS[:1] if backward else []
     lines = [SourceLine(f"line {index}", index) for index in range(len(texts))]
     return rows(lines, TIMELINE.with_ops([*forward, *ops]), backward=backward)
 
 
-def test_what_a_row_says_of_several_operations_or_parameters() -> None:
+def test_a_row_merges_several_operations_or_parameters() -> None:
     (begins,) = rows_of("compute gy <- gz", backward=True)
-    assert begins.gathered == 288, "backward begins with what forward left"
+    assert begins.gathered == 288, "backward begins with the bytes that forward left"
     freed = rows_of("gather f <- t_w t_b: h.0.w h.0.b", "free <- w: h.0.w; free <- b: h.0.b")[1]
     assert (freed.kind, freed.params, freed.gathered) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
     tied, _ = rows_of("compute g <- gy", "reduce f <- g: h.0.w h.0.b", backward=True)
     assert tied.params == ("h.0.w", "h.0.b"), "one value may be the gradient of two parameters"
 
 
-def test_a_unit_s_rows_leave_out_the_others() -> None:
+def test_a_units_rows_leave_out_other_units() -> None:
     shown = select(phase(backward=False), PLAN, "h.0", None)
-    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [1, *range(2, 11)]
+    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [1, *range(2, 11)]
     assert select(phase(backward=False), PLAN, "", None) == ()
 
 
-def test_lines_that_concern_no_parameter_become_one() -> None:
+def test_lines_without_parameters_become_a_gap() -> None:
     texts = [
         f"gather f{index} <- t_w: h.0.w" if index in (3, 12, 14) else f"compute t{index} <- x" for index in range(20)
     ]
     shown = select(rows_of(*texts), PLAN, None, "parameters")
-    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, Gap(8), 12, 13, 14]
+    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [3, Gap(8), 12, 13, 14]
     texts[4], texts[13] = "wait w <- f3: h.0.w", "compute y <- w"
     shown = select(rows_of(*texts), PLAN, None, "communication")
-    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, 4, Gap(7), 12, 13, 14]
+    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [3, 4, Gap(7), 12, 13, 14]
 
 
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
@@ -167,7 +167,7 @@ def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
         (("embedding.weight",) * 3, True, "grad embedding.weight, 2 more"),  # the root unit has no name
     ],
 )
-def test_label(params: tuple[str, ...], gradients: bool, expected: str) -> None:
+def test_a_label_names_parameters_briefly(params: tuple[str, ...], gradients: bool, expected: str) -> None:
     assert label(params, PLAN, gradients=gradients) == expected
 
 
@@ -176,7 +176,7 @@ def test_a_size_fits_its_column(nbytes: int) -> None:
     assert len(size(nbytes)) <= 8
 
 
-def test_size() -> None:
+def test_sizes_have_units() -> None:
     sizes = {999: "999 B", 1000: "0.98 KiB", 10 << 10: "10.0 KiB", 1023 << 10: "1.00 MiB", 5 << 30: "5.00 GiB"}
     assert {nbytes: size(nbytes) for nbytes in sizes} == sizes
 
@@ -207,7 +207,7 @@ def test_code_folds_to_its_width(code: str, expected: list[str]) -> None:
     assert fold(code, [30]) == expected
 
 
-def test_calls_of_operators_are_whole_and_use_the_whole_width_below_the_columns() -> None:
+def test_arguments_that_are_calls_are_not_broken_and_use_the_full_width_below_the_columns() -> None:
     code = "(y, y_1) = aten._attention(q.view([8, 4]).transpose(1, 2), k.view([8, 4]).transpose(1, 2), 0.0, True)"
     assert fold(code, [30, 60]) == [
         "(y, y_1) = aten._attention(",
@@ -231,9 +231,9 @@ def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -
         assert lines == [code]
 
 
-def test_a_timeline_as_text() -> None:
-    again = replace(op("gather f2 <- t_w: h.0.w", backward=True), repeated=True)
-    timeline = TIMELINE.with_ops([OPS[0], op("free <- w: h.0.w"), again, op("compute <- y", backward=True)])
+def test_a_timeline_is_formatted_as_text() -> None:
+    regather = replace(op("gather f2 <- t_w: h.0.w", backward=True), repeated=True)
+    timeline = TIMELINE.with_ops([OPS[0], op("free <- w: h.0.w"), regather, op("compute <- y", backward=True)])
     assert [" ".join(line.split()) for line in format_timeline(timeline).splitlines()] == [
         "gather f <- t_w, t_b h.0.w, h.0.b",
         "free w h.0.w",
