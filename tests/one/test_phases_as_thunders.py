@@ -1,4 +1,4 @@
-"""The two traces of a program, and their functions, are those that Thunder makes of the same joint trace."""
+"""From a joint trace, we build the same two traces, and functions, as Thunder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thunder.transforms.autodiff import split_into_forward_and_backward
 
 
 class Net(nn.Module):
-    """Returns one value twice, and saves numbers, views and an output."""
+    """A module that returns a value twice and saves numbers, views and an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,27 +35,27 @@ class Net(nn.Module):
 
 @pytest.fixture
 def joint(monkeypatch: pytest.MonkeyPatch) -> TraceCtx:
-    seen: list[TraceCtx] = []
+    traces: list[TraceCtx] = []
 
-    def noted(trace: TraceCtx) -> Any:
-        seen.append(trace)
+    def record(trace: TraceCtx) -> Any:
+        traces.append(trace)
         return split(trace)
 
-    monkeypatch.setattr(pipeline, "split", noted)
+    monkeypatch.setattr(pipeline, "split", record)
     tz.trace(Net(), torch.ones(4, 8), policy=3, world_size=2)
-    return seen[0]
+    return traces[0]
 
 
-def lines(trace: TraceCtx) -> list[str]:
+def lines_of(trace: TraceCtx) -> list[str]:
     return [str(line) for line in trace.bound_symbols]
 
 
-def test_the_split_and_the_frees_are_thunders(joint: TraceCtx) -> None:
+def test_the_split_and_the_frees_equal_thunders(joint: TraceCtx) -> None:
     with programs.thunder_context():
         forward, backward = split_into_forward_and_backward(joint)
     expected = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
     for ours, theirs in zip(split(joint), expected, strict=True):
-        assert lines(ours) == lines(theirs)
+        assert lines_of(ours) == lines_of(theirs)
         assert ours.tags == theirs.tags
         assert [str(arg) for arg in ours.args] == [str(arg) for arg in theirs.args]
 
@@ -67,9 +67,9 @@ def test_a_function_is_written_as_thunder_writes_it(joint: TraceCtx) -> None:
 
 
 def text_of(function: Any) -> list[str]:
-    """The lines of a written function, without imports, comments and blank lines."""
+    """Return the lines of a generated function, without imports, comments and blank lines."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     text = linecache.getlines(function.__code__.co_filename)
-    first = next(number for number, line in enumerate(text) if line.startswith("@"))
+    first = next(index for index, line in enumerate(text) if line.startswith("@"))
     return [line.rstrip() for line in text[first:] if line.strip() and not line.strip().startswith("#")]

@@ -1,4 +1,4 @@
-"""The pipeline of traces/pipeline.py: values in, values out; no call leaves anything for another."""
+"""The functions of traces/pipeline.py keep no state between calls, and their proved traces are what runs."""
 
 from __future__ import annotations
 
@@ -31,69 +31,69 @@ ENTRIES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def joint_traces(entry: str) -> dict[str, JointTrace]:
-    """Return the joint traces of one model: of a step, of one under no_sync, and of forward alone."""
+    """Return the joint traces of one model: of a step, of a step under no_sync, and of inference."""
     model = ENTRIES[entry](GptShape())
-    found = {}
-    for name, around in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
-        with mock.patch.object(pipeline, "schedule_trace", wraps=pipeline.schedule_trace) as scheduled, around():
+    joints = {}
+    for name, context in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
+        with mock.patch.object(pipeline, "schedule_trace", wraps=pipeline.schedule_trace) as scheduled, context():
             output = model(TOKENS)
             if output.requires_grad:
                 output.sum().backward()
-        ((found[name],), _) = scheduled.call_args
-    return found
+        ((joints[name],), _) = scheduled.call_args
+    return joints
 
 
-def shown(trace: TraceCtx | None) -> list[str]:
+def lines_of(trace: TraceCtx | None) -> list[str]:
     text = "" if trace is None else trace.python()
-    return [line for line in text.splitlines() if not line.startswith("#")]  # they say how long a step took
+    return [line for line in text.splitlines() if not line.startswith("#")]  # comments say how long a step took
 
 
-def in_words(program: Program) -> dict[str, Any]:
+def describe(program: Program) -> dict[str, Any]:
     """Return all that two equal programs have in common."""
     scheduled = program.scheduled
     return {
-        "forward": shown(program.forward),
-        "backward": shown(program.backward),
+        "forward": lines_of(program.forward),
+        "backward": lines_of(program.backward),
         "timelines": (program.timeline, scheduled.lifted),
         "facts": (scheduled.facts, scheduled.trained),
     }
 
 
-def compiled(scheduled: Scheduled) -> Program:
+def compile_scheduled(scheduled: Scheduled) -> Program:
     with thunder_context():
         return pipeline.compile_program(scheduled, pipeline.make_phases)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_compilations_of_one_model_do_not_disturb_each_other(entry: str) -> None:
+def test_compilations_of_one_model_do_not_affect_each_other(entry: str) -> None:
     joints = joint_traces(entry)
-    before = {name: shown(joint.trace) for name, joint in joints.items()}
-    one_by_one = {name: in_words(compiled(pipeline.schedule_trace(joint))) for name, joint in joints.items()}
+    before = {name: lines_of(joint.trace) for name, joint in joints.items()}
+    one_by_one = {name: describe(compile_scheduled(pipeline.schedule_trace(joint))) for name, joint in joints.items()}
     all_scheduled = {name: pipeline.schedule_trace(joint) for name, joint in joints.items()}
-    interleaved = {name: in_words(compiled(scheduled)) for name, scheduled in all_scheduled.items()}
+    interleaved = {name: describe(compile_scheduled(scheduled)) for name, scheduled in all_scheduled.items()}
     assert interleaved == one_by_one
-    assert {name: shown(joint.trace) for name, joint in joints.items()} == before, "a step changed its input"
+    assert {name: lines_of(joint.trace) for name, joint in joints.items()} == before, "a step changed its input"
     kinds = [words["facts"][0].synced for words in one_by_one.values()], len(set(map(str, one_by_one.values())))
     assert kinds == ([True, False, True], 3)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_what_runs_was_proved(entry: str) -> None:
+def test_the_traces_that_run_were_proved(entry: str) -> None:
     model = ENTRIES[entry](GptShape())
     with mock.patch.object(pipeline, "prove", wraps=pipeline.prove) as prove:
         model(TOKENS).sum().backward()
         traces = tz.traces_of(model)
         with torch.no_grad():
             model(TOKENS)
-    (_, *proved), (_, *alone) = (call.args for call in prove.call_args_list)
-    for trace, right in zip((traces.forward, traces.backward), proved, strict=True):
+    (_, *proved), (_, *inference) = (call.args for call in prove.call_args_list)
+    for trace, proved_trace in zip((traces.forward, traces.backward), proved, strict=True):
         assert trace is not None
-        assert [line for line in trace.bound_symbols if line.sym.name != "zero_enter"] == right.bound_symbols
-    assert [trace is not None for trace in alone] in ([True], [True, False])
+        assert [line for line in trace.bound_symbols if line.sym.name != "zero_enter"] == proved_trace.bound_symbols
+    assert [trace is not None for trace in inference] in ([True], [True, False])
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_questions_about_a_program_lift_it_once(entry: str) -> None:
+def test_tools_lift_a_program_once(entry: str) -> None:
     model = ENTRIES[entry](GptShape())
     model(TOKENS).sum().backward()
     with mock.patch("thunder_zero.traces.pipeline.lift_phases", wraps=lift_phases) as lifts:

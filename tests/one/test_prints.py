@@ -1,4 +1,4 @@
-"""What ``repr`` and ``str`` of the tools' values say fits a screen, and ``table()`` has the rest."""
+"""``repr`` and ``str`` of the tools' values fit a screen; ``table()`` has the rest."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from thunder_zero.tools.format_errors import WireErrors
 
 BLOCKS, WIDTH = 16, 8
 COLUMNS, LINES, LINES_OF_REPR = 100, 60, 12
-OTHERS = {"Traces", "DoesNotFit"}  # not made by the tools; an error
+OTHERS = {"Traces", "DoesNotFit"}  # built elsewhere; an error
 pytestmark = pytest.mark.slow
 
 
 class Uneven(nn.Module):
-    """Blocks of many sizes, so that no two have the same figures; the first weight is used by all of them."""
+    """A module of blocks of different sizes, so that their figures differ, and a layer that all blocks share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
-            Chain(nn.Linear(WIDTH, WIDTH + at), nn.Linear(WIDTH + at, WIDTH)) for at in range(BLOCKS)
+            Chain(nn.Linear(WIDTH, WIDTH + index), nn.Linear(WIDTH + index, WIDTH)) for index in range(BLOCKS)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,17 +44,17 @@ def loss(y: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(f"blocks.{at}" for at in range(BLOCKS))
+    return tuple(f"blocks.{index}" for index in range(BLOCKS))
 
 
 @cache
-def values() -> Mapping[str, tuple[Any, ...]]:
-    """Of each public class of the tools, and of functions whose results have another class."""
+def build_values() -> Mapping[str, tuple[Any, ...]]:
+    """Build values of each public class of the tools, and results of functions that return other classes."""
     with torch.device("meta"):
         module, x = Uneven(), torch.empty(2, WIDTH)
         alike, y = Chain(*(ResidualBlock(WIDTH) for _ in range(7))), torch.empty(2, WIDTH)
     policy = tz.Policy(unit_of=unit_of, gather_per_unit=True)
-    two, three = (tz.trace(module, x, policy=one) for one in (tz.Policy(2, unit_of=unit_of), policy))
+    two, three = (tz.trace(module, x, policy=each_policy) for each_policy in (tz.Policy(2, unit_of=unit_of), policy))
     memory = tz.tools.memory(three, loss=loss, optimizer=torch.optim.AdamW)
     device = tz.tools.DEVICES["h100"]
     curve = Curve(((1.0, 1e-6), (1e6, 1e-3)))
@@ -101,28 +101,29 @@ def values() -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def public() -> list[str]:
+def list_public_names() -> list[str]:
     named = [(name, getattr(tz.tools, name)) for name in tz.tools.__all__]
     return [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)] + ["fit"]
 
 
-def test_every_public_value_is_looked_at() -> None:
-    assert sorted(values()) == sorted(public())
+def test_every_public_class_has_a_value() -> None:
+    assert sorted(build_values()) == sorted(list_public_names())
 
 
-@pytest.mark.parametrize("name", public())
+@pytest.mark.parametrize("name", list_public_names())
 def test_its_text_fits_a_screen(name: str) -> None:
-    for value in values()[name]:
-        for text, most in ((repr(value), LINES_OF_REPR), (str(value), LINES)):
+    for value in build_values()[name]:
+        for text, limit in ((repr(value), LINES_OF_REPR), (str(value), LINES)):
             lines = text.splitlines()
-            wide = [line for line in lines if len(line) > COLUMNS and name != "fit"]  # a policy is one line of Python
-            assert wide == []
-            assert sum(-(-len(line) // COLUMNS) for line in lines) <= most, text
+            # a policy is a single line of Python
+            too_wide = [line for line in lines if len(line) > COLUMNS and name != "fit"]
+            assert too_wide == []
+            assert sum(-(-len(line) // COLUMNS) for line in lines) <= limit, text
 
 
 @pytest.mark.parametrize("name", ["Calibrated", "Difference", "Estimate", "Explanation", "Memory", "TrainingPlan"])
 def test_its_table_has_the_rest(name: str) -> None:
-    value = values()[name][0]
+    value = build_values()[name][0]
     lines = value.table().splitlines()
     assert max(map(len, lines)) <= COLUMNS
     more = len(lines) - len(str(value).splitlines())

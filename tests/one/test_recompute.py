@@ -1,4 +1,4 @@
-"""What the traces of real modules save and compute again, and that the numbers stay the same, bit for bit."""
+"""Traces of real modules save less and recompute more by mode, and the numbers stay equal bit for bit."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def traces_of_gpt(mode: str, *, fused: bool = False, frontend: str = "dynamo") -
     return tz.trace(module, TOKENS, policy=policy, world_size=2, frontend=frontend, **options)
 
 
-def saved(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that forward saves for backward, without parameters and inputs."""
+def saved_shapes(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that forward saves for backward, without parameters and inputs."""
     result = traces.forward.bound_symbols[-1].args[1][0]
     written = {name for op in traces.forward_timeline.ops if op.kind is tz.schedule.Kind.COMPUTE for name in op.writes}
     return sorted(tuple(proxy.shape) for proxy in result if proxy.name in written)
@@ -52,7 +52,7 @@ def saved(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
 
 
 class Block(nn.Module):
-    """What must not be computed again as if it were the same: what draws, what is updated, and what is overwritten."""
+    """A block with values that recomputation could change: random, updated and overwritten ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-def results(name: str, policy: tz.Policy) -> list[Tensor]:
-    """The output, the gradients and the buffers after two steps."""
+def run_two_steps(name: str, policy: tz.Policy) -> list[Tensor]:
+    """Return the output, the gradients and the buffers after two steps."""
     torch.manual_seed(0)
     module, x = MODELS[name]()
     model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
@@ -90,8 +90,8 @@ def results(name: str, policy: tz.Policy) -> list[Tensor]:
     ("name", "stage", "modes"),
     [*slow(("blocks", 3, RECOMPUTE), ("blocks", 0, ("none", "units"))), *deep(("GPT", 3, RECOMPUTE))],
 )
-def test_the_numbers_stay_the_same_bit_for_bit(name: str, stage: int, modes: tuple[str, ...]) -> None:
-    plain, *others = (results(name, tz.Policy(stage=stage, recompute=mode)) for mode in modes)
+def test_the_numbers_stay_equal_bit_for_bit(name: str, stage: int, modes: tuple[str, ...]) -> None:
+    plain, *others = (run_two_steps(name, tz.Policy(stage=stage, recompute=mode)) for mode in modes)
     assert all(tensor.isfinite().all() for tensor in plain)
     for other in others:
         torch.testing.assert_close(other, plain, rtol=0, atol=0)
@@ -103,13 +103,13 @@ def test_the_numbers_stay_the_same_bit_for_bit(name: str, stage: int, modes: tup
 @pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["dynamo", "thunder"])
 def test_a_gpt_saves_less_and_less(frontend: str) -> None:
-    none, cheap, units = (Counter(saved(traces_of_gpt(mode, frontend=frontend))) for mode in RECOMPUTE)
-    x, wide = (2, 6, 8), ((2, 6, 32), (12, 32))  # Thunder multiplies the first, aten a view of it as a matrix
+    none, cheap, units = (Counter(saved_shapes(traces_of_gpt(mode, frontend=frontend))) for mode in RECOMPUTE)
+    x, wide = (2, 6, 8), ((2, 6, 32), (12, 32))  # Thunder multiplies the first shape, aten a view of it as a matrix
     assert cheap.total() < none.total()
-    assert sum(none[shape] for shape in wide) == 4, "each perceptron saves what enters its GELU, and what leaves it"
-    assert sum(cheap[shape] for shape in wide) == 2, "only what enters it"
+    assert sum(none[shape] for shape in wide) == 4, "each perceptron saves the input and the output of its GELU"
+    assert sum(cheap[shape] for shape in wide) == 2, "only the input"
     assert set(units) - {(6,)} == {x, (2, 6, 1)}, "and the mean and deviation of the last norm"
-    assert units[x] == 4, "what enters each block and the last norm; what that returns, since it has a bias"
+    assert units[x] == 4, "the inputs of the blocks and the last norm, and that norm's output, since it has a bias"
 
 
 class Outer(nn.Module):
@@ -140,7 +140,7 @@ def test_launches_do_not_depend_on_shapes(mode: str) -> None:
     narrow, square = (
         tz.trace(module, torch.zeros(rows, 4), torch.zeros(64, 4), policy=policy, world_size=2) for rows in (1, 64)
     )
-    assert len(saved(narrow)) != len(saved(square)), "the cuts differ"
+    assert len(saved_shapes(narrow)) != len(saved_shapes(square)), "the cuts differ"
     for backward in (False, True):
         lines = [moves(traces.timeline, backward, with_frees=mode == "cheap") for traces in (narrow, square)]
         assert {Kind.GATHER, Kind.REDUCE} & {kind for kind, _ in lines[0]}
@@ -170,9 +170,9 @@ def test_thunders_rematerialisation_is_on_only_where_it_saves_fewer_bytes() -> N
         x = torch.zeros(16, 8)
         traces = tz.trace(Slices(), x, policy=policy, world_size=2, frontend="thunder", **fuser("thunder"))
         assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
-        assert (16, 64) not in saved(traces)
+        assert (16, 64) not in saved_shapes(traces)
     gpt = traces_of_gpt(TEXTBOOK.recompute, fused=True, frontend="thunder")
-    assert Counter(saved(gpt))[2, 6, 32] == 2
+    assert Counter(saved_shapes(gpt))[2, 6, 32] == 2
 
 
 # Lines
@@ -205,11 +205,11 @@ X = torch.zeros(2, 3, 4)
         (lambda x: ltorch.max_pool1d(x, 2), False),
     ],
 )
-def test_what_is_cheap(function: Callable[[Any], Any], expected: bool) -> None:
+def test_cheap_lines_are_recognised(function: Callable[[Any], Any], expected: bool) -> None:
     assert all(map(is_cheap, lines_of(function, X))) == expected
 
 
-def test_what_is_overwritten() -> None:
+def test_overwritten_values_are_recognised() -> None:
     (line,) = lines_of(lambda x, y: ltorch.copy_(x, y), X, X)
     assert "x" in [proxy.name for proxy in updated_by(line)]
     norm = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))

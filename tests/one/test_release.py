@@ -1,4 +1,4 @@
-"""The wheel and the sdist: built, installed into a clean environment, used and type-checked from outside."""
+"""The wheel and the sdist contain the package; in a clean environment the wheel trains and is type-checked."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist."""
+    """Build the wheel and the sdist; return their paths."""
     folder = tmp_path_factory.mktemp("dist")
-    done = run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    process = run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
     return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
 
 
 @pytest.fixture(scope="module")
 def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the wheel, whose dependencies are those of this one."""
+    """Install the wheel into a new environment with this environment's dependencies; return its interpreter."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    done = run(*pip, "install", "--quiet", "--no-index", "--no-deps", built[0], cwd=folder)
-    assert done.returncode == 0, done.stderr
+    process = run(*pip, "install", "--quiet", "--no-index", "--no-deps", built[0], cwd=folder)
+    assert process.returncode == 0, process.stderr
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(get_path("purelib"))  # whose own .pth files are not read
+    (site / "dependencies.pth").write_text(get_path("purelib"))  # .pth files in that folder are not read
     return python
 
 
-def test_the_version_is_said_once(built: tuple[Path, Path]) -> None:
+def test_all_files_have_the_same_version(built: tuple[Path, Path]) -> None:
     wheel, sdist = built
     assert wheel.name == f"thunder_zero-{tz.__version__}-py3-none-any.whl"
     assert sdist.name == f"thunder_zero-{tz.__version__}.tar.gz"
@@ -70,8 +70,8 @@ def test_the_version_is_said_once(built: tuple[Path, Path]) -> None:
     assert f"\n## [{tz.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_what_is_shipped(built: tuple[Path, Path]) -> None:
-    """All files of the package in both, data files among them; tests and documents in the sdist alone."""
+def test_wheel_and_sdist_have_the_files_of_the_package(built: tuple[Path, Path]) -> None:
+    """Both have all files of the package, data files as well. Only the sdist has tests and documents."""
     tracked = run("git", "ls-files", "thunder_zero", cwd=ROOT).stdout.split()
     wheel = set(zipfile.ZipFile(built[0]).namelist())
     assert set(tracked) <= wheel
@@ -81,7 +81,7 @@ def test_what_is_shipped(built: tuple[Path, Path]) -> None:
     assert {*tracked, "README.md", "LICENSE", "CITATION.cff", "tests/one/test_release.py"} <= shipped
 
 
-def test_the_claims_are_those_that_are_tested() -> None:
+def test_the_supported_pythons_are_those_that_ci_tests() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     pythons = re.findall(r"3\.\d+", workflow.partition("python: [")[2].partition("]")[0])
@@ -108,9 +108,9 @@ def test_each_extension_point_has_a_tier() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains_in_a_clean_environment(python: Path) -> None:
-    done = run(python, "-I", "-c", USE, cwd=python.parent)  # without PYTHONPATH
-    assert done.returncode == 0, done.stderr
-    version, file, total = done.stdout.split()[-3:]
+    process = run(python, "-I", "-c", USE, cwd=python.parent)  # without PYTHONPATH
+    assert process.returncode == 0, process.stderr
+    version, file, total = process.stdout.split()[-3:]
     assert (version, float(total)) == (tz.__version__, 6.0)
     assert Path(file).is_relative_to(python.parents[1]), "not the checkout"
     assert run(python.parent / "thunder-zero", "--help", cwd=python.parent).returncode == 0
@@ -122,9 +122,9 @@ def test_a_type_checker_reads_the_types_of_the_wheel(python: Path, tmp_path: Pat
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n[mypy-thunder.*]\nfollow_imports = skip\n"
     )
-    done = run(sys.executable, "-m", "mypy", "--python-executable", python, "typed.py", cwd=tmp_path)
-    assert re.findall(r"typed\.py:(\d+): error: .*\[(.*)\]", done.stdout) == [
+    process = run(sys.executable, "-m", "mypy", "--python-executable", python, "typed.py", cwd=tmp_path)
+    assert re.findall(r"typed\.py:(\d+): error: .*\[(.*)\]", process.stdout) == [
         ("5", "assignment"),
         ("6", "arg-type"),
         ("7", "call-arg"),
-    ], done.stdout + done.stderr
+    ], process.stdout + process.stderr

@@ -1,4 +1,4 @@
-"""The same program for inputs of other sizes, beside one that was traced for them."""
+"""A resized dynamic program has the figures of a program that was traced for those sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from examples.llama import Llama, LlamaConfig
 from tests.harness.errors import refused
 
 SIZES = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24)
-OTHER = (3, 40)
+OTHER_SHAPE = (3, 40)
 
 
 @cache
-def traced(shape: tuple[int, int], policy: Any, *, dynamic: bool) -> tz.tools.Traces:
-    torch._dynamo.reset()  # it remembers what it saw
+def trace_llama(shape: tuple[int, int], policy: Any, *, dynamic: bool) -> tz.tools.Traces:
+    torch._dynamo.reset()  # dynamo remembers shapes
     with torch.device("meta"):
         model = Llama(SIZES)
     tokens, labels = torch.zeros(2, *shape, dtype=torch.long)
@@ -28,46 +28,47 @@ def traced(shape: tuple[int, int], policy: Any, *, dynamic: bool) -> tz.tools.Tr
 
 
 @pytest.mark.parametrize("policy", [tz.ZERO3, tz.Policy(stage=2, recompute="none")], ids=["stage 3", "stage 2"])
-def test_a_resized_program_is_that_of_the_other_shapes(policy: tz.Policy) -> None:
-    symbolic, right = traced((2, 8), policy, dynamic=True), traced(OTHER, policy, dynamic=False)
-    shapes = {"input_ids": OTHER}  # the labels follow
+def test_a_resized_program_equals_one_traced_for_the_other_shapes(policy: tz.Policy) -> None:
+    symbolic, expected = trace_llama((2, 8), policy, dynamic=True), trace_llama(OTHER_SHAPE, policy, dynamic=False)
+    shapes = {"input_ids": OTHER_SHAPE}  # the labels follow
     before = tz.tools.memory(symbolic).peak
-    assert tz.tools.memory(symbolic, shapes=shapes).peak == tz.tools.memory(right).peak > before
+    assert tz.tools.memory(symbolic, shapes=shapes).peak == tz.tools.memory(expected).peak > before
     resized = tz.tools.resized(symbolic, shapes)
     assert tz.tools.estimate(resized, "h100").seconds == pytest.approx(
-        tz.tools.estimate(right, "h100").seconds, rel=1e-3
+        tz.tools.estimate(expected, "h100").seconds, rel=1e-3
     )
-    assert [op.flops for op in resized.timeline.ops if op.flops] == [op.flops for op in right.timeline.ops if op.flops]
+    flops = [[op.flops for op in traces.timeline.ops if op.flops] for traces in (resized, expected)]
+    assert flops[0] == flops[1]
     assert tz.tools.memory(symbolic).peak == before, "the given traces stay"
 
 
 @pytest.mark.parametrize(
     ("dynamic", "shapes", "words"),
     [
-        (False, {"input_ids": OTHER}, ("input_ids (3, 40)", "is for (2, 8)", "dynamic=True")),
-        (True, {"tokens": OTHER}, ("has tokens (3, 40)", "the program's inputs are input_ids (s")),
+        (False, {"input_ids": OTHER_SHAPE}, ("input_ids (3, 40)", "is for (2, 8)", "dynamic=True")),
+        (True, {"tokens": OTHER_SHAPE}, ("has tokens (3, 40)", "the program's inputs are input_ids (s")),
         (True, {"input_ids": (3,)}, ("has input_ids (3)", "the program's inputs are")),
-        (True, {"input_ids": OTHER, "labels": (3, 41)}, ("labels (3, 41)", "one size each")),
+        (True, {"input_ids": OTHER_SHAPE, "labels": (3, 41)}, ("labels (3, 41)", "one size each")),
         (True, {"input_ids": (0, 40)}, ("does not run", "input_ids (0, 40)")),
     ],
 )
-def test_shapes_that_a_program_cannot_have(
+def test_shapes_that_a_program_cannot_have_are_refused(
     dynamic: bool, shapes: dict[str, tuple[int, ...]], words: tuple[str, ...]
 ) -> None:
     with refused(ValueError, *words):
-        tz.tools.resized(traced((2, 8), 3, dynamic=dynamic), shapes)
+        tz.tools.resized(trace_llama((2, 8), 3, dynamic=dynamic), shapes)
 
 
-def test_the_program_for_a_loss_is_without_what_leads_to_other_outputs() -> None:
-    """The logits are returned beside the loss: nobody makes a gradient of them."""
-    traces = traced((2, 8), tz.ZERO3, dynamic=False)
-    of_loss = tz.tools.for_loss(traces, lambda output: output.loss)
-    tangents = [[tangent is not None for tangent in of.backward.args[1]] for of in (traces, of_loss) if of.backward]
-    assert [sum(of) for of in tangents] == [2, 1]
+def test_the_program_for_a_loss_has_no_gradients_of_other_outputs() -> None:
+    """The logits, returned beside the loss, get no gradient."""
+    traces = trace_llama((2, 8), tz.ZERO3, dynamic=False)
+    pruned = tz.tools.for_loss(traces, lambda output: output.loss)
+    backwards = [item.backward for item in (traces, pruned) if item.backward]
+    assert [sum(tangent is not None for tangent in trace.args[1]) for trace in backwards] == [2, 1]
     forecast = tz.tools.memory(traces, loss=lambda output: output.loss)
-    tz.print_trace(of_loss, "backward", memory=forecast, file=StringIO())  # it is a forecast of these lines
+    tz.print_trace(pruned, "backward", memory=forecast, file=StringIO())  # the forecast matches these lines
 
 
-def test_thunders_front_end_has_no_symbols() -> None:
+def test_thunders_front_end_refuses_dynamic() -> None:
     with refused(ValueError, "dynamic is True"):
         tz.trace(torch.nn.Linear(2, 2), torch.ones(1, 2), world_size=2, frontend="thunder", dynamic=True)

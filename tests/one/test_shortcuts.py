@@ -1,4 +1,4 @@
-"""Shortcuts in Thunder's interpreter change no trace and no guard, and spare most frames."""
+"""Shortcuts in Thunder's interpreter change no trace and no guard, and save most frames."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import thunder
 from thunder.core import interpreter
 
 SETTINGS: dict[str, float] = {}
-len_of_all = len
+global_len = len
 
 
-class Asks(nn.Module):
-    """Asks whether things are empty or true, and calls builtins, its own and the user's functions."""
+class CallsBuiltins(nn.Module):
+    """A module that tests truth and emptiness, and calls builtins and other functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,24 +33,24 @@ class Asks(nn.Module):
         self.extra = nn.ModuleList()
 
     def forward(self, x: Tensor, parts: dict[str, Tensor], flags: tuple[int, ...] = (), name: str = "") -> Tensor:
-        scale = len(parts) + sum(flags) if flags else max(1, len_of_all(parts))
+        scale = len(parts) + sum(flags) if flags else max(1, global_len(parts))
         if parts and not SETTINGS and not self.extra:
             x = x + parts["a"] if "a" in parts else x - 1
-        found: list[Tensor] = []
-        if not found and bool(x.shape) and isinstance(scale, int):
-            found.append(self.layer(x) * scale)
-        return found[0] if found and not name else x
+        results: list[Tensor] = []
+        if not results and bool(x.shape) and isinstance(scale, int):
+            results.append(self.layer(x) * scale)
+        return results[0] if results and not name else x
 
 
 class Sized:
-    """True by its length."""
+    """An object whose truth value is its length."""
 
     def __len__(self) -> int:
         return 0
 
 
 class WithOthers(nn.Module):
-    """Has an object with a length, a hook, and a builtin's name of its own."""
+    """A module with a sized object, a hook, and a local function that hides a builtin."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class WithOthers(nn.Module):
         self.norm.register_forward_hook(lambda module, args, out: out * 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        def len(of: Any) -> int:
+        def len(value: Any) -> int:
             return 5
 
         return self.norm(x) * len(x) if not self.sized and range(2) and "yes" and 0.5 else x
@@ -66,16 +66,16 @@ class WithOthers(nn.Module):
 
 X = torch.arange(6.0).view(2, 3)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
-    "an input of a dict": (Asks, (X, {"a": X})),
-    "an empty dict": (Asks, (X, {})),
-    "flags": (Asks, (X, {"b": X}, (1, 2), "name")),
+    "an input of a dict": (CallsBuiltins, (X, {"a": X})),
+    "an empty dict": (CallsBuiltins, (X, {})),
+    "flags": (CallsBuiltins, (X, {"b": X}, (1, 2), "name")),
     "others": (WithOthers, (X,)),
     "layers of torch": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.0), nn.Linear(3, 2)), (X,)),
 }
 
 
-def interpreted(name: str) -> tuple[list[str], Tensor, int]:
-    """The traces of a case as text, with guards; what it returns; how many frames were interpreted."""
+def trace_case(name: str) -> tuple[list[str], Tensor, int]:
+    """Return the traces of a case as text, with guards, its output, and how many frames were interpreted."""
     make, inputs = CASES[name]
     jitted = thunder.jit(fresh(make))
     with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
@@ -87,15 +87,15 @@ def interpreted(name: str) -> tuple[list[str], Tensor, int]:
 @pytest.mark.parametrize("name", ["an input of a dict", "others", *slow("an empty dict", "flags", "layers of torch")])
 def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
     with replaced(shortcuts.PATCHES):
-        traces, out, frames = interpreted(name)
-    thunders, expected, all_frames = interpreted(name)
+        traces, out, frames = trace_case(name)
+    thunders, expected, all_frames = trace_case(name)
     assert traces == thunders
     assert torch.equal(out, expected)
     assert 2 * frames < all_frames
 
 
-def test_a_global_that_hides_a_builtin_is_found() -> None:
-    def own(of: Any) -> int:
+def test_a_global_that_hides_a_builtin_is_called() -> None:
+    def return_seven(value: Any) -> int:
         return 7
 
     class Hidden(nn.Module):
@@ -103,10 +103,10 @@ def test_a_global_that_hides_a_builtin_is_found() -> None:
             return x * len(x)
 
     with replaced(shortcuts.PATCHES):
-        names = {**globals(), "len": own}
+        names = {**globals(), "len": return_seven}
         Hidden.forward = FunctionType(Hidden.forward.__code__, names)  # type: ignore[method-assign]
         assert torch.equal(thunder.jit(Hidden())(X), X * 7)
         del names["len"]
         assert torch.equal(thunder.jit(Hidden())(X), X * 2)
-        names["__builtins__"] = {"len": lambda of: 9}
+        names["__builtins__"] = {"len": lambda value: 9}
         assert torch.equal(thunder.jit(Hidden())(X), X * 9)

@@ -1,4 +1,4 @@
-"""Parameters of every kind, and those left out: ignored, replicated, frozen, or not reached by a step."""
+"""Every kind of parameter trains as in one process: tied, ignored, replicated, frozen, or not reached by a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.as_one_process import (
-    assert_near,
-    assert_same_parameters,
-    assert_same_state,
-    trains_as_one_process,
-)
+from tests.harness.as_one_process import assert_near, assert_same_parameters, assert_same_state, trains_as_one_process
 from tests.harness.loops import SMALL, Lora, experts
 from tests.harness.models import ZOO_WITHOUT_GRAD, Zoo, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
@@ -26,46 +21,46 @@ from thunder_zero.schedule.timeline import Kind
 
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage) for stage in range(4)}
 POLICIES["each unit"] = replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0)
-ROWS = 4  # of each rank's batch
+ROWS = 4  # rows of each rank's batch
 
 
-def moved(timeline: tz.schedule.Timeline, kind: Kind) -> list[str]:
+def paths_of(timeline: tz.schedule.Timeline, kind: Kind) -> list[str]:
     return [path for op in timeline.ops if op.kind is kind for path in op.params]
 
 
-def every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
-    """A step, after a model that was sharded with other weights took the plain module's state dict."""
+def train_every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
+    """Load the plain module's state dict into a model with other weights, then compare a step."""
     plain = fresh(Zoo)
     torch.manual_seed(1)
     model = sharded(Zoo(), policy)
     model.load_original_state_dict(plain.state_dict())
-    batches = [torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(at)) for at in range(world_size)]
-    one, alone = deepcopy(plain), deepcopy(plain)
-    for x in batches:  # each rank has statistics of its own rows
-        (one(x).square().mean() / world_size).backward()
+    batches = [torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(world_size)]
+    all_ranks, this_rank = deepcopy(plain), deepcopy(plain)
+    for x in batches:  # statistics are those of each rank's rows
+        (all_ranks(x).square().mean() / world_size).backward()
     inputs = [batches[rank].clone().requires_grad_() for _ in range(2)]
-    y, right = model(inputs[0]), alone(inputs[1])
-    for output in (y, right):
+    y, expected = model(inputs[0]), this_rank(inputs[1])
+    for output in (y, expected):
         output.square().mean().backward()
-    assert_near(y.detach(), right.detach(), "output")
+    assert_near(y.detach(), expected.detach(), "output")
     assert inputs[0].grad is not None
     assert inputs[1].grad is not None
     assert_near(inputs[0].grad, inputs[1].grad, "gradient of the input")
-    assert {name for name, param in one.named_parameters() if param.grad is None} == ZOO_WITHOUT_GRAD
-    assert_same_parameters(model, one)
-    full = assert_same_state(model, alone)
+    assert {name for name, param in all_ranks.named_parameters() if param.grad is None} == ZOO_WITHOUT_GRAD
+    assert_same_parameters(model, all_ranks)
+    full = assert_same_state(model, this_rank)
     assert all(torch.equal(full[name], param) for name, param in plain.named_parameters()), "there was no step"
     timeline = tz.traces_of(model).timeline
     trained = {name for name, _ in plain.named_parameters()} - ZOO_WITHOUT_GRAD
-    assert sorted(moved(timeline, Kind.REDUCE)) == sorted(trained)
-    # In both phases together; ZeRO-3 keeps its unit, one of the last, gathered for backward.
+    assert sorted(paths_of(timeline, Kind.REDUCE)) == sorted(trained)
+    # Gathers of both phases. By default ZeRO-3 keeps this unit gathered for backward, as it is one of the last.
     gathers = 0 if policy.stage == 0 else 3 if policy.gather_per_unit else 1
-    assert moved(timeline, Kind.GATHER).count("layers.0.weight") == gathers
+    assert paths_of(timeline, Kind.GATHER).count("layers.0.weight") == gathers
 
 
 @pytest.mark.parametrize("name", ["each unit", *slow("stage 0", "stage 1")])
-def test_every_kind_of_parameter(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(3, every_kind, POLICIES[name])
+def test_every_kind_of_parameter_trains_as_one_process(ranks_pool: RanksPool, name: str) -> None:
+    ranks_pool.run(3, train_every_kind, POLICIES[name])
 
 
 # Parameters that are left out
@@ -74,7 +69,7 @@ def test_every_kind_of_parameter(ranks_pool: RanksPool, name: str) -> None:
 LARGE = {"base.weight", "experts.0.weight", "experts.1.weight"}
 
 
-def leave_out(rank: int, world_size: int, stage: int) -> None:
+def train_with_left_out(rank: int, world_size: int, stage: int) -> None:
     plain = fresh(Lora)
     policy = tz.Policy(stage=stage, ignored=("router",), replicate_below_bytes=SMALL, reshard_after_forward=True)
     model = sharded(plain, policy)
@@ -84,25 +79,25 @@ def leave_out(rank: int, world_size: int, stage: int) -> None:
     traces = tz.traces_of(model)
     assert {param.path for param in traces.plan.params if param.sharded} == (LARGE if stage else set())
     assert {path for path in traces.plan.by_name if "router" in path} == set()
-    assert set(moved(traces.timeline, Kind.GATHER)) == (LARGE - {"experts.1.weight"} if stage else set())
+    assert set(paths_of(traces.timeline, Kind.GATHER)) == (LARGE - {"experts.1.weight"} if stage else set())
     reduced = {"down", "up", "experts.0.weight", "experts.0.bias"}
-    assert set(moved(traces.timeline, Kind.REDUCE)) == reduced, "neither the base, which is frozen, nor the router"
+    assert set(paths_of(traces.timeline, Kind.REDUCE)) == reduced, "neither the base, which is frozen, nor the router"
     forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))
     assert stage == 1 or sum(sent) == pytest.approx(forecast, abs=64), (sum(sent), forecast)
     bias = model.get_parameter("router.bias")
     assert bias.shape == (7,), bias.shape
     with torch.no_grad():
-        bias.fill_(rank)  # which ranks may have of their own
+        bias.fill_(rank)  # ranks may differ in ignored parameters
     assert (tz.full_state_dict(model)["router.bias"] == rank).all()
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
-def test_left_out_parameters(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(3, leave_out, stage)
+def test_left_out_parameters_are_not_sharded(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(3, train_with_left_out, stage)
 
 
 class Printed(nn.Module):
-    """Blocks that fold, rows with padding, a number, an ignored layer, no child."""
+    """A module that prints folded blocks, rows with padding, a scalar and an ignored layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,8 +125,8 @@ Printed(
 )"""
 
 
-def printed(rank: int, world_size: int) -> list[str]:
-    """Of both front ends in ZeRO-3, then the first lines in other stages, and of two copies."""
+def print_models(rank: int, world_size: int) -> list[str]:
+    """Return the texts of both front ends in ZeRO-3, of other stages, and of hybrid sharding."""
     policy, mesh = tz.Policy(stage=3, ignored=("extra",)), init_device_mesh("cpu", (2, 1))
     models = [sharded(Printed(), policy), tz.compile(Printed(), policy)]
     models += [sharded(Printed(), replace(policy, stage=stage)) for stage in range(3)]
@@ -140,7 +135,7 @@ def printed(rank: int, world_size: int) -> list[str]:
 
 def test_a_model_prints_its_share(ranks_pool: RanksPool) -> None:
     full = 4 * (3 * 72 + 24 + 1 + 4)
-    for jitted, compiled, *others in ranks_pool.run(2, printed):
+    for jitted, compiled, *others in ranks_pool.run(2, print_models):
         assert (jitted, compiled) == (f"ZeroModule {PRINTED}", f"DynamoModule {PRINTED}")
         heads = [text.splitlines()[0] for text in others]
         assert [head.split(", ", 1)[0].split()[-1] for head in heads] == ["0", "1", "2", "3"]

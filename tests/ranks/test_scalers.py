@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Rows(nn.Module):
-    """A scalar, which is replicated, comes first; then five rows, and a parameter for a policy to ignore."""
+    """A module whose first parameter is a replicated scalar, then five rows, and a parameter that a policy ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Rows(nn.Module):
         return self.layer(x) * self.scale * self.own
 
 
-def poison(model: Any, where: str, rank: int) -> None:
-    """Put Inf, after backward and on the second rank of each copy only, into one of its gradients."""
+def poison(model: Any, place: str, rank: int) -> None:
+    """After backward, write Inf into a gradient, on the second rank of each replica only."""
     if rank % 2:
-        grad = model.get_parameter({"row": "layer.weight", "ignored": "own"}[where]).grad
+        grad = model.get_parameter({"row": "layer.weight", "ignored": "own"}[place]).grad
         local(grad)[0] = torch.inf
 
 
-def skipped(rank: int, world_size: int) -> None:
-    """The scale after each of three steps, the second with Inf, and the parameters then."""
+def assert_steps_skipped(rank: int, world_size: int) -> None:
+    """Take three steps, the second with Inf; check the scale and the parameters after each."""
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     for stage in (1, 2):
         policy = tz.Policy(stage=stage, ignored=("own",))
@@ -55,8 +55,8 @@ def skipped(rank: int, world_size: int) -> None:
         shards = [param for param in model.parameters() if param is not ignored]
         for scaler_name, scaler_kind in SCALERS.items():
             for kind, make in OPTIMIZERS.items():
-                for where in ("row", "ignored"):
-                    case = (stage, scaler_name, kind, where)
+                for place in ("row", "ignored"):
+                    case = (stage, scaler_name, kind, place)
                     optimizer = make([{"params": shards}, {"params": [ignored]}])
                     scaler = scaler_kind("cpu", init_scale=16.0, growth_interval=100)
                     states = []
@@ -64,7 +64,7 @@ def skipped(rank: int, world_size: int) -> None:
                         optimizer.zero_grad()
                         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
                         if step == 1:
-                            poison(model, where, rank)
+                            poison(model, place, rank)
                             if kind == "plain":
                                 scaler.unscale_(optimizer)
                         scaler.step(optimizer)
@@ -79,6 +79,5 @@ def skipped(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_inf_in_one_ranks_gradient_skips_the_step_on_all(ranks_pool: RanksPool, world_size: int) -> None:
-    """Of a row that one rank of each copy has, and of a parameter that the policy ignores and the same optimizer
-    steps."""
-    ranks_pool.run(world_size, skipped)
+    """Inf is in a row of one rank of each replica, or in an ignored parameter that the same optimizer steps."""
+    ranks_pool.run(world_size, assert_steps_skipped)

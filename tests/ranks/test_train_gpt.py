@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, the demo, with a tiny model and few steps: what it prints, and what torchrun makes of it."""
+"""The demo examples/train_gpt.py trains a tiny model, prints its report, and resumes under torchrun after a death."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import pytest
 import torch
 
 import thunder_zero as tz
-from tests.harness.examples import (
-    SECONDS,
-    example_module,
-    kill_a_rank,
-    output_of,
-    run_main,
-    start,
-    table_of,
-    torchrun,
-)
+from tests.harness.examples import SECONDS, example_module, kill_a_rank, output_of, run_main, start, table_of, torchrun
 from tests.harness.ranks import RanksPool
 
 EXAMPLE = "examples/train_gpt.py"
@@ -36,7 +27,7 @@ pytestmark = pytest.mark.timeout(SECONDS + 60)  # longer than a run may take
 
 
 def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple[str, str] | None) -> None:
-    """The figures of the table, of which some are known; the curve; the trace of one block."""
+    """Check the figures of the table, the curve, and the trace of one block."""
     table = table_of(printed)
     first, end = float(table["training loss, first step"][0]), float(table["training loss, end"][0])
     assert 5.0 < first < 6.5  # ln 256 = 5.55 for a model that knows nothing
@@ -61,13 +52,13 @@ def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple
 
 
 def sentences(life: list[str]) -> list[str]:
-    """What follows the lines of the program."""
+    """Return the sentences that follow the program's lines."""
     return [after for line, after in pairwise(life) if re.match(r"(gathered|used|freed|regathered|reduced) ", line)]
 
 
 @pytest.fixture(scope="module")
 def zero3(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a run prints, and its folder."""
+    """Return what a run prints, and its folder."""
     out = tmp_path_factory.mktemp("zero3")
     return run_main(ranks_pool, "train_gpt", *TINY, "--save-every", 30, "--out", out), out
 
@@ -100,8 +91,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
 def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path], tmp_path: Path) -> None:
-    """Rank 1 is killed while it trains; torchrun starts both again, and they resume from the last checkpoint.
-    Gathering every unit again for backward changes the bytes they send, and no bit of the weights."""
+    """Rank 1 is killed in training; torchrun restarts both ranks, which resume from the last checkpoint.
+
+    Gathering every unit again for backward changes the bytes that are sent, but no bit of the weights.
+    """
     options = (*TINY, "--save-every", 5, "--reshard-after-forward", "--out", tmp_path)
     run = start(*torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 2), EXAMPLE, *options)
     kill_a_rank(run, lambda: list(tmp_path.glob("*/step-5")))
@@ -111,5 +104,5 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path
     sends = f"{2 * (3 * MODEL - NOT_READ):,}"
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == sends
     assert table["kept unsharded"][1] == "nothing"
-    right, found = weights_of(zero3[1]), weights_of(tmp_path)
-    assert all(torch.equal(found[name], weight) for name, weight in right.items())
+    expected, weights = weights_of(zero3[1]), weights_of(tmp_path)
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())

@@ -1,6 +1,6 @@
-"""What dynamo and PyTorch's joint graph trace trains under ``tz.compile`` as in eager mode, in stages 2 and 3.
+"""Under ``tz.compile``, what dynamo and PyTorch's joint graph trace trains as in eager mode, in stages 2 and 3.
 
-A row is a module, its inputs, and, where these are not the usual ones, how it is called and differentiated.
+A row is a module, its inputs, and, if unusual, how it is called and differentiated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Words(tuple[int, ...]):
     """The shape of an input of integers below 4."""
 
 
-class Given(tuple[int, ...]):
+class NoGradient(tuple[int, ...]):
     """The shape of an input that needs no gradient."""
 
 
@@ -58,12 +58,12 @@ def inputs_of(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
             inputs.append(torch.randint(0, 4, shape, generator=generator))
         else:
             value = torch.randn(shape, generator=generator)
-            inputs.append(value if isinstance(shape, Given) else value.requires_grad_())
+            inputs.append(value if isinstance(shape, NoGradient) else value.requires_grad_())
     return inputs
 
 
-class Then(nn.Module):
-    """A linear layer, what a function makes of its output, and another layer if that is a tensor of 4 columns."""
+class Function(nn.Module):
+    """A linear layer, a function of its output, and another layer if the result is a tensor of 4 columns."""
 
     def __init__(self, then: Callable[..., Any], width: int = 4, *, last: bool = False) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class Then(nn.Module):
 
 
 def then(function: Callable[..., Any], width: int = 4) -> Make:
-    return partial(Then, function, width)
+    return partial(Function, function, width)
 
 
 def within(function: Callable[..., Any], width: int = 4) -> Make:
-    return partial(Then, function, width, last=True)
+    return partial(Function, function, width, last=True)
 
 
 # Layers
@@ -123,7 +123,7 @@ class Complex(nn.Module):
         return z.abs() + z.real * z.conj().imag, filtered
 
 
-def of_gqa(y: Tensor) -> Tensor:
+def grouped_query_attention(y: Tensor) -> Tensor:
     query, key, value = y.view(2, 3, 4, 2, 4).permute(3, 0, 2, 1, 4)[0], *y.view(2, 3, 8, 4)[:, :, :4].chunk(2, 2)
     return F.scaled_dot_product_attention(query, key.transpose(1, 2), value.transpose(1, 2), enable_gqa=True)
 
@@ -131,12 +131,12 @@ def of_gqa(y: Tensor) -> Tensor:
 # Writes
 
 
-def doubles_half(y: Tensor) -> Tensor:
+def double_half(y: Tensor) -> Tensor:
     y[:, :2].mul_(2)
     return y * y.exp()
 
 
-def writes_through_views(y: Tensor) -> Tensor:
+def write_through_views(y: Tensor) -> Tensor:
     view, first = y.view(-1), y[0]
     view[::2] += 1
     first.neg_()
@@ -144,19 +144,19 @@ def writes_through_views(y: Tensor) -> Tensor:
     return y.sin()
 
 
-def puts(y: Tensor) -> Tensor:
+def put(y: Tensor) -> Tensor:
     return torch.zeros(5, 4).index_put((torch.tensor([0, 3, 3]),), y, accumulate=True)
 
 
-def fills_fresh(y: Tensor) -> Tensor:
-    made = torch.zeros(5, 4)
-    made[1:4] = y
-    made[torch.tensor([0, 4])] = y[:2].exp()
-    return made
+def fill_new(y: Tensor) -> Tensor:
+    result = torch.zeros(5, 4)
+    result[1:4] = y
+    result[torch.tensor([0, 4])] = y[:2].exp()
+    return result
 
 
 class Counts(nn.Module):
-    """Buffers: written to in place, replaced, and one that forward reads before and after."""
+    """A module with buffers that are written in place, replaced, and read before and after a write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class WritesInput(nn.Module):
         return y
 
 
-def written_in_the_graph(model: Any, x: Tensor) -> Any:
+def write_in_the_graph(model: Any, x: Tensor) -> Any:
     """Write to an input that has a history, so its gradient goes through the write."""
     return model(x * 1)
 
@@ -203,11 +203,11 @@ class WritesWithGradients(nn.Module):
         return self.layer(x), x.sin()
 
 
-# Functions and operators of one's own
+# Custom functions and operators
 
 
 class Doubled(torch.autograd.Function):
-    """The gradient is three times what autograd would make."""
+    """A function whose gradient is three times the correct one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -221,13 +221,13 @@ class Doubled(torch.autograd.Function):
         return grad * x * 6 * ctx.scale, None
 
 
-def own_function(y: Tensor) -> Tensor:
+def custom_function(y: Tensor) -> Tensor:
     doubled: Tensor = Doubled.apply(y, 0.5)  # type: ignore[no-untyped-call]
     return doubled
 
 
 class Parts(torch.autograd.Function):
-    """Two outputs; backward of the first reads a gradient of the second that nobody made, which is zero."""
+    """A function with two outputs, whose backward also reads the second output's gradient, zero if it is unused."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ class Parts(torch.autograd.Function):
 
 
 class Tiled(torch.autograd.Function):
-    """Multiplies by columns, into a part of a buffer, which dynamo does not trace; backward reads the weight."""
+    """A product written into a slice of a buffer, which dynamo does not trace. Backward reads the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class Tiled(torch.autograd.Function):
         return grad @ weight * 2, grad.t() @ x * 3
 
 
-class OwnLayer(nn.Module):
+class CustomFunctionLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -264,26 +264,26 @@ class OwnLayer(nn.Module):
         return tiled
 
 
-def own_function_in_a_checkpoint(y: Tensor) -> Tensor:
-    return checkpoint(lambda z: own_function(z.exp()).sin(), y, use_reentrant=False)
+def custom_function_in_a_checkpoint(y: Tensor) -> Tensor:
+    return checkpoint(lambda z: custom_function(z.exp()).sin(), y, use_reentrant=False)
 
 
 @torch.library.custom_op("thunder_zero_tests::cube", mutates_args=())
 def cube(x: Tensor) -> Tensor:
-    """An operator with a backward."""
+    """Return ``x`` cubed: an operator with a backward."""
     return x**3
 
 
 cube.register_fake(torch.empty_like)
 cube.register_autograd(
-    lambda ctx, grad: cube(ctx.saved_tensors[0]) * grad,  # not the right one
+    lambda ctx, grad: cube(ctx.saved_tensors[0]) * grad,  # not the correct gradient
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
 
 @torch.library.custom_op("thunder_zero_tests::signs", mutates_args=())
 def signs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An operator without a backward."""
+    """Return signs: an operator without a backward."""
     return x.sign(), x.abs()
 
 
@@ -292,7 +292,7 @@ signs.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
 
 @torch.library.custom_op("thunder_zero_tests::add_one_", mutates_args={"x"})
 def add_one_(x: Tensor) -> None:
-    """An operator that writes to what it is given."""
+    """Add one in place: an operator that writes to its input."""
     x.add_(1)
 
 
@@ -328,7 +328,7 @@ def reentrant(y: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Checkpointed blocks, one after another; one parameter in all of them."""
+    """Checkpointed blocks in sequence, which share a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,8 +345,8 @@ def drop_path(y: Tensor, rate: float = 0.3) -> Tensor:
     return y.tanh() + y.exp() * mask.div_(1 - rate)
 
 
-def much_dropout(y: Tensor) -> Tensor:
-    """The masks take more bytes than the state of the generator."""
+def drop_much(y: Tensor) -> Tensor:
+    """Drop out a large tensor: its mask takes more bytes than the generator's state."""
     return checkpoint(lambda z: F.dropout(z.repeat(400, 1), 0.5).exp(), y, use_reentrant=False)
 
 
@@ -359,7 +359,7 @@ def under_autocast(model: Any, *inputs: Any) -> Any:
 
 
 class TurnsOff(nn.Module):
-    """Autocast is off in the middle."""
+    """A module that disables autocast for a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class TurnsOff(nn.Module):
 
 
 class Autocasts(TurnsOff):
-    """Autocast is on in the middle."""
+    """A module that enables autocast for a part."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -401,12 +401,12 @@ def structures(y: Tensor) -> Any:
     return Pair(y.sin(), None), [y.cos(), [y.exp(), 3, "text"]], {"a": (y * 2,), "b": None}, None, 1.5
 
 
-def of_a_dataclass(y: Tensor) -> Output:
+def return_dataclass(y: Tensor) -> Output:
     return Output(y.sum(), [y.sin(), y.cos()], {"key": y * 3})
 
 
 class Aliases(nn.Module):
-    """Outputs: an input, views of an input and of a value, one value twice, a detached one, an integer one."""
+    """A module that returns an input, views, one value twice, a detached value and an integer tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ class Aliases(nn.Module):
 
 
 class Unused(nn.Module):
-    """Of three outputs the loss reads one."""
+    """A module with three outputs, of which the loss reads one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,34 +430,34 @@ class Unused(nn.Module):
         return self.b(y), self.c(y), y.exp()
 
 
-def first_only(outputs: Any, inputs: Sequence[Any]) -> None:
+def use_first(outputs: Any, inputs: Sequence[Any]) -> None:
     loss_of(outputs[0]).backward()
 
 
-def last_only(outputs: Any, inputs: Sequence[Any]) -> None:
+def use_last(outputs: Any, inputs: Sequence[Any]) -> None:
     loss_of(outputs[-1]).backward()
 
 
-def writes_to_the_output(outputs: Any, inputs: Sequence[Any]) -> None:
+def write_to_the_output(outputs: Any, inputs: Sequence[Any]) -> None:
     outputs.mul_(2)
     loss_of(outputs).backward()
 
 
-# Ways of backward
+# Kinds of backward
 
 
-def twice(outputs: Any, inputs: Sequence[Any]) -> None:
+def call_backward_twice(outputs: Any, inputs: Sequence[Any]) -> None:
     loss = loss_of(outputs)
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def one_after_another(outputs: Any, inputs: Sequence[Any]) -> None:
+def call_backwards_in_turn(outputs: Any, inputs: Sequence[Any]) -> None:
     loss_of(outputs[0]).backward(retain_graph=True)
     loss_of(outputs[1:]).backward()
 
 
-def of_inputs_alone(outputs: Any, inputs: Sequence[Any]) -> None:
+def differentiate_inputs(outputs: Any, inputs: Sequence[Any]) -> None:
     (grad,) = torch.autograd.grad(loss_of(outputs), inputs[0])
     inputs[0].grad = grad
 
@@ -466,7 +466,7 @@ def of_inputs_alone(outputs: Any, inputs: Sequence[Any]) -> None:
 
 
 class Hooked(nn.Module):
-    """Hooks of submodules: before and after forward, and of backward."""
+    """A module whose submodules have forward and backward hooks."""
 
     def __init__(self, *, backward: bool) -> None:
         super().__init__()
@@ -482,7 +482,7 @@ class Hooked(nn.Module):
         return self.b(self.a(x))
 
 
-def hooks_of_values(y: Tensor) -> Tensor:
+def hook_values(y: Tensor) -> Tensor:
     z = y.sin()
     z.register_hook(lambda grad: grad * 2)
     return z.exp()
@@ -491,26 +491,26 @@ def hooks_of_values(y: Tensor) -> Tensor:
 # Python
 
 
-def branches(y: Tensor) -> Tensor:
+def branch(y: Tensor) -> Tensor:
     scale = y.square().mean().item()
     return y * scale if scale > -1 else y
 
 
-def prints(y: Tensor) -> Tensor:
+def print_values(y: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     return y.tanh() if y.square().sum() > -1 else y
 
 
-def views_alone(y: Tensor) -> Tensor:
-    """A graph between two others returns a view of its input, and computes nothing."""
+def view_in_a_graph(y: Tensor) -> Tensor:
+    """Return a view from a graph that computes nothing, between two other graphs."""
     torch._dynamo.graph_break()
     flat = y.view(-1)
     torch._dynamo.graph_break()
     return flat.sin().view(y.shape)
 
 
-def views_without_gradients(y: Tensor) -> Tensor:
-    """Views that graphs make while gradients are off, and a view of one of them, made while they are on again."""
+def view_without_gradients(y: Tensor) -> Tensor:
+    """Make views without gradients, and then a view of one of them with gradients."""
     torch._dynamo.graph_break()
     with torch.no_grad():
         flat = y.view(-1)
@@ -527,12 +527,12 @@ def views_without_gradients(y: Tensor) -> Tensor:
     return (flat * 2 + y.view(-1)).view(y.shape) + back.sin() + written + same
 
 
-def of_ranks_own_shape(y: Tensor) -> Tensor:
+def shape_of_rank(y: Tensor) -> Tensor:
     return y[y > 0].sin()
 
 
 class Tied(nn.Module):
-    """One weight in two layers, one layer twice, frozen and empty parameters, and one that a view of it reads."""
+    """A module with a tied weight, a layer used twice, frozen and empty parameters, and one that is read as a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +547,7 @@ class Tied(nn.Module):
 
 
 class Returns(nn.Module):
-    """Views of a parameter: returned, and read by another graph."""
+    """A module that returns views of a parameter, and reads them in another graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ class Returns(nn.Module):
 
 
 class Table(nn.Module):
-    """Looks rows up."""
+    """A module that looks up rows."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -575,18 +575,18 @@ FAST: dict[str, Row] = {
     "spectral_norm": Row(partial(Wrapped, lambda: parametrizations.spectral_norm(nn.Linear(4, 4)))),
     "MultiheadAttention": Row(Attends, (SEQUENCES,)),
     "complex": Row(Complex),
-    "writes through views": Row(within(writes_through_views)),
-    "own function in a checkpoint": Row(within(own_function_in_a_checkpoint)),
+    "writes through views": Row(within(write_through_views)),
+    "own function in a checkpoint": Row(within(custom_function_in_a_checkpoint)),
     "own operator": Row(within(cube)),
     "checkpoints with dropout": Row(Blocks),
     "structures": Row(then(structures)),
-    "aliases": Row(Aliases, (ROWS, Given(ROWS))),
-    "unused outputs": Row(Unused, backward=first_only),
-    "views alone": Row(within(views_alone)),
-    "views without gradients": Row(within(views_without_gradients)),
+    "aliases": Row(Aliases, (ROWS, NoGradient(ROWS))),
+    "unused outputs": Row(Unused, backward=use_first),
+    "views alone": Row(within(view_in_a_graph)),
+    "views without gradients": Row(within(view_without_gradients)),
     "buffers": Row(Counts),
     "hooks": Row(partial(Hooked, backward=True)),
-    "backward twice": Row(then(torch.tanh), backward=twice),
+    "backward twice": Row(then(torch.tanh), backward=call_backward_twice),
 }
 SLOW: dict[str, Row] = {
     "GRU": Row(partial(Wrapped, partial(nn.GRU, 4, 3, 2, batch_first=True, bidirectional=True), 6), (SEQUENCES,)),
@@ -596,24 +596,24 @@ SLOW: dict[str, Row] = {
     "orthogonal": Row(partial(Wrapped, lambda: parametrizations.orthogonal(nn.Linear(4, 4)))),
     "tied": Row(Tied),
     "views of parameters": Row(Returns),
-    "doubles half": Row(within(doubles_half)),
-    "index_put": Row(within(puts)),
-    "fills a fresh tensor": Row(within(fills_fresh)),
+    "doubles half": Row(within(double_half)),
+    "index_put": Row(within(put)),
+    "fills a fresh tensor": Row(within(fill_new)),
     "hstack of lists": Row(then(lambda y: torch.hstack([torch.vstack([y, y.sin()]), torch.cat([y.exp(), y])]))),
-    "writes to an input": Row(WritesInput, (Given(ROWS),)),
-    "writes to an input with a history": Row(WritesWithGradients, forward=written_in_the_graph),
-    "writes to the output": Row(then(lambda y: y.sin().view(4, 3)), backward=writes_to_the_output),
-    "own function": Row(within(own_function)),
-    "own function of a parameter, which dynamo does not trace": Row(OwnLayer),
+    "writes to an input": Row(WritesInput, (NoGradient(ROWS),)),
+    "writes to an input with a history": Row(WritesWithGradients, forward=write_in_the_graph),
+    "writes to the output": Row(then(lambda y: y.sin().view(4, 3)), backward=write_to_the_output),
+    "own function": Row(within(custom_function)),
+    "own function of a parameter, which dynamo does not trace": Row(CustomFunctionLayer),
     "own function, an output unused": Row(within(lambda y: Parts.apply(y)[0])),  # type: ignore[no-untyped-call]
-    "own function, an output for the loss unused": Row(then(Parts.apply), backward=first_only),
+    "own function, an output for the loss unused": Row(then(Parts.apply), backward=use_first),
     "own operator without a backward": Row(within(operator_without_backward)),
     "own operator that writes": Row(within(operator_that_writes)),
     "own operator in a checkpoint": Row(within(lambda y: checkpoint(cube, y.sin(), use_reentrant=False))),
     "checkpoint with keywords": Row(within(with_keywords)),
     "nested checkpoints": Row(within(nested)),
     "reentrant checkpoint": Row(within(reentrant)),
-    "much dropout": Row(within(much_dropout)),
+    "much dropout": Row(within(drop_much)),
     "dropout": Row(within(partial(F.dropout, p=0.5))),
     "bernoulli_": Row(within(lambda y: y * torch.empty_like(y).bernoulli_(0.5))),
     "DropPath": Row(within(drop_path)),
@@ -631,7 +631,7 @@ SLOW: dict[str, Row] = {
     ),
     "pos_weight": Row(
         then(lambda y, t: F.binary_cross_entropy_with_logits(y, t.sigmoid(), pos_weight=torch.arange(1.0, 5.0))),
-        (ROWS, Given(ROWS)),
+        (ROWS, NoGradient(ROWS)),
     ),
     "ctc_loss": Row(
         then(
@@ -642,16 +642,16 @@ SLOW: dict[str, Row] = {
         ),
         (ROWS, Words((2, 2))),
     ),
-    "dataclass": Row(then(of_a_dataclass)),
-    "unused outputs, the last": Row(Unused, backward=last_only),
-    "outputs one after another": Row(Unused, backward=one_after_another),
-    "grad of inputs": Row(then(torch.tanh), backward=of_inputs_alone),
+    "dataclass": Row(then(return_dataclass)),
+    "unused outputs, the last": Row(Unused, backward=use_last),
+    "outputs one after another": Row(Unused, backward=call_backwards_in_turn),
+    "grad of inputs": Row(then(torch.tanh), backward=differentiate_inputs),
     "hooks of forward": Row(partial(Hooked, backward=False)),
-    "hooks of values": Row(within(hooks_of_values)),
+    "hooks of values": Row(within(hook_values)),
     "%": Row(within(lambda y: y % 0.7 + torch.remainder(y, y.detach().abs() + 1) + torch.fmod(y, 0.3))),
-    "item": Row(within(branches)),
-    "a branch in Python": Row(within(prints)),
-    "a mask": Row(then(of_ranks_own_shape)),
+    "item": Row(within(branch)),
+    "a branch in Python": Row(within(print_values)),
+    "a mask": Row(then(shape_of_rank)),
     "repeat_interleave": Row(within(lambda y: y.repeat_interleave(2, dim=0) + y.repeat_interleave(2, dim=0).flip(0))),
     "repeat_interleave of counts": Row(within(lambda y: y.repeat_interleave(torch.tensor([1, 2, 0]), dim=0))),
     "linalg_norm": Row(
@@ -660,7 +660,7 @@ SLOW: dict[str, Row] = {
     "linalg": Row(
         then(lambda y: (torch.linalg.svdvals(y), torch.linalg.inv(y.T @ y + torch.eye(4)), torch.det(y @ y.T)))
     ),
-    "gqa": Row(then(of_gqa, 32), (SEQUENCES,)),
+    "gqa": Row(then(grouped_query_attention, 32), (SEQUENCES,)),
     "isfinite": Row(within(lambda y: torch.where(torch.isfinite(y), y, torch.zeros_like(y)).nan_to_num())),
     "interpolate": Row(then(lambda y: F.interpolate(y.view(1, 1, 3, 4), (5, 6), mode="bilinear", align_corners=True))),
     "interpolate, bicubic": Row(then(lambda y: F.interpolate(y.view(1, 1, 3, 4), scale_factor=2.0, mode="bicubic"))),
@@ -706,20 +706,20 @@ def test_it_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str) -> None:
     ranks_pool.run(2, train, name)
 
 
-# What is refused
+# Refusals
 
 
-def penalized(outputs: Any, inputs: Sequence[Any]) -> None:
+def penalize(outputs: Any, inputs: Sequence[Any]) -> None:
     (grad,) = torch.autograd.grad(loss_of(outputs), inputs[0], create_graph=True)
     grad.square().sum().backward()
 
 
-REFUSED: list[tuple[Row, str]] = [  # and words of the sentence
+REFUSED: list[tuple[Row, str]] = [  # rows, and words of the errors
     (Row(partial(nn.Embedding, 4, 4, max_norm=1.0), (Words((3,)),)), "has max_norm"),
     (Row(partial(nn.Embedding, 4, 4, sparse=True), (Words((3,)),)), "has sparse=True"),
     (Row(partial(Table, max_norm=1.0), (Words((3,)),)), "writes to parameter 'w'"),
     (Row(partial(Table, sparse=True), (Words((3,)),)), "sparse gradient of parameter 'w'"),
-    (Row(then(torch.tanh), backward=penalized), "create_graph=True"),
+    (Row(then(torch.tanh), backward=penalize), "create_graph=True"),
     *(
         (Row(partial(Wrapped, partial(kind, 4, 3, 2, dropout=0.5), 3), (SEQUENCES,)), "recurrent layer has dropout")
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
@@ -727,18 +727,18 @@ REFUSED: list[tuple[Row, str]] = [  # and words of the sentence
 ]
 
 
-def are_refused(rank: int, world_size: int) -> None:
+def refuse_rows(rank: int, world_size: int) -> None:
     for row, words in REFUSED:
         with refused(RuntimeError, words):
             trains_as_eager(rank, world_size, row.make, partial(inputs_of, row.shapes), 3, backward=row.backward)
 
 
-def test_what_is_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, are_refused)
+def test_unsupported_rows_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, refuse_rows)
 
 
-def without_gradients(rank: int, world_size: int) -> None:
-    """Forward alone, of graphs that have a backward."""
+def compare_inference(rank: int, world_size: int) -> None:
+    """Compare outputs under no_grad, of graphs that have a backward."""
     for name in ("own function, an output unused", "checkpoints with dropout", "views of parameters"):
         torch._dynamo.reset()
         row = ALL[name]
@@ -752,12 +752,12 @@ def without_gradients(rank: int, world_size: int) -> None:
                 results.append(network(*inputs_of(row.shapes, 1 + rank)))
         computed = results[0][0] if isinstance(results[0], tuple) else results[0]
         assert (computed.requires_grad, computed.grad_fn) == (False, None), name
-        mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
-        assert_same_leaves(mine, right, name)
+        actual, expected = (tree_map_only(Tensor, torch.detach, result) for result in results)
+        assert_same_leaves(actual, expected, name)
 
 
-def test_forward_alone(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, without_gradients)
+def test_inference_is_as_in_eager_mode(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, compare_inference)
 
 
 OTHER_LENGTHS = (
@@ -766,8 +766,8 @@ OTHER_LENGTHS = (
 )
 
 
-def have_other_lengths(rank: int, world_size: int) -> None:
-    """The same in eager mode and under tz.compile, whose second program has a symbol."""
+def compare_lengths(rank: int, world_size: int) -> None:
+    """Compare other lengths with eager mode. The second program is dynamic."""
     for name in OTHER_LENGTHS:
         torch._dynamo.reset()
         row = ALL[name]
@@ -785,9 +785,9 @@ def have_other_lengths(rank: int, world_size: int) -> None:
                 params = [None if param.grad is None else full(param.grad) for param in network.parameters()]
                 results.append((outputs, grads, params))
                 network.zero_grad()
-            mine, right = (tree_map_only(Tensor, torch.detach, each) for each in results)
-            assert_same_leaves(mine, right, f"{name}, {more}", TOLERANCE)
+            actual, expected = (tree_map_only(Tensor, torch.detach, result) for result in results)
+            assert_same_leaves(actual, expected, f"{name}, {more}", TOLERANCE)
 
 
-def test_what_compiles_does_so_for_other_lengths(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, have_other_lengths, timeout=180)
+def test_other_lengths_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(1, compare_lengths, timeout=180)

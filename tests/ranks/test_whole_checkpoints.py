@@ -1,4 +1,4 @@
-"""Whole states in checkpoints: on any number of ranks, in any stage, with other owners, and by rows."""
+"""Checkpoints of ``tz.whole`` load on any number of ranks, in any stage, with other owners, and as rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 0.05
 
 
 class Listing(optim.Optimizer):
-    """Keeps a list of factors, as Shampoo does, in float64 for parameters of any dtype; divides by the gradient's."""
+    """An optimizer with a list of float64 factors in its state, as Shampoo has, for parameters of any dtype."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -36,23 +36,23 @@ class Listing(optim.Optimizer):
                     factors = self.state[param].setdefault("factors", [0.0, 0.0])
                     both = (grad @ grad.T, grad.T @ grad)
                     self.state[param]["factors"] = [was + now for was, now in zip(factors, both, strict=True)]
-                    param -= group["lr"] * param.grad / sum(of.norm() for of in both)
+                    param -= group["lr"] * param.grad / sum(factor.norm() for factor in both)
 
 
 KINDS: dict[str, Any] = {"Adafactor": optim.Adafactor, "AdamW": optim.AdamW, "Listing": Listing}
 
 
-def whole_of(model: Any, name: str) -> Any:
+def make_whole(model: Any, name: str) -> Any:
     return tz.whole(KINDS[name], model.parameters(), lr=RATE)
 
 
-def stepped(model: Any, optimizer: Any, steps: range) -> None:
+def take_steps(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
         set_gradients(model, make_gradients(fresh(Mlp), step))
         optimizer.step()
 
 
-def one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
+def train_one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
     """Train a plain module; return it, and its optimizer's state by the names of parameters."""
     plain = fresh(Mlp)
     optimizer = KINDS[name](plain.parameters(), lr=RATE)
@@ -64,43 +64,43 @@ def one_process(name: str, steps: int) -> tuple[nn.Module, dict[str, Any]]:
     return plain, {path: optimizer.state[param] for path, param in plain.named_parameters()}
 
 
-def assert_same(found: Any, right: Any, where: str) -> None:
+def assert_same(actual: Any, expected: Any, path: str) -> None:
     """Check that dtypes and bits are equal, also inside dicts and lists."""
-    if isinstance(right, Tensor):
-        torch.testing.assert_close(found, right, atol=0, rtol=0, msg=lambda text: f"{where}: {text}")
-    elif isinstance(right, list):
-        for number, (one, other) in enumerate(zip(found, right, strict=True)):
-            assert_same(one, other, f"{where}[{number}]")
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, atol=0, rtol=0, msg=lambda text: f"{path}: {text}")
+    elif isinstance(expected, list):
+        for index, (item, expected_item) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(item, expected_item, f"{path}[{index}]")
     else:
-        assert found.keys() == right.keys(), (where, found.keys())
-        for key, value in right.items():
-            assert_same(found[key], value, f"{where} {key}")
+        assert actual.keys() == expected.keys(), (path, actual.keys())
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{path} {key}")
 
 
-def assert_goes_on(model: Any, optimizer: Any, name: str) -> None:
+def assert_resumes(model: Any, optimizer: Any, name: str) -> None:
     """Check that further steps end where an uninterrupted run of one process ends."""
-    stepped(model, optimizer, AFTER)
-    assert_same(tz.full_state_dict(model), dict(one_process(name, 4)[0].state_dict()), name)
+    take_steps(model, optimizer, AFTER)
+    assert_same(tz.full_state_dict(model), dict(train_one_process(name, 4)[0].state_dict()), name)
 
 
 # Checkpoints
 
 
 def save_all(rank: int, world_size: int, root: Path) -> None:
-    """Save a checkpoint of each kind after two steps; AdamW also by rows. If one owner cannot save, all refuse."""
+    """Save a checkpoint of each kind after two steps, AdamW also as rows. If an owner cannot save, all refuse."""
     for name in KINDS:
         model = sharded(fresh(Mlp), 3)
-        optimizer = whole_of(model, name)
-        stepped(model, optimizer, BEFORE)
+        optimizer = make_whole(model, name)
+        take_steps(model, optimizer, BEFORE)
         assert optimizer.state, name
         tz.save(root / name, model, optimizer)
     if rank == 1:
         next(iter(optimizer.state.values()))["thing"] = object()
-    told = ("rank 1 refused to save", "cannot save the optimizer's state 'thing' of parameter 'layers.")[rank]
-    fails(lambda: tz.save(root / "odd", model, optimizer), told)
+    message = ("rank 1 refused to save", "cannot save the optimizer's state 'thing' of parameter 'layers.")[rank]
+    fails(lambda: tz.save(root / "odd", model, optimizer), message)
     model = sharded(fresh(Mlp), 2)
     rows = optim.AdamW(model.parameters(), lr=RATE)
-    stepped(model, rows, BEFORE)
+    take_steps(model, rows, BEFORE)
     tz.save(root / "rows", model, rows)
 
 
@@ -119,16 +119,16 @@ def load_all(rank: int, world_size: int, root: Path) -> None:
         ("rows", "AdamW", 3),
     ]:
         model = sharded(Mlp(), stage)
-        optimizer = whole_of(model, name)
+        optimizer = make_whole(model, name)
         tz.load(root / folder, model, optimizer)
-        assert_goes_on(model, optimizer, name)
+        assert_resumes(model, optimizer, name)
     fails(lambda: tz.load(root / "Adafactor", model, optimizer), "the checkpoint's optimizer is Adafactor, this one is")
     by_rows = sharded(Mlp(), tz.Policy(stage=3))
     rows = optim.AdamW(by_rows.parameters(), lr=RATE)
     tz.load(root / "AdamW", by_rows, rows)
-    stepped(by_rows, rows, AFTER)
+    take_steps(by_rows, rows, AFTER)
     full = tz.full_state_dict(by_rows)
-    for name, value in one_process("AdamW", 4)[0].state_dict().items():
+    for name, value in train_one_process("AdamW", 4)[0].state_dict().items():
         torch.testing.assert_close(full[name], value, atol=1e-6, rtol=0)
     if world_size > 1:
         rows_of_factors = optim.Adafactor(by_rows.parameters(), lr=RATE)
@@ -145,11 +145,11 @@ def test_a_checkpoint_loads_at_any_world_and_stage_and_by_rows(
 
 def test_whole_states_are_one_chunk_and_consolidate(root: Path, tmp_path: Path) -> None:
     metadata = dcp.FileSystemReader(root / "Adafactor").read_metadata()
-    states = [of for key, of in metadata.state_dict_metadata.items() if key.startswith("optim.state.")]
-    assert {len(of.chunks) for of in states if hasattr(of, "chunks")} == {1}
+    states = [entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("optim.state.")]
+    assert {len(entry.chunks) for entry in states if hasattr(entry, "chunks")} == {1}
     for name in KINDS:
         tz.tools.consolidate(root / name, tmp_path / f"{name}.pt", optimizer=True)
-        read = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        assert_same(read["optim"]["state"], one_process(name, 2)[1], name)
+        file = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert_same(file["optim"]["state"], train_one_process(name, 2)[1], name)
     tz.tools.consolidate(root / "Adafactor", tmp_path / "a.safetensors", optimizer=True)
     assert (tmp_path / "a.optimizer.safetensors").exists()

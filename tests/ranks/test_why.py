@@ -1,5 +1,4 @@
-"""``thunder-zero why``: scripts run unchanged, and rank 0 prints what was measured beside the forecast. No test reads a
-clock."""
+"""With ``thunder-zero why``, scripts run unchanged, and rank 0 prints measurements beside the forecast."""
 
 from __future__ import annotations
 
@@ -40,16 +39,16 @@ print("trained", __name__)
 """
 
 
-def why(rank: int, *arguments: str) -> str:
-    """What a rank prints, and the error of the script, or "nothing"."""
+def run_why(rank: int, *arguments: str) -> str:
+    """Return what a rank prints, then the error of the script or "nothing"."""
     printed = io.StringIO()
     replaced = mock.patch.dict(os.environ, RANK=str(rank)), mock.patch.multiple(sys, argv=[], path=[*sys.path])
     with replaced[0], replaced[1], redirect_stdout(printed):
-        said = error_of(lambda: cli.main(["why", *arguments]))
-    return printed.getvalue() + said
+        error = error_of(lambda: cli.main(["why", *arguments]))
+    return printed.getvalue() + error
 
 
-def scripts(rank: int, world_size: int, folder: str) -> list[str]:
+def run_scripts(rank: int, world_size: int, folder: str) -> list[str]:
     train, plain, wrong = (f"{folder}/{name}.py" for name in ("train", "plain", "wrong"))
     calls = (
         ("--device", "h100", "--steps", "3", train, "4", "4", "6", "6"),
@@ -58,7 +57,7 @@ def scripts(rank: int, world_size: int, folder: str) -> list[str]:
         (plain, "--steps"),
         (wrong,),
     )
-    return [why(rank, *call) for call in calls]
+    return [run_why(rank, *call) for call in calls]
 
 
 def test_scripts_run_unchanged_and_rank_0_prints_measured_beside_forecast(
@@ -67,7 +66,7 @@ def test_scripts_run_unchanged_and_rank_0_prints_measured_beside_forecast(
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text("import sys\nprint(sys.argv[1:])\n")
     (tmp_path / "wrong.py").write_text("raise ValueError('of the script')\n")
-    (device, none, short, plain, wrong), others = ranks_pool.run(2, scripts, str(tmp_path))
+    (device, none, short, plain, wrong), others = ranks_pool.run(2, run_scripts, str(tmp_path))
     trained = "trained __main__\nnothing"
     assert others == [trained, trained, trained, "['--steps']\nnothing", "ValueError: of the script"]
     assert device.endswith(trained)  # the page comes before the script's end, after three steps
@@ -95,7 +94,7 @@ def test_scripts_run_unchanged_and_rank_0_prints_measured_beside_forecast(
     assert wrong == "ValueError: of the script"
 
 
-def test_what_cannot_be_run_is_one_sentence(tmp_path: Path) -> None:
+def test_scripts_that_cannot_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("")
     for arguments, words in (
         (["no.py"], "there is no file no.py; give a script"),

@@ -1,4 +1,4 @@
-"""ZeRO-1: all ranks refresh the same stale parameters, however these were changed."""
+"""In ZeRO-1, all ranks refresh the same stale parameters, however these were changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.harness.ranks import RanksPool
 from thunder_zero.sharded.dtensors import local
 
 
-def change(rank: int, world_size: int) -> None:
-    """After each way to change weights, all ranks compute as a plain model with the full weights, and the same bits."""
+def change_weights(rank: int, world_size: int) -> None:
+    """After each change of weights, all ranks compute like a plain model with the full weights, with equal bits."""
     x = torch.randn(2, 5)
     plain = fresh(Mlp, 5, 2)
     model = sharded(plain, 1)
@@ -39,7 +39,7 @@ def change(rank: int, world_size: int) -> None:
     model.load_original_state_dict(fresh(Mlp, 5, 2).state_dict())
     compare("loaded a plain state dict")
     model(x).sum().backward()
-    if rank == 0:  # as a scaler would that found an Inf on the others
+    if rank == 0:  # as a scaler that found Inf on other ranks would
         optimizer.step()
     compare("one rank stepped")
     model.zero_grad()
@@ -51,7 +51,7 @@ def change(rank: int, world_size: int) -> None:
         compare(how)
     weight = model.get_parameter("layers.0.weight")
     weight.data.mul_(2)
-    for _ in range(2):  # it does not forget
+    for _ in range(2):  # the error repeats
         fails(
             lambda: model(x),
             "'layers.0.weight' was written to in a way that PyTorch does not see (.data, numpy, a kernel)",
@@ -61,7 +61,7 @@ def change(rank: int, world_size: int) -> None:
     compare("seen again")
 
 
-THROUGH_DATA: dict[str, Callable[[Any], Any]] = {  # writes that raise no version, as hand-written optimizers make them
+THROUGH_DATA: dict[str, Callable[[Any], Any]] = {  # writes that raise no version, as in hand-written optimizers
     "added to data": lambda param: param.data.add_(param.grad, alpha=-0.1),
     "foreach on data": lambda param: torch._foreach_add_([param.data], [param.grad], alpha=-0.1),
     "copied to data": lambda param: param.data.copy_(param.data - 0.1 * param.grad),
@@ -72,4 +72,4 @@ THROUGH_DATA: dict[str, Callable[[Any], Any]] = {  # writes that raise no versio
 
 
 def test_no_rank_computes_with_stale_rows(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(3, change)
+    ranks_pool.run(3, change_weights)
