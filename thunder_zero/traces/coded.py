@@ -1,4 +1,4 @@
-"""Folds lines that encode and decode into launches and waits, and proves that they belong there.
+"""Folds encoding and decoding lines into launches and waits, and proves that they match the plan.
 
 ::
 
@@ -20,13 +20,14 @@ from thunder.core.symbol import BoundSymbol, Symbol
 
 
 def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Iterator[Op]:
-    """Yield the operations of a phase without those that encode and decode.
+    """Yield the operations of a phase without encoding and decoding operations.
 
-    A launch reads what was encoded for it, and a wait writes what was decoded from it. Their ``source`` ends with the
-    indices of these lines.
+    A launch then reads the values before encoding, and a wait writes the values after decoding. The ``source`` of the
+    launch or wait ends with the indices of the folded lines.
 
     Raises:
-        ScheduleError: a launch sends a value, or a line reads one, that is not encoded as the plan says.
+        ScheduleError: a launch sends a value that is not encoded as the plan says, or another line reads an encoded
+            value.
     """
     folding = _Folding(facts)
     for op in ops:
@@ -36,26 +37,26 @@ def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A value that a line has encoded: for which parameter, by which symbol, over which axis, at which index."""
+    """A value that a line has encoded: the parameter, the symbol, the axis, and the index of the line."""
 
     value: str
     path: str
     code: Symbol
-    over: str
+    axis: str
     position: int
 
 
 class _Folding:
-    """The values that are encoded and not sent yet, and those that have arrived and are not decoded yet."""
+    """The encoded values that are not sent yet, and the received values that are not decoded yet."""
 
     def __init__(self, facts: Facts) -> None:
         self._executor = facts.executor
         self._encoded: dict[str, _Encoded] = {}
         self._launched: dict[str, Op] = {}  # handle -> its launch
-        self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # what a wait brings -> launch and wait
+        self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # received values -> their launch and wait
 
     def take(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield what becomes of the next operation."""
+        """Yield the next operation, folded; nothing if a later operation includes it."""
         code = self._executor.codes.get(line.sym.name)
         if code in (self._executor.encode, self._executor.encode_grad):
             self._encode(op, line, code)
@@ -71,7 +72,7 @@ class _Folding:
             yield op
 
     def _coded_launch(self, op: Op) -> Op | None:
-        """Return the launch that a wait ends, if what arrives must be decoded."""
+        """Return the launch that a wait ends, if the received values must be decoded."""
         launch = self._launched.get(op.reads[0]) if op.kind is Kind.WAIT else None
         return launch if launch and self._executor.decoder_of(launch) else None
 
@@ -87,11 +88,11 @@ class _Folding:
             self._encoded[name] = _Encoded(value, path, code, axis_of(line), op.source[0])
 
     def _fold_launch(self, launch: Op) -> Op:
-        """Return a launch that reads what was encoded for it."""
+        """Return a launch that reads the values before encoding."""
         code = self._executor.encoder_of(launch)
         sent = [self._encoded.pop(name, None) for name in launch.reads]
         expected = [(path, code, launch.over) if code else None for path in launch.params]
-        if expected != [item and (item.path, item.code, item.over) for item in sent]:
+        if expected != [item and (item.path, item.code, item.axis) for item in sent]:
             needed = f"what {code.name} makes of it" if code else "it as it is"
             raise ScheduleError(f"line {launch.source[0]} sends {_names(launch)}; the plan sends {needed}")
         encoded = [item for item in sent if item]
@@ -99,7 +100,7 @@ class _Folding:
         return replace(launch, reads=reads, source=(*launch.source, *sorted({item.position for item in encoded})))
 
     def _fold_wait(self, op: Op, line: BoundSymbol, code: Symbol) -> Op:
-        """Return a wait that writes what was decoded from it."""
+        """Return a wait that writes the decoded values."""
         launch, wait = self._arrived.pop(op.reads, (None, None))
         if launch is None or wait is None:
             raise ScheduleError(f"line {op.source[0]} decodes {', '.join(op.reads)}, which has not just arrived")

@@ -1,4 +1,4 @@
-"""Fuses torch's operators between two lines of ours into one region, which inductor compiles.
+"""Fuses the torch operators between two of our lines into one region, which inductor compiles.
 
 ::
 
@@ -6,9 +6,9 @@
     t = torch.ops.aten.silu.default(mm)       ->      (t, mm) = inductor_3(x, w)
     p4 = zero_all_gather(...)                         p4 = zero_all_gather(...)
 
-The scheduled joint trace is fused, so regions end where the schedule has a line of its own. Lines that draw random
-numbers, communicate, or call Python stay as they are: inductor would draw other numbers than torch, and may move what
-other lines wait for. ``frontends/dynamo/kernels.py`` has regions compiled.
+The scheduled joint trace is fused, so regions end at the schedule's lines. Lines that draw random numbers, communicate,
+or call Python are not fused: inductor would draw other numbers than torch, and may move collectives.
+``frontends/dynamo/kernels.py`` compiles the regions.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def _last_readers(trace: TraceCtx) -> dict[str, int]:
 def _region(
     name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
 ) -> BoundSymbol:
-    """Return one line for the given lines. It takes all numbers, since a value may have a size that no line reads."""
+    """Return one line that fuses the given lines. It reads all numbers: no line reads the symbols of its sizes."""
     written = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
     read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in written}
     read |= {number.name: number for number in numbers}
     outputs = tuple(proxy for value, proxy in written.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
-    functions = {name: _not_compiled}  # printing a line needs it
+    functions = {name: _not_compiled}  # a placeholder, which printing a line needs
     region = bind(symbol, read.values(), {}, outputs, functions, lines)
     if backward:
         region.tags.add(BoundSymbolTag.BACKWARD)
@@ -96,8 +96,8 @@ def _not_compiled(*args: Any) -> Any:
 
 
 def graph_of(region: BoundSymbol) -> fx.GraphModule:
-    """Return the lines of a region as a graph. Its names do not depend on the region, so equal regions have equal
-    text."""
+    """Return the lines of a region as a graph. Names in the graph do not depend on names in the trace, so equal regions
+    have equal text."""
     graph = fx.Graph()
     nodes: dict[str, Any] = {proxy.name: graph.placeholder(f"arg{index}") for index, proxy in enumerate(region.args)}
 

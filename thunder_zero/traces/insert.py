@@ -7,18 +7,17 @@ comes before the first line that reads each of them::
                                              ->       t1 = zero_synchronize(t_b, 'b')
                                                       y = ltorch.linear(x, t0, t1)
 
-A synchronise gathers nothing yet: ``symbols.py`` has the rules by which autodiff and lowering make gather, wait and
-reduction of it. A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient,
-which is reduced once.
+A synchronise gathers nothing yet: autodiff and lowering replace it by gather, wait and reduction (``symbols.py``). The
+names of a tied parameter share one synchronise, so autodiff sums its gradients, and the sum is reduced once.
 
-At the end of the prologue, :func:`take_rows` writes the line that takes the rows of what the optimizer steps, DTensors
-of the full shape::
+The module's parameters are DTensors of the full shape. At the end of the prologue, :func:`take_rows` inserts the line
+that takes their rows on this rank::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 
-At the prologue's start it writes ``zero_check_call``, by which Thunder chooses a program: by ``no_sync``, and by the
-guard of the call (``compat/thunder/guards.py``). It removes Thunder's checks of those DTensors, which
-``frontends/placement.py`` checks before each forward.
+At the prologue's start it inserts ``zero_check_call``, which lets Thunder choose a program: by ``no_sync``, and by the
+guard of the call (``compat/thunder/guards.py``). It removes Thunder's checks of the DTensors, since
+``frontends/placement.py`` checks them before each forward.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
     """Return the facts of a program that is compiled now.
 
     Args:
-        names: the inputs that are parameters or buffers of the module, with their paths.
+        names: the paths of inputs that are parameters or buffers of the module, by the inputs' names.
         executor: the model's symbols.
     """
     by_name = executor.plan.by_name
@@ -70,11 +69,11 @@ def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
     _put_inputs_at_rest(computation, facts)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
-    swap: dict[Any, Proxy] = {}  # by input
+    replacements: dict[Any, Proxy] = {}  # by input
     with tracectx(new):
         for line in computation.bound_symbols:
             if line.sym is prims.python_return:
-                _refuse_parameters(line, facts)
+                _require_no_parameters(line, facts)
                 new.bound_symbols.append(line)
                 continue
             if line.sym is prims.unpack_trivial:
@@ -85,22 +84,21 @@ def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
                 path = facts.inputs[proxy.name]
                 if path not in full:
                     full[path] = facts.executor.synchronize(proxy, path)
-                swap[variableify(proxy)] = full[path]
-            new.bound_symbols.append(line.from_bsym_swap_proxies(swap, skip_output=True) if read else line)
+                replacements[variableify(proxy)] = full[path]
+            new.bound_symbols.append(line.from_bsym_swap_proxies(replacements, skip_output=True) if read else line)
     new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
     return new
 
 
 def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
-    """Make the prologue take the rows that the computation gets, and check that the program serves the call. A program
-    serves calls with its ``guard`` that reduce gradients, or do not, as it does. The prologue is changed in place, as
-    Thunder's own transforms do."""
+    """Insert into the prologue, in place, the line that takes rows, and the line that checks the call. A program serves
+    calls that have its ``guard`` and that reduce, or defer, gradients as it does."""
     executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for line in prologue.bound_symbols:
         if line.sym is prims.unpack_parameter and line.args[1] in plan.by_name:
             param = plan.by_name[line.args[1]]
-            line.output = copy(line.output)  # the computation has the same proxy, of the rows' shape
+            line.output = copy(line.output)  # the computation shares the proxy, but with the shape of the rows
             _put_at_rest(line.output, param, param.rest_shape, executor)
             unpacked[line.output.name] = line.output, param
     prologue.bound_symbols = [
@@ -115,7 +113,7 @@ def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
 
 
 def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, Param]], executor: ZeroExecutor) -> None:
-    """Return ``zero_rows(shards)`` in place of the shards that the computation gets, if forward uses them."""
+    """Make the prologue return ``zero_rows(shards)`` instead of the shards, if forward uses any."""
     result = prologue.bound_symbols.pop()
     taken = [unpacked[proxy.name] for proxy in result.flat_proxy_args if proxy.name in unpacked]
     if not taken:
@@ -123,12 +121,12 @@ def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, P
         return
     with tracectx(prologue):
         rows = executor.rows(tuple(shard for shard, _ in taken), tuple(param.path for _, param in taken))
-    swap = {variableify(shard): row for (shard, _), row in zip(taken, rows, strict=True)}
-    prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
+    replacements = {variableify(shard): row for (shard, _), row in zip(taken, rows, strict=True)}
+    prologue.bound_symbols.append(result.from_bsym_swap_proxies(replacements))
 
 
 def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
-    """Set the shapes of inputs that are parameters to those of their rows."""
+    """Set the shape of each input that is a parameter to the shape of its rows."""
     for proxy in trace.args:
         if path := facts.inputs.get(proxy.name):
             param = facts.plan.by_name[path]
@@ -136,12 +134,13 @@ def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
-    """Set the shape of an input, and its dtype and device to the parameter's at rest."""
+    """Set the shape of an input, and its dtype and device as the parameter has at rest."""
     device = executor.device_at_rest(param) or proxy.device
     set_look(proxy, shape, to_dtype(param.rest_dtype), device, is_number=not param.shape)
 
 
-def _refuse_parameters(line: BoundSymbol, facts: Facts) -> None:
+def _require_no_parameters(line: BoundSymbol, facts: Facts) -> None:
+    """Raise ValueError if forward returns a parameter itself."""
     returned = line.args[0]["output"]
     for proxy in returned if isinstance(returned, tuple) else (returned,):
         if isinstance(proxy, Proxy) and proxy.name in facts.inputs:
@@ -152,24 +151,24 @@ def _refuse_parameters(line: BoundSymbol, facts: Facts) -> None:
 
 
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """Return what a phase sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since
-    ranks may differ in them: the shapes of inputs decide what a rank recomputes."""
+    """Return the launches of a phase in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since
+    they may differ between ranks: a rank recomputes by the shapes of its inputs."""
     launches = []
     for line in trace.bound_symbols:
         if (symbol := executor.launches.get(line.sym.name)) is not None:
-            what = symbol.name.removeprefix("zero_")
-            over = f" over {axis_of(line)}" * bool(executor.axis(SHARD))
-            launches.append(f"{what} {', '.join(paths_of(line))}{over}")
+            name = symbol.name.removeprefix("zero_")
+            suffix = f" over {axis_of(line)}" * bool(executor.axis(SHARD))
+            launches.append(f"{name} {', '.join(paths_of(line))}{suffix}")
     return launches
 
 
 def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
-    """Return the trace of a phase, with its name and the digest of its launches before the first launch::
+    """Insert a line before the first launch of a phase, with the phase's name and the digest of its launches::
 
         zero_enter('backward', '1f0c5a9e')
         t5 = zero_all_gather(t_h_0_w, 'h.0.w')
 
-    Ranks whose phases differ in name or digest would mix up messages. A phase without launches gets no line.
+    Ranks compare both: ranks whose phases differ would mix up messages. A phase without launches gets no line.
     """
     executor = facts.executor
     index = next((index for index, line in enumerate(trace.bound_symbols) if line.sym.name in executor.launches), None)

@@ -5,7 +5,7 @@ and the backward trace that run, for proofs and reports; their ``del`` lines are
 
 ``emit`` mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
 copy, writes) other values. Collectives are new lines, since they may have been merged into buckets, with the lines that
-encode what is sent and decode what arrives::
+encode values before a launch and decode them after a wait::
 
     gather fut <- t_w, t_b   w b        (q3, q4) = zero_encode_coalesced((t_w, t_b), ('w', 'b'))
     wait   w, b <- fut       w b   ->   t5 = zero_all_gather_coalesced((q3, q4), ('w', 'b'))
@@ -52,12 +52,12 @@ MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
     """Return the timeline of a joint trace: one operation for each line, forward first.
 
-    A line belongs to forward if forward's outputs need it; Thunder will split by this rule, too.
+    A line belongs to forward if forward's outputs need it. Thunder splits by this rule, too.
 
     Args:
         trace: the joint trace.
-        facts: what is known about it.
-        coded: True if it has lines that encode and decode.
+        facts: the facts of its program.
+        coded: True if the trace has lines that encode and decode.
     """
     lines = trace.bound_symbols
     needed = forward_lines(lines)
@@ -88,34 +88,34 @@ def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> T
 
 
 def _inputs(args: Any, facts: Facts) -> dict[str, str | None]:
-    """Return the inputs among arguments, each with its path if it is a parameter."""
+    """Return the names of tensor arguments, each with its path if it is a parameter."""
     return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(args)}
 
 
 def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tuple[tuple[str, str], ...]:
-    """Return path and gradient of each parameter that gets one: backward returns an entry for each argument of
-    forward."""
+    """Return the path and the gradient of each parameter that has a gradient, from forward's arguments and backward's
+    results, which correspond one to one."""
     pairs = zip(args, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
     return tuple((facts.inputs[name], grad) for name, grad in named if name in facts.inputs)
 
 
 def _lift_line(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Iterator[Op]:
-    """Yield the operation of a line; none for lines that only unpack, comment or announce."""
+    """Yield the operation of a line; nothing for lines that unpack, comment or name the phase."""
     if operator_of(line) is not None:  # the usual case: a computation
         yield _lift_computation(line, index, backward, facts)
         return
     executor = facts.executor
     if line.sym.id in PREAMBLE or line.sym in (clear_mutable_collection, executor.enter):
         return
-    kind, paths, over = Kind.COMPUTE, tuple[str, ...](), SHARD
+    kind, paths, axis = Kind.COMPUTE, tuple[str, ...](), SHARD
     if line.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
     elif symbol := executor.launches.get(line.sym.name):
         kind = Kind.GATHER if symbol is executor.all_gather else Kind.REDUCE
         paths = paths_of(line)
-        over = axis_of(line)
-        _require_right_symbol(symbol, paths, over, facts)
+        axis = axis_of(line)
+        _require_planned_symbol(symbol, paths, axis, facts)
     elif line.sym.name in executor.waits:
         kind = Kind.WAIT
     elif line.sym == executor.defer:
@@ -123,13 +123,13 @@ def _lift_line(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> I
     if kind is Kind.COMPUTE:
         yield _lift_computation(line, index, backward, facts)
     else:
-        yield Op(kind, tuple(read_by(line)), tuple(written_by(line)), paths, backward, source=(index,), over=over)
+        yield Op(kind, tuple(read_by(line)), tuple(written_by(line)), paths, backward, source=(index,), over=axis)
 
 
 def _lift_computation(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Op:
-    """Return a computation, with what its line says of its work."""
+    """Return the operation of a line that computes, with its class of work and FLOPs."""
     repeatable, work = is_repeatable(line), work_of(line)
-    is_torchs = facts.plan.mesh.is_sliced and _is_of_slices(line, facts.plan)
+    is_torchs = facts.plan.mesh.is_sliced and _is_tensor_parallel(line, facts.plan)
     return Op(
         Kind.COMPUTE,
         tuple(read_by(line)),
@@ -147,15 +147,15 @@ def _lift_computation(line: BoundSymbol, index: int, backward: bool, facts: Fact
     )
 
 
-def _is_of_slices(line: BoundSymbol, plan: Plan) -> bool:
-    """Return whether a line is a collective of torch's tensor parallelism, or may wait for one."""
+def _is_tensor_parallel(line: BoundSymbol, plan: Plan) -> bool:
+    """Return whether a line is a collective of torch's tensor parallelism, or a wait that may belong to it."""
     if not is_collective(operator_of(line)):
         return False
     name = line.sym.name
     return name == "wait_tensor" or (name in MOVES and plan.mesh.joins_slices(line.args[-1]))
 
 
-MOVES = {  # names of collectives of torch's tensor parallelism -> what they do
+MOVES = {  # names of collectives of torch's tensor parallelism -> ``Op.moves``
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "gather",
     "reduce_scatter_tensor": "scatter",
@@ -169,11 +169,11 @@ def _sent_by(line: BoundSymbol, plan: Plan) -> int:
     return plan.slice_sends(line.sym.name, prod(map(int, tensor.shape))) * int(tensor.dtype.bytes)
 
 
-def _require_right_symbol(symbol: Symbol, paths: Sequence[str], over: str, facts: Facts) -> None:
-    """Refuse a line that reduces otherwise than the plan says, since the timeline only says REDUCE."""
+def _require_planned_symbol(symbol: Symbol, paths: Sequence[str], axis: str, facts: Facts) -> None:
+    """Raise ScheduleError if a reduction is not the plan's. The timeline cannot tell, since it only has REDUCE."""
     for path in paths if symbol is not facts.executor.all_gather else ():
-        if symbol is not (right := facts.executor.reduction(facts.plan.by_name[path], over)):
-            raise ScheduleError(f"a line reduces {path} with {symbol.name}; the plan needs {right.name}")
+        if symbol is not (planned := facts.executor.reduction(facts.plan.by_name[path], axis)):
+            raise ScheduleError(f"a line reduces {path} with {symbol.name}; the plan needs {planned.name}")
 
 
 def read_by(line: BoundSymbol) -> dict[str, Proxy]:
@@ -193,19 +193,19 @@ def written_by(line: BoundSymbol) -> dict[str, Proxy]:
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
-    """Return the proxies in a part of a line's arguments."""
+    """Return the proxies in a tree of arguments."""
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy)]
 
 
 def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield the operations; each wait gets the parameters of its launch. A wait for a collective of torch's that is not
-    one of slices becomes a plain computation."""
+    """Yield the operations; each wait gets the parameters of its launch. A wait of a torch collective becomes a
+    plain computation if the collective is not tensor-parallel."""
     params: dict[str, tuple[str, ...]] = {}
-    of_slices: set[str] = set()
+    handles: set[str] = set()  # of tensor-parallel collectives
     for op in ops:
         if op.moves:
-            of_slices.update(op.writes)
-        elif op.is_torchs and of_slices.isdisjoint(op.reads):
+            handles.update(op.writes)
+        elif op.is_torchs and handles.isdisjoint(op.reads):
             op = replace(op, over=SHARD)
         if op.kind in (Kind.GATHER, Kind.REDUCE):
             params[op.writes[0]] = op.params
@@ -213,14 +213,14 @@ def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _keep_frees_of_gathered(timeline: Timeline) -> Timeline:
-    """Turn the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters. A
-    gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
-    Deletions of resident parameters, and of all other values, are dropped."""
+    """Replace the ``del`` lines of a trace (FREEs of any values, without params) by FREEs of gathered parameters. A
+    gathered parameter is freed where the last of its value and possible views is deleted. Deletions of resident
+    parameters, and of all other values, are dropped."""
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))
-    # The order of parameters, since the names of values have no meaningful one.
-    order = {param.path: number for number, param in enumerate(timeline.plan.params)}
+    # Ties are broken by the order of parameters, since names of values have no meaningful order.
+    order = {param.path: index for index, param in enumerate(timeline.plan.params)}
     ops: list[Op] = []
     for op in timeline.ops:
         if op.kind is not Kind.FREE:
@@ -293,7 +293,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
 def _emit_op(
     op: Op, timeline: Timeline, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor
 ) -> Iterator[BoundSymbol]:
-    """Yield the lines that run an operation; none for a FREE."""
+    """Yield the lines that run an operation; nothing for a FREE."""
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
         yield _emit_compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
@@ -308,9 +308,10 @@ def _emit_compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> Bound
     for name, original in zip(op.writes, written.values(), strict=True):
         if name not in proxies:
             proxies[name] = original.replace_name(name)
-    before, after = [*read_by(line), *written], [*op.reads, *op.writes]
-    swap = {variableify(proxies[old]): proxies[new] for old, new in zip(before, after, strict=True) if new != old}
-    return line.from_bsym_swap_proxies(swap) if swap else line
+    old_names, new_names = [*read_by(line), *written], [*op.reads, *op.writes]
+    pairs = zip(old_names, new_names, strict=True)
+    replacements = {variableify(proxies[old]): proxies[new] for old, new in pairs if new != old}
+    return line.from_bsym_swap_proxies(replacements) if replacements else line
 
 
 def _emit_launch(op: Op, symbol: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> Iterator[BoundSymbol]:

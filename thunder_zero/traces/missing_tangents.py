@@ -1,17 +1,16 @@
-"""Takes out of a joint trace what backward would compute from tangents that nobody made.
+"""Removes the lines of a joint trace that compute only from missing tangents.
 
-A loss need not use all outputs of a model. Eager mode then never visits what leads to unused outputs, and parameters
-that reach only these keep ``grad is None``. Backward is linear in its tangents, so what reads only missing ones is
-zero::
+A loss need not use all outputs of a model. In eager mode, parameters that reach only unused outputs then keep ``grad is
+None``. Backward is linear in its tangents, so a value computed only from missing tangents is zero::
 
     t5 = get_grad(logits)                          # missing
-    t6 = torch.ops.aten.mm.default(t5, w)          # taken out
-    t8 = torch.ops.aten.add.Tensor(t6, t7)   ->    t7 takes the place of t8
-    p9 = zero_reduce_scatter(t6, 'head.w')         # taken out; the gradient is None
+    t6 = torch.ops.aten.mm.default(t5, w)          # removed
+    t8 = torch.ops.aten.add.Tensor(t6, t7)   ->    t7 replaces t8
+    p9 = zero_reduce_scatter(t6, 'head.w')         # removed; the gradient is None
 
-All other lines keep their order, so what forward saves suffices. A line that reads zeros and other values, and is not a
-sum, gets real zeros. The backward of a user's autograd function may make anything of a missing tangent. If a line reads
-its result and other values, that result is computed from a real zero.
+All other lines keep their order, so the values that forward saves suffice. A line that reads zeros and other values,
+and is not a sum, gets real zeros. The backward of a user's autograd function may return nonzero values for a missing
+tangent. If a line reads its result and other values, the result is computed from a real zero.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ KEEP_ZEROS = frozenset(_KEEP_ZEROS.split())
 
 
 def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
-    """Return the trace without what it computes only from the tangents named in ``missing``."""
+    """Return the trace without the lines that compute only from the tangents named in ``missing``."""
     facts = scheduled.facts
     timeline = lift(scheduled.trace, facts, coded=True)
     pruned = _Pruning(scheduled.trace, facts, timeline, set(missing))
-    ops = _drop_unread(list(pruned.left()))
+    ops = _drop_unread(list(pruned.remaining_ops()))
     new = from_trace(scheduled.trace)
     new.bound_symbols = pruned.lines
     result = emit(new, timeline.with_ops(ops), facts.executor)
@@ -58,26 +57,26 @@ def drop_tangents(scheduled: Scheduled, missing: Collection[str]) -> Scheduled:
 
 @dataclass
 class _Pruning:
-    """The lines of a trace and those that pruning adds, with what is known of their values so far.
+    """A joint trace that is being pruned, and the facts about its values so far.
 
     Attributes:
         trace: the joint trace.
-        facts: what is known about it.
-        timeline: lifted from the trace.
+        facts: the facts of its program.
+        timeline: the timeline of the trace.
         zero: values that are zero.
-        depends: values that depend on tangents that exist.
-        swap: values, each with the value that takes its place.
-        kept: for each handle, which of its tensors are not zero.
+        has_tangent: values that depend on tangents that exist.
+        replaced_by: values, each with its replacement.
+        kept: for each handle, True for each of its tensors that is not zero.
         lost: paths of parameters without a gradient.
-        left_out: values left out that may not be zero, each with the operation that would compute it.
+        left_out: removed values that may not be zero, each with the operation that would compute it.
     """
 
     trace: TraceCtx
     facts: Facts
     timeline: Timeline
     zero: set[str]
-    depends: set[str] = field(default_factory=set)
-    swap: dict[str, str] = field(default_factory=dict)
+    has_tangent: set[str] = field(default_factory=set)
+    replaced_by: dict[str, str] = field(default_factory=dict)
     kept: dict[str, list[bool]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     left_out: dict[str, Op] = field(default_factory=dict)
@@ -86,14 +85,14 @@ class _Pruning:
         self.lines: list[BoundSymbol] = list(self.trace.bound_symbols)
         self.executor = self.facts.executor
 
-    def left(self) -> Iterator[Op]:
-        """Yield the operations that are left, in order."""
+    def remaining_ops(self) -> Iterator[Op]:
+        """Yield the remaining operations, in order."""
         for op in self.timeline.ops:
             line = self.lines[op.source[0]]
-            op = replace(op, reads=tuple(self.swap.get(name, name) for name in op.reads))
+            op = replace(op, reads=tuple(self.replaced_by.get(name, name) for name in op.reads))
             if line.sym is prims.get_grad:
                 if op.writes[0] not in self.zero:
-                    self.depends.update(op.writes)
+                    self.has_tangent.update(op.writes)
                     yield op
             elif line.sym is prims.python_return:
                 yield from self._reduce_lost(op)
@@ -108,25 +107,24 @@ class _Pruning:
                 yield from self._prune_computation(op, line)
 
     def _prune_computation(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield a computation, after real zeros for what it reads of missing tangents; nothing if its result is
-        zero."""
+        """Yield a computation, after the zeros that it reads; nothing if its result is zero or an operand."""
         zeros = [name for name in op.reads if name in self.zero]
-        if not zeros or not self.depends.isdisjoint(op.reads):
-            if not self.depends.isdisjoint(op.reads):
-                self.depends.update(op.writes)
+        if not zeros or not self.has_tangent.isdisjoint(op.reads):
+            if not self.has_tangent.isdisjoint(op.reads):
+                self.has_tangent.update(op.writes)
         else:
             self.zero.update(op.writes)
             if not _keeps_zeros(line) or not self.left_out.keys().isdisjoint(zeros):
                 self.left_out |= dict.fromkeys(op.writes, op)
             return
-        if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _other_of_sum(line, zeros)) is not None:
-            self.swap[op.writes[0]] = self.swap.get(kept, kept)
+        if self.left_out.keys().isdisjoint(zeros) and zeros and (kept := _nonzero_operand(line, zeros)) is not None:
+            self.replaced_by[op.writes[0]] = self.replaced_by.get(kept, kept)
             return
         yield from self._make_read(op, line, zeros)
         yield op
 
     def _make_read(self, op: Op, line: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
-        """Yield the operations that make what a line reads of missing tangents."""
+        """Yield the operations that compute the values in ``names`` from real zeros."""
         for name in names:
             if name not in self.zero:
                 continue
@@ -136,20 +134,20 @@ class _Pruning:
             maker = self.left_out[name]
             yield from self._make_read(maker, self.lines[maker.source[0]], maker.reads)
             self.zero.difference_update(maker.writes)
-            self.depends.update(maker.writes)
+            self.has_tangent.update(maker.writes)
             yield maker
 
     def _make_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
-        """Return an operation that makes a real zero, once. From here on the value does not count as zero."""
-        proxy = next(other for other in line.flat_proxy_args if self.swap.get(other.name, other.name) == name)
+        """Return an operation that computes a real zero. From here on the value does not count as zero."""
+        proxy = next(arg for arg in line.flat_proxy_args if self.replaced_by.get(arg.name, arg.name) == name)
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
         if shape := self.facts.shapes.get(proxy.name):
-            new_line = make_line(_zeros(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
+            new_line = make_line(_zeros_of(proxy.name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
         else:
             new_line = make_line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)
         new_line.tags.add(BoundSymbolTag.BACKWARD)
         self.zero.discard(name)
-        self.depends.add(name)
+        self.has_tangent.add(name)
         self.lines.append(new_line)
         return Op(
             Kind.COMPUTE,
@@ -161,8 +159,8 @@ class _Pruning:
         )
 
     def _prune_collective(self, op: Op) -> Iterator[Op]:
-        """Yield a reduction, its wait, or a deferred gradient, for the tensors that are not zero; keep the wait of a
-        gather."""
+        """Yield a reduction, its wait, or a deferral for the gradients that are not zero. Waits of gathers are
+        kept."""
         if op.kind is Kind.WAIT:
             mask = self.kept.get(op.reads[0], [True] * len(op.writes))
             self.zero.update(name for name, keeps in zip(op.writes, mask, strict=True) if not keeps)
@@ -179,21 +177,21 @@ class _Pruning:
             yield replace(op, reads=reads, writes=writes, params=_where(mask, op.params))
 
     def _prune_end(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield a line that reads all reduced gradients, for the gradients that are left."""
+        """Yield a line that reads all reduced gradients, for the remaining gradients."""
         mask = [proxy.name not in self.zero for proxy in line.args[0]]
         if any(mask):
             yield self._with_line(op, line.from_bsym(args=tuple(_where(mask, arg) for arg in line.args)))
 
     def _reduce_lost(self, op: Op) -> Iterator[Op]:
-        """Yield a line that reduces what no_sync has deferred of parameters without a gradient, unless such a line
-        exists."""
+        """Yield a line that reduces the deferred gradients (``no_sync``) of parameters without a gradient, unless the
+        trace has a line for deferred gradients already."""
         reduces = any(line.sym == self.executor.reduce_deferred for line in self.lines)
         if self.lost and self.facts.synced and not reduces:
             with tracectx(self.trace):
                 yield self._with_line(op, self.executor.reduce_deferred.bind(tuple(self.lost), output=None))
 
     def _prune_return(self, op: Op, line: BoundSymbol) -> Op:
-        """Return the return, with None for gradients that are zero."""
+        """Return the operation of the trace's return, with None for gradients that are zero."""
         result = dict(line.args[0])
         is_zero = [isinstance(grad, Proxy) and grad.name in self.zero for grad in result["output"]]
         grads = [None if zero else grad for grad, zero in zip(result["output"], is_zero, strict=True)]
@@ -204,19 +202,19 @@ class _Pruning:
     def _with_line(self, op: Op, line: BoundSymbol) -> Op:
         self.lines.append(line)
         return replace(
-            op, reads=tuple(self.swap.get(name, name) for name in read_by(line)), source=(len(self.lines) - 1,)
+            op, reads=tuple(self.replaced_by.get(name, name) for name in read_by(line)), source=(len(self.lines) - 1,)
         )
 
 
 def _keeps_zeros(line: BoundSymbol) -> bool:
-    """Return whether an operator makes zero of a zero and any other values; False if unknown."""
+    """Return whether an operator's result is zero if one of its operands is zero; False if unknown."""
     target = operator_of(line)
     name = line.sym.name
     return target is operator.getitem or is_view(target) or name.endswith("_backward") or name in KEEP_ZEROS
 
 
-def _zeros(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function of numbers that makes zeros; its name occurs once in a trace."""
+def _zeros_of(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return a function from the symbols' numbers to a tensor of zeros. Its name is unique in a trace."""
 
     def zeros(*numbers: int) -> torch.Tensor:
         return torch.zeros(shape.of(*numbers), dtype=dtype, device=device)
@@ -229,19 +227,19 @@ def _where(mask: Sequence[bool], items: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(item for item, keeps in zip(items, mask, strict=True) if keeps)
 
 
-def _other_of_sum(line: BoundSymbol, zeros: Collection[str]) -> str | None:
+def _nonzero_operand(line: BoundSymbol, zeros: Collection[str]) -> str | None:
     """Return the operand of a sum that is not zero, if the sum is equal to it."""
     if operator_of(line) is not torch.ops.aten.add.Tensor or line.kwargs or len(line.flat_proxy_args) != 2:
         return None
     kept = next((proxy for proxy in line.flat_proxy_args if proxy.name not in zeros), None)
-    same = kept is not None and (kept.shape, kept.dtype) == (line.output.shape, line.output.dtype)
-    return kept.name if kept is not None and same else None
+    is_equal = kept is not None and (kept.shape, kept.dtype) == (line.output.shape, line.output.dtype)
+    return kept.name if kept is not None and is_equal else None
 
 
 def _drop_unread(ops: Sequence[Op]) -> list[Op]:
-    """Drop the operations of backward whose results nothing reads any more."""
+    """Drop the operations of backward whose results no operation reads."""
     needed: set[str] = set()
-    masks: dict[str, list[bool]] = {}  # handle of a gather -> which of its parameters are read
+    masks: dict[str, list[bool]] = {}  # handle of a gather -> for each parameter, whether it is read
     reductions = {op.writes[0] for op in ops if op.kind is Kind.REDUCE}
     kept_ops = []
     for op in reversed(ops):

@@ -1,12 +1,11 @@
-"""Torch's operators as lines of a trace: a symbol for each overload, printed as it is called.
+"""Represents torch's operators as lines of a trace: a symbol for each overload, printed as a call.
 
 ::
 
     mm = torch.ops.aten.mm.default(x, w)
 
-Torch itself says what a line does: its class of work, whether it is a view, whether it draws random numbers, and its
-FLOPs follow from the operator's tags, its schema and torch's registry of FLOPs. A short table covers untagged
-operators.
+The class of work, views, random numbers and FLOPs of a line follow from the operator's tags, its schema and torch's
+registry of FLOPs. A short table covers untagged operators.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ METHODS = (  # views called as methods, which takes half the time of a call by n
     (re.compile(r"\btorch\.ops\.aten\.transpose\.int\((\w+), "), r"\1.transpose("),
     (re.compile(r"\btorch\.ops\.aten\.reshape\.default\((\w+), \[([^\[\]]+)\]\)"), r"\1.reshape(\2)"),
 )
-DIRECT = {  # functions of torch that call the operator's kernel with its arguments, in half the time
+DIRECT = {  # torch functions that take an operator's arguments and call its kernel in half the time
     torch.ops.aten.add.Tensor: torch.add,
     torch.ops.aten.addmm.default: torch.addmm,
     torch.ops.aten.bmm.default: torch.bmm,
@@ -76,7 +75,7 @@ DIRECT = {  # functions of torch that call the operator's kernel with its argume
 
 
 def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
-    """Return text that calls operators by names of one word, and the functions that these names stand for.
+    """Return the text with each operator replaced by a global name, and the functions of these names.
 
     >>> bind_operators("y = torch.ops.aten.relu.default(x)")[0]
     'y = zero_aten_relu_default(x)'
@@ -88,7 +87,7 @@ def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
         name = f"zero_{space}_{packet}_{overload}"  # no value has such a name
         if name not in called:
             operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
-            called[name] = DIRECT.get(operator, operator._op)  # what its ``__call__`` calls
+            called[name] = DIRECT.get(operator, operator._op)  # ``_op`` skips ``__call__``
         return name
 
     for view, method in METHODS:
@@ -119,7 +118,7 @@ def operator_of(line: BoundSymbol) -> Any:
 
 
 def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers. Torch tags attention, too, which does so only with dropout."""
+    """Return whether a call draws random numbers. Torch tags attention, which draws them only with dropout."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for index, argument in enumerate(target._schema.arguments):
@@ -130,9 +129,8 @@ def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a backward operator of which it reads only shape and dtype, on every device. They are the
-    bias of a layer norm, and the weight if no gradient of the input is asked for: the gradient of a layer is linear in
-    its input."""
+    """Return the arguments of a backward operator whose shape and dtype it reads, but not their values, on any device.
+    They are a layer norm's bias, and a layer's weight if the input needs no gradient."""
     candidates: Sequence[Any]
     match target:
         case torch.ops.aten.convolution_backward.default:
@@ -196,8 +194,8 @@ def is_cheap_line(line: BoundSymbol) -> bool:
     rank, dims = line.args[0].ndim, line.args[1]
     if not isinstance(dims, list | tuple | int) or not rank:
         return False
-    over = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
-    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
+    reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+    return 0 < len(reduced) < rank and reduced == set(range(rank - len(reduced), rank))
 
 
 def _moves(line: BoundSymbol) -> bool:
@@ -207,7 +205,7 @@ def _moves(line: BoundSymbol) -> bool:
 
 
 def flops_of_line(line: BoundSymbol) -> int:
-    """Return the FLOPs of a line by torch's registry; attention on the CPU counts by torch's formulas of attention."""
+    """Return the FLOPs of a line by torch's registry; for attention on the CPU, by torch's formulas."""
     target = operator_of(line)
     if not isinstance(target, OpOverload):
         return 0
@@ -231,7 +229,7 @@ def flops_of_line(line: BoundSymbol) -> int:
 
 @cache
 def _flops_of_product(packet: Any, shapes: tuple[torch.Size, ...], output: torch.Size) -> int:
-    """Return the FLOPs of an operator that takes only tensors; cached, since layers have many with equal shapes."""
+    """Return the FLOPs of an operator whose arguments are all tensors; cached, since many lines have equal shapes."""
     count = flop_counter.flop_registry.get(packet)
     tensors = [torch.empty(shape, device="meta") for shape in (*shapes, output)]
     return 0 if count is None else int(count(*tensors[:-1], out_val=tensors[-1]))

@@ -1,19 +1,19 @@
-"""One pipeline for every program: a joint trace, its schedule, the two traces that run.
+"""Turns a joint trace into its schedule, and the schedule into the traces that run.
 
 ::
 
     JointTrace      forward and backward in one lowered trace; parameters are rows, with gathers and reductions
-      schedule_trace  drop_replicas             takes out the synchronises of replicated parameters
-                      defer_reductions          under no_sync: reductions become zero_defer_reduction
+      schedule_trace  drop_replicas             removes the synchronises of replicated parameters
+                      defer_reductions          under no_sync: replaces reductions by zero_defer_reduction
                       close_backward            adds zero_wait_offloaded, zero_check_finite, zero_reduce_deferred
-                      lift, passes.run, emit    the same lines in another order
+                      lift, passes.run, emit    reorders the lines
     Scheduled
-      compile_program make_phases               fuses, splits and frees: :func:`make_phases`, or Thunder
-                      prove, add_enter          proved, compared between ranks, named
+      compile_program phases                    fuses, splits and frees: :func:`make_phases`, or Thunder
+                      prove, add_enter          proves, compares between ranks, names the phases
     Program         forward and backward
 
-What is known besides the lines travels with them, as :class:`~thunder_zero.traces.symbols.Facts`. The joint trace comes
-from ``frontends/dynamo/convert.py``, or from Thunder, whose hooks in ``frontends/program_transform.py`` call the steps.
+:class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps. The joint trace comes from
+``frontends/dynamo/convert.py``, or from Thunder, whose hooks in ``frontends/program_transform.py`` call the steps.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Scheduled:
 
     Attributes:
         trace: the joint trace.
-        facts: what is known about it, with the plan that the schedule has made.
-        lifted: the timeline before the first pass, with the plan as it was.
+        facts: the facts of its program, with the plan after scheduling.
+        lifted: the timeline before the first pass, with the plan before scheduling.
         trained: paths of the parameters that get a gradient.
     """
 
@@ -66,7 +66,7 @@ class Scheduled:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The traces that run, proved; ``backward`` is None if forward runs alone."""
+    """The proved traces that run; ``backward`` is None if forward runs alone."""
 
     scheduled: Scheduled
     forward: TraceCtx
@@ -74,12 +74,12 @@ class Program:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The timeline of both phases, lifted from the traces once, when it is first asked for."""
+        """The timeline of both phases, lifted from the traces lazily."""
         return lift_phases(self.forward, self.backward, self.scheduled.facts)
 
 
 def schedule_trace(joint: JointTrace) -> Scheduled:
-    """Schedule a joint trace: put its lines into the order of the passes (:mod:`thunder_zero.schedule.passes`)."""
+    """Reorder the lines of a joint trace by the passes (:mod:`thunder_zero.schedule.passes`)."""
     facts = joint.facts
     trace = drop_replicas(joint.trace, facts.executor)
     if not facts.synced:
@@ -94,14 +94,14 @@ def schedule_trace(joint: JointTrace) -> Scheduled:
 
 
 def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
-    """Make the traces that run, prove them, and compare their launches between ranks.
+    """Split a scheduled trace into the traces that run, prove them, and compare their launches between ranks.
 
     Args:
         scheduled: the joint trace.
-        phases: makes the forward and the backward trace of it.
+        phases: a function from the joint trace to the forward and the backward trace.
 
     Raises:
-        ScheduleError: the traces are wrong; on all ranks, if they are the first of their kind.
+        ScheduleError: the traces are wrong. It is raised on all ranks, if ranks compile the program for the first time.
     """
     forward, backward = phases(scheduled.trace)
     prove(scheduled, forward, backward)
@@ -122,7 +122,7 @@ def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, Tr
 
 
 def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
-    """Prove that the traces that will run are right, and that all ranks will launch the same."""
+    """Prove that the traces that will run are right, and that all ranks launch equal collectives."""
     facts, phases = scheduled.facts, phases_by_name(forward, backward)
     with _telling_all_ranks(facts, phases):
         timeline = lift_phases(forward, backward, facts)
@@ -135,10 +135,10 @@ def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = N
 
 @contextmanager
 def _telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
-    """Tell the other ranks if the block raises: they would wait for this rank where schedules are compared."""
+    """Send an error of the block to the other ranks, which would wait for this rank's schedule."""
     try:
         yield
-    except Exception as error:  # a pass of the user's may raise anything
+    except Exception as error:  # a user's pass may raise anything
         for phase in phases:
             facts.executor.runtime.agree_on_schedule(facts.named(phase), [f"{type(error).__name__}: {error}"])
         raise
@@ -178,14 +178,13 @@ def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
     """Return the trace with the last lines that a backward with reductions needs.
 
-    A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
-    would make Thunder build a backward, and connect the outputs to it.
+    A trace that returns no gradient, as under ``torch.no_grad()``, is returned unchanged: any line after forward's
+    outputs would make Thunder build a backward, and connect the outputs to it.
 
-    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of
-    them, so
-      it comes after their waits.
-    - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
-    - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
+      gradients, so it comes after their waits.
+    - ``check_finite`` checks every reduced gradient (``policy.check_gradients``).
+    - ``reduce_deferred`` reduces the deferred gradients of parameters that this backward does not reach.
     """
     result = trace.bound_symbols[-1].args[0]
     has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
@@ -212,11 +211,11 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
 
 @dataclass(frozen=True, slots=True)
 class _Reductions:
-    """The reductions of a lowered trace, each of which goes over one axis, or over several in turn.
+    """The reductions of a lowered trace. A reduction runs over one axis, or over several axes in turn.
 
     Attributes:
-        ended: the line that launches the first collective of each reduction, by the index of the last wait.
-        lines: the indices of all their lines.
+        ended: the first launch of each reduction, by the index of its last wait.
+        lines: the indices of all lines of reductions.
     """
 
     ended: dict[int, BoundSymbol]
@@ -232,7 +231,7 @@ def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> _Reductions:
         read = line.args[0].name if line.args and isinstance(line.args[0], Proxy) else ""
         if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
             first[line.output.name] = first.get(read, line)
-            ended.pop(waits.get(read, -1), None)  # the reduction goes on over another axis
+            ended.pop(waits.get(read, -1), None)  # the reduction continues over another axis
         elif line.sym == executor.wait and read in first:
             first[line.output.name] = ended[index] = first[read]
             waits[line.output.name] = index

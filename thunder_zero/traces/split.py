@@ -1,8 +1,8 @@
-"""Splits a joint trace into the two that run, each with ``del`` lines: forward, backward.
+"""Splits a joint trace into the traces that run, forward and backward, each with ``del`` lines.
 
-The result is what Thunder's ``split_into_forward_and_backward`` and ``del_last_used`` make, but it has the line objects
-of the joint trace. Thunder copies each line; whoever reads the phases would then find out again what a line reads and
-writes, which takes longer than the split. Lines of backward that nothing needs are left out.
+The result equals that of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but it shares the line
+objects of the joint trace. Thunder copies each line, and copies lose the cached reads and writes of a line, which take
+longer to compute than the split. Lines of backward that nothing needs are left out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NO_USES = (prims.PrimIDs.COMMENT, prims.PrimIDs.UNPACK_TRIVIAL)
 
 
 def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
-    """Return the forward and the backward of a joint trace, which free what they have used."""
+    """Return the forward and the backward of a joint trace, which free each value after its last use."""
     *lines, end = trace.bound_symbols
     result, needed = end.args[0], forward_lines(trace.bound_symbols)
     forward_part = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if is_forward]
-    others = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if not is_forward]
-    tangents = [line for line in others if line.sym is prims.get_grad]
-    backward_part = [line for line in others if line.sym is not prims.get_grad]
+    backward_lines = [line for line, is_forward in zip(lines, needed[:-1], strict=True) if not is_forward]
+    tangents = [line for line in backward_lines if line.sym is prims.get_grad]
+    backward_part = [line for line in backward_lines if line.sym is not prims.get_grad]
     known = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     known.update(proxy.name for line in forward_part for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs))
     used = [proxy for line in backward_part for proxy in line.flat_proxy_args] + proxies_in(result["output"])
@@ -43,7 +43,7 @@ def split(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
 
 
 def _make_forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[str, Any], saved: Any) -> TraceCtx:
-    """Return the forward trace, which also returns what it saves."""
+    """Return the forward trace, which also returns the values that it saves for backward."""
     forward = from_trace(trace)
     forward.tags.add(TraceTag.AUGMENTED_FORWARD)
     forward.names = forward.names.copy()
@@ -56,7 +56,7 @@ def _make_forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[st
 
 
 def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list[Any]:
-    """Return the tangent of each output. If one value is several outputs, the last one's tangent comes first."""
+    """Return the tangent of each output. If a value is several outputs, its tangents come last to first."""
     by_output: dict[str, list[Any]] = {}
     for line in tangents:
         by_output.setdefault(line.args[0].name, []).append(line.output)
@@ -69,7 +69,7 @@ def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list
 def _make_backward(
     forward: TraceCtx, lines: Sequence[BoundSymbol], gradients: Sequence[Any], saved: Any, cotangents: list[Any]
 ) -> TraceCtx:
-    """Return the backward trace, which unpacks what forward saved and the tangents."""
+    """Return the backward trace, which unpacks the values that forward saved, and the tangents."""
 
     def backward_fn(saved_for_backward: Any, cotangents: Any) -> None:
         """Give the trace its signature."""
@@ -110,8 +110,8 @@ def _needed_lines(lines: Sequence[BoundSymbol]) -> list[BoundSymbol]:
 
 
 def add_frees(trace: TraceCtx) -> TraceCtx:
-    """Return the trace with a ``del`` after the last use of each value. Lists that backward is given are emptied
-    first."""
+    """Return the trace with a ``del`` after the last use of each value. In backward, argument lists are cleared before
+    their ``del``."""
     *lines, end = trace.bound_symbols
     used = {proxy.name for proxy in proxies_in(end.args)}
     clears = TraceTag.BACKWARD in trace.tags

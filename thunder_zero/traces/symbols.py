@@ -3,18 +3,18 @@
 Each model has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
 tensors and paths of parameters::
 
-    q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy, or bytes, if the plan has any
+    q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy, or bytes, if the plan needs it
     t5 = zero_all_gather(q4, 'h.0.w')                     # launch
-    q6 = zero_wait(t5)                                    # the full parameter, or bytes of it
-    h_0_w = zero_decode(q6, 'h.0.w')                      # of bytes
+    q6 = zero_wait(t5)                                    # the full parameter, or its bytes
+    h_0_w = zero_decode(q6, 'h.0.w')                      # if it was encoded as bytes
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-The lines that gather and reduce are made here. ``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``: the
-full parameter, whose gradient is the mean over ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``:
-gather and wait, and in backward reduction and wait, if the parameter trains. Without autodiff (``torch.no_grad``),
-``lower_synchronize`` makes gather and wait, when Thunder gives each line to an executor. A replicated parameter is at
-most cast, and its gradient all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
+``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``: the full parameter, whose gradient is the mean over
+ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``: gather and wait, and in backward reduction and
+wait, if the parameter is trained. Without autodiff (``torch.no_grad``), ``lower_synchronize`` replaces it by gather and
+wait, when Thunder assigns lines to executors. A replicated parameter is at most cast, and its gradient is all-reduced.
+``sharded/runtime.py`` has the functions that the lines call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from thunder.extend import OperatorExecutor
 
 @dataclass(frozen=True)
 class SymbolicShape:
-    """A shape with symbolic sizes: each size as an expression, and the numbers that the symbols stand for."""
+    """A shape with symbolic sizes: an expression for each size, and the proxy of each symbol's number."""
 
     sizes: tuple[str, ...]
     numbers: Mapping[str, NumberProxy]
@@ -61,16 +61,16 @@ FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMo
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the traces of one program besides their lines.
+    """Facts about the traces of one program that their lines do not contain.
 
     Attributes:
         executor: the symbols of our lines.
-        plan: the plan of each parameter; the schedule adds which are kept unsharded.
+        plan: the plan of each parameter; scheduling marks parameters as kept unsharded.
         inputs: the inputs of the trace that are parameters of the plan, with their paths.
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         synced: True if gradients are reduced, False if they are deferred.
-        sizes: the shapes of all other inputs, if they are known. A size that may differ from call to call is the name
-            of the input that is this number.
+        sizes: the shapes of all other inputs, if they are known. A size that may differ from call to call is given by
+            the name of the input that has its number.
         shapes: the shapes of values that have symbolic sizes.
     """
 
@@ -94,38 +94,38 @@ class Runtime(Protocol):
         """Begin a phase of a step; ``schedule`` is the digest of its launches."""
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return what is sent to gather rows: casts, copies or bytes of them."""
+        """Return the payloads of a gather: rows that are cast, copied or encoded as bytes."""
 
     def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Start a gather; return a handle whose ``wait()`` returns full parameters, or what ``decode`` reads."""
+        """Launch a gather; return a handle whose ``wait()`` returns full parameters, or payloads for ``decode``."""
 
     def decode(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the full parameters."""
 
     def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return what is sent to reduce gradients, or means of an earlier reduction: casts or bytes of them."""
+        """Return the payloads of a reduction: gradients, or means of an earlier reduction, cast or encoded as bytes."""
 
     def reduce(self, sent: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Start a reduction over an axis; return a handle whose ``wait()`` returns means, or what ``decode_grad``
-        reads."""
+        """Launch a reduction over an axis; return a handle whose ``wait()`` returns means, or payloads for
+        ``decode_grad``."""
 
     def decode_grad(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the means over an axis; after the last axis as they rest."""
+        """Return the means over an axis; after the last axis, in the dtype and on the device of the shard."""
 
     @property
     def device(self) -> torch.device | None:
-        """The device that computes; None if it is the parameters' device."""
+        """The device of compute; None if it is the parameters' device."""
 
     @property
     def synced(self) -> bool:
         """True if a program that is compiled now reduces gradients, False if it defers them (``no_sync``)."""
 
     def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return the number of the guard of a program that is compiled now; ``lookups`` is what its forward has
-        read."""
+        """Return the number of the guard of a program that is compiled now; ``lookups`` are the reads of its
+        forward."""
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Raise if a program that was compiled with this ``synced`` and this guard must not run now."""
+        """Raise if a program that was compiled with this ``synced`` and this guard may not run now."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the padded rows that a program reads, from the shards that the optimizer steps."""
@@ -143,11 +143,11 @@ class Runtime(Protocol):
         """Wait until gradients have arrived in host memory."""
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
-        """Raise on every rank if another rank is about to run other collectives."""
+        """Raise on every rank if the ranks are about to run different collectives."""
 
 
 class DryRuntime:
-    """The runtime of a trace that is only read: it has no process group, and runs nothing but Thunder's prologue."""
+    """The runtime of a trace that is only read. It has no process group, and runs only Thunder's prologue."""
 
     device = None
 
@@ -182,11 +182,10 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
-        graph: the name of the graph, if its programs are not all programs of the model.
+        graph: the name of the graph, if the model has several graphs.
         plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        encode, decode, encode_grad, decode_grad: symbols for one tensor each, of the lines around a launch and its
-            wait.
+        encode, decode, encode_grad, decode_grad: symbols for one tensor each, before a launch and after its wait.
         coalesced: the symbol for several tensors, by the symbol for one tensor.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
@@ -231,32 +230,31 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
             grad_transform=self._synchronize_grad,
         )
 
-    def reduction(self, param: Param, over: str) -> Symbol:
+    def reduction(self, param: Param, axis: str) -> Symbol:
         """Return the symbol that reduces the parameter's gradient over an axis."""
-        return self.reduce_scatter if param.sharded and over == SHARD else self.all_reduce
+        return self.reduce_scatter if param.sharded and axis == SHARD else self.all_reduce
 
     def reduced(self, grad: TensorProxy, param: Param) -> TensorProxy:
-        """Write the lines that reduce a gradient; return its mean."""
-        for over in self.plan.reduced_over(param):
-            grad = self.wait(self.reduction(param, over)(grad, param.path, *self.axis(over)))
+        """Emit the lines that reduce a gradient; return its mean."""
+        for axis in self.plan.reduced_over(param):
+            grad = self.wait(self.reduction(param, axis)(grad, param.path, *self.axis(axis)))
         return grad
 
-    def axis(self, over: str) -> tuple[str, ...]:
-        """Return the last argument of a launch, which names its axis; nothing if the axis is the only data axis."""
-        return (over,) if self.plan.mesh.replicate.size > 1 or over == TENSOR else ()
+    def axis(self, name: str) -> tuple[str, ...]:
+        """Return the trailing arguments of a launch: its axis, or none if the axis is the only data axis."""
+        return (name,) if self.plan.mesh.replicate.size > 1 or name == TENSOR else ()
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:
         """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
-        return {form.name: symbol for symbol in singles for form in (symbol, self.coalesced[symbol])}
+        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
 
     @cached_property
     def codes(self) -> dict[str, Symbol]:
-        """The one-tensor symbol of each line that encodes or decodes, by the name of that symbol or of its coalesced
-        form."""
+        """The one-tensor symbol of each encoder and decoder, by the name of the symbol or of its coalesced form."""
         singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
-        return {form.name: symbol for symbol in singles for form in (symbol, self.coalesced[symbol])}
+        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
 
     @cached_property
     def waits(self) -> frozenset[str]:
@@ -280,10 +278,10 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
 
     def _reduce_meta(self, grad: TensorProxy, path: str, *axis: str) -> FutureTensorProxy:
-        over = axis[0] if axis else SHARD  # a default would be written into each line
+        name = axis[0] if axis else SHARD  # a default would be written into each line
         param = self.plan.by_name[path]
         shape, device, dtype = self.plan.shard_shape(param), grad.device, param.reduce_dtype
-        if over == self.plan.reduced_over(param)[-1]:
+        if name == self.plan.reduced_over(param)[-1]:
             device, dtype = self.device_at_rest(param) or device, param.dtype
         return FutureTensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype))
 
@@ -296,54 +294,54 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
     def handle_of(
-        self, symbol: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], over: str
+        self, symbol: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], axis: str
     ) -> FutureTensorProxy:
         """Return the handle of a launch; for several tensors it is flat, since their shapes differ."""
-        handles = [symbol.meta(tensor, path, over) for tensor, path in zip(tensors, paths, strict=True)]
+        handles = [symbol.meta(tensor, path, axis) for tensor, path in zip(tensors, paths, strict=True)]
         if len(handles) == 1:
             return handles[0]
         numel = sum(prod(handle.shape) for handle in handles)
         return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
 
     def encoder_of(self, launch: Op) -> Symbol | None:
-        """Return the symbol of the line that encodes what a launch sends, or None if it sends tensors as they are."""
+        """Return the symbol that encodes the payload of a launch, or None if the launch sends tensors unchanged."""
         bucket = [self.plan.by_name[path] for path in launch.params]
         if launch.kind is Kind.GATHER:
             return self.encode if self.plan.encodes(*bucket) else None
         return self.encode_grad if self.plan.encodes_gradient(launch.over, *bucket) else None
 
     def decoder_of(self, launch: Op) -> Symbol | None:
-        """Return the symbol of the line that decodes what a launch brings, or None if it brings tensors as they are."""
+        """Return the symbol that decodes the payload of a launch, or None if nothing is decoded."""
         bucket = [self.plan.by_name[path] for path in launch.params]
         if launch.kind is Kind.GATHER:
             return self.decode if self.plan.decodes(*bucket) else None
         return self.decode_grad if self.plan.decodes_gradient(launch.over, *bucket) else None
 
     def coded(self, tensors: Sequence[TensorProxy], launch: Op, *, arrived: bool) -> tuple[TensorProxy, ...]:
-        """Return what a launch sends for tensors, or, if it has ``arrived``, what its wait returns before it is
-        decoded."""
+        """Return the payloads that a launch sends for tensors, or, if ``arrived``, the payloads that its wait
+        returns."""
         pairs = zip(tensors, launch.params, strict=True)
         return tuple(self._coded(tensor, self.plan.by_name[path], launch, arrived=arrived) for tensor, path in pairs)
 
     def _coded(self, tensor: TensorProxy, param: Param, launch: Op, *, arrived: bool) -> TensorProxy:
-        plan, over, peers = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
+        plan, axis, peers = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
         gathers = launch.kind is Kind.GATHER
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
         if gathers and param.frozen_format:
             shape, dtype = param.rest_shape if arrived else tensor.shape, param.rest_dtype
         elif gathers and plan.gathers_bytes(param):
             shape, dtype = ((1 + peers * arrived) * plan.payload_bytes(param),), torch.uint8
-        elif not gathers and plan.reduces_bytes(param, over):
-            parts = peers + (arrived and over == REPLICATE)
-            shape, dtype = (parts * plan.part_bytes(param, over),), torch.uint8
+        elif not gathers and plan.reduces_bytes(param, axis):
+            parts = peers + (arrived and axis == REPLICATE)
+            shape, dtype = (parts * plan.part_bytes(param, axis),), torch.uint8
         device = self._device_of(tensor)
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
 
     # The lowering and the gradient of a synchronise.
 
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
-        """Gather and wait, or cast a replicated parameter. A synchronise that needs no cast stays, and the schedule
-        drops it."""
+        """Emit a gather and its wait, or a cast of a replicated parameter. A replicated parameter that needs no cast
+        keeps its synchronise, which the schedule drops."""
         param = self.plan.by_name[path]
         if param.sharded:
             return self.wait(self.all_gather(shard, path))
@@ -388,12 +386,12 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
 
 def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Return a launch as a function of one tensor and one path."""
-    return lambda tensor, path, *over: launch((tensor,), (path,), *over)
+    return lambda tensor, path, *axis: launch((tensor,), (path,), *axis)
 
 
 def _code_one(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
     """Return an encoder or decoder as a function of one tensor and one path."""
-    return lambda tensor, path, *over: code((tensor,), (path,), *over)[0]
+    return lambda tensor, path, *axis: code((tensor,), (path,), *axis)[0]
 
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
@@ -405,7 +403,7 @@ def _no_meta(*args: Any) -> None:
 
 
 def axis_of(launch: BoundSymbol) -> str:
-    """Return the axis over which a launch goes."""
+    """Return the axis of a launch."""
     return launch.args[2] if len(launch.args) > 2 else SHARD
 
 

@@ -17,11 +17,11 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, gather_tags
 
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
-HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
+HEAVIEST_FIRST = {work: index for index, work in enumerate(Work)}
 
 
 def work_of(line: BoundSymbol) -> Work:
-    """Return the class of work of a line, by its own name or else its heaviest subsymbol's; OTHER if it has none."""
+    """Return the class of work of a line: by its name, or else of its heaviest subsymbol; OTHER if it has none."""
     if (operator := operator_of(line)) is not None:
         return work_of_operator(operator)
     name = line.sym.name
@@ -63,8 +63,8 @@ def _reduces_last(line: BoundSymbol) -> bool:
     """Return whether a reduction is over the last dimensions, but not over all dimensions."""
     rank = line.args[0].ndim
     dims = line.args[1] if len(line.args) > 1 else next(iter(line.kwargs.values()), None)
-    over = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
-    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
+    reduced = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
+    return 0 < len(reduced) < rank and reduced == set(range(rank - len(reduced), rank))
 
 
 def updated_by(line: BoundSymbol) -> Iterator[Proxy]:
@@ -86,8 +86,8 @@ def symbol_names(line: BoundSymbol) -> Iterator[str]:
 
 @cache
 def draws_random_numbers(name: str) -> bool:
-    """Return whether an operator draws random numbers. Our table says so, or torch tags it as seeded; Thunder does not
-    tag all of them."""
+    """Return whether an operator draws random numbers, by our table or by torch's tags. Thunder's tags are
+    incomplete."""
     if WORK.get(name) is Work.RANDOM:
         return True
     packet: Any = getattr(torch.ops.aten, name, None)
@@ -98,7 +98,7 @@ def draws_random_numbers(name: str) -> bool:
 
 
 def flops_of(line: BoundSymbol) -> int:
-    """Return the FLOPs of a line, by its own name or else as the sum of its subsymbols'; 0 for an unknown name."""
+    """Return the FLOPs of a line: by its name, or else the sum over its subsymbols; 0 for an unknown name."""
     if operator_of(line) is not None:
         return flops_of_line(line)
     count = flops_of_symbol(line)

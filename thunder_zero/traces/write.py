@@ -1,9 +1,9 @@
 """Writes a trace as a Python function, each line once.
 
-In: a trace. Out: the function that Thunder's ``python_callable`` would make, but its text has no comments. Thunder
-formats each line fifteen times, since it asks for its imports twice for the text and once for the names. The function
-calls torch's operators by names that are bound here: looking an operator up in ``torch.ops`` and passing its
-``__call__`` takes as long as a view, and most lines are views. Tracebacks show the text.
+In: a trace. Out: a function equal to the result of Thunder's ``python_callable``, but without comments in its text.
+Thunder formats each line fifteen times. The function calls torch's operators by names that are bound here: looking an
+operator up in ``torch.ops`` and passing its ``__call__`` takes as long as a view, and most lines are views. Tracebacks
+show the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADER = ("from thunder.executors.torchex import no_autocast", "@torch.no_grad()
 
 def function_of(trace: TraceCtx) -> Callable[..., Any]:
     """Return the trace as a function, which runs without gradients and without autocast, as traces do."""
-    names: dict[str, Any] = {}  # what the text calls and reads
+    names: dict[str, Any] = {}  # the globals of the text
     text: list[str] = []
     known: set[Symbol] = set()  # symbols whose names are in ``names``
     signature = trace.siginfo()
@@ -39,17 +39,17 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
             text += _lines(line, names, known)
     names |= {"torch": torch, "thunder": thunder}
     name = signature.name
-    shown = "\n".join((*HEADER, *text))
-    run, called = bind_operators(shown)
-    function: Callable[..., Any] = build_callable(name, run, f"thunder.{name}", {**names, **called})
+    source = "\n".join((*HEADER, *text))
+    bound_source, operators = bind_operators(source)
+    function: Callable[..., Any] = build_callable(name, bound_source, f"thunder.{name}", {**names, **operators})
     filename = unwrap(function).__code__.co_filename
-    linecache.cache[filename] = len(shown), None, shown.splitlines(keepends=True), filename
+    linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
     return function
 
 
 def _lines(line: BoundSymbol, names: dict[str, Any], known: set[Symbol]) -> list[str]:
-    """Return the text of a line, and add the names that it needs to ``names``. A line whose arguments are only values
-    and plain constants prints them as they are, and needs only its symbol's names."""
+    """Return the text of a line, and add the names that it needs to ``names``. If all arguments are values and plain
+    constants, only its symbol needs names."""
     parts = line.output, line.args, line.kwargs
     is_plain = all(map(_is_plain, parts)) and not line.header
     if not is_plain or line.sym not in known:
