@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -339,13 +339,9 @@ def test_the_command_writes_the_file_or_prints_the_data(tmp_path: Path, capsys: 
 def test_notebooks_show_a_small_figure() -> None:
     program = make_program()
     assert program.memory is not None
-    renderers: Sequence[Callable[[], str]] = (
-        program.traces._repr_html_,
-        program.memory._repr_html_,
-        program.estimate._repr_html_,
-    )
-    for render, words in zip(renderers, ("gathered at most", "peak", "exposed communication"), strict=True):
-        html = render()
+    values: list[Any] = [program.traces, program.memory, program.estimate]
+    for value, words in zip(values, ("gathered at most", "peak", "exposed communication"), strict=True):
+        html = value._repr_html_()
         assert words in html
         assert html.count("<svg") == 1
         assert len(html) < 60_000

@@ -108,10 +108,7 @@ def test_zero3_saves_only_shards(kind: type[nn.Module], policy: tz.Policy, autoc
 def test_backward_gathers_what_it_needs_and_reduces_once(
     kind: type[nn.Module], policy: tz.Policy, autocast: bool
 ) -> None:
-    """Tied parameters are reduced under their first name; frozen, unused and empty ones are not reduced.
-
-    A 0-dim parameter is reduced with an all-reduce. DDP gathers nothing, and reduces all with all-reduces.
-    """
+    """Tied parameters are reduced under their first name, 0-dim ones and DDP by all-reduces, unused ones never."""
     result = trace_model(kind, policy, autocast)  # type: ignore[arg-type]
     read = {param.path for param in result.plan.params} - {"unused", "empty"}
     trained = read - {"frozen"}
@@ -132,10 +129,7 @@ def test_backward_gathers_what_it_needs_and_reduces_once(
     ("policy", "autocast"), [(tz.ZERO2, False), (TEXTBOOK, False), (TEXTBOOK, True), (tz.ZERO3, False)]
 )
 def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
-    """A value that depends only on gathered parameters is deleted right after its last reader.
-
-    ZeRO-2, and ZeRO-3's last units, save it and delete it in backward.
-    """
+    """What depends only on gathered parameters is deleted after its last reader (in backward, if forward saves it)."""
     result = trace_model(Patterns, policy, autocast)
     inputs = parameter_inputs(result)
     crossing = saved(result.forward) & from_parameters_alone(result.forward, inputs)

@@ -87,11 +87,7 @@ def write_two_indexes(folder: Path) -> None:
         (write_twice, ValueError, ["model-00001-of-00002.safetensors and model.safetensors", "both have 'a'"]),
         (write_empty_index, ValueError, ["is no index of safetensors files"]),
         (write_two_indexes, ValueError, ["several indexes"]),
-        (
-            lambda folder: write_indexed(folder, a="gone.safetensors"),
-            FileNotFoundError,
-            ["gone.safetensors does not exist"],
-        ),
+        (lambda folder: write_indexed(folder, a="gone.pt"), FileNotFoundError, ["gone.pt does not exist"]),
         (
             lambda folder: write_indexed(folder, a="model-00002-of-00002.safetensors"),
             ValueError,

@@ -200,7 +200,7 @@ def test_a_perceptron_in_slices_trains_as_one_process(ranks_pool: RanksPool, sta
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
-def test_a_mesh_without_data_parallelism_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
+def test_a_mesh_of_slices_only_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, train_perceptron, 1, 2, tz.Policy(stage), timeout=110)
 
 
@@ -343,9 +343,7 @@ def make_other(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) ->
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), *slow((1, 10, 1), (0, 12, 4), (2, 12, 4))])
-def test_slices_are_saved_and_loaded_on_other_meshes(
-    ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int
-) -> None:
+def test_slices_load_on_other_meshes(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
     ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
 
 
@@ -356,7 +354,7 @@ def read_traces(rank: int, world_size: int) -> None:
     """Compare bytes with closed forms: of two ranks, each sends an activation in an all-reduce, half in a gather."""
     mesh, module = mesh_of(2, 2), build_plain(Transformer)
     activation = ROWS // 2 * LENGTH * 8 * 8  # bytes of this rank's rows
-    norm_grad = 8 * 8  # gradient of a norm, of which each rank computes the part of its part of the sequence
+    norm_grad = 8 * 8  # gradient of a norm, which each rank computes for its part of the sequence
     for styles, expected in (
         (HIDDEN_STYLES, {activation: 6}),  # forward: outputs of o and down; backward: inputs of q, k, v and up
         # both phases: before attention, up and head, behind embed, o and down; then logits, then norms

@@ -89,43 +89,43 @@ def norm_of(grads: list[Tensor]) -> Tensor:
     return torch.cat([grad.flatten() for grad in grads]).norm()
 
 
-# Checks after the code of a section ran. ``right`` is the plain module of one process.
+# Checks after the code of a section ran. ``plain`` is the plain module of one process.
 
 
 def whole_shapes(names: Names) -> bool:
-    right, rows = names["right"], sum(part.numel() for part in names["held"])
-    is_least = rows <= sum(param.numel() for param in right.parameters()) or names["stage"] == 0
-    return is_least and names["shapes"] == {name: tuple(param.shape) for name, param in right.named_parameters()}
+    plain, rows = names["plain"], sum(part.numel() for part in names["held"])
+    is_least = rows <= sum(param.numel() for param in plain.parameters()) or names["stage"] == 0
+    return is_least and names["shapes"] == {name: tuple(param.shape) for name, param in plain.named_parameters()}
 
 
 def steps_alike(names: Names) -> bool:
     take_step(names["model"], names["optimizer"], names["tokens"])
-    take_step(names["right"], names["right_optimizer"], names["all_tokens"])
-    return are_near(names["model"], names["right"])
+    take_step(names["plain"], names["plain_optimizer"], names["all_tokens"])
+    return are_near(names["model"], names["plain"])
 
 
 def norms_alike(names: Names) -> bool:
-    return relative_error(names["norm"], norm_of(gradients_of(names["right"]))) < 1e-5
+    return relative_error(names["norm"], norm_of(gradients_of(names["plain"]))) < 1e-5
 
 
 def clipped_alike(names: Names) -> bool:
-    before = norm_of(gradients_of(names["right"]))
+    before = norm_of(gradients_of(names["plain"]))
     after = norm_of(gradients_of(names["model"]))
     return relative_error(names["total"], before) < 1e-5 and abs(float(after) - MAX_NORM) < 1e-5
 
 
 def accumulated_alike(names: Names) -> bool:
-    names["right"].zero_grad()
+    names["plain"].zero_grad()
     for half in names["all_halves"]:
-        loss(names["right"](half)).backward()
+        loss(names["plain"](half)).backward()
     norm = names["accumulated"]
-    is_near = relative_error(full(norm), norm_of(gradients_of(names["right"]))) < 1e-5
+    is_near = relative_error(full(norm), norm_of(gradients_of(names["plain"]))) < 1e-5
     names["model"].zero_grad()
     return is_near
 
 
 def penalised_alike(names: Names) -> bool:
-    plain = names["right"]
+    plain = names["plain"]
     plain.zero_grad()
     penalty = sum(param.square().sum() for param in plain.parameters())
     (loss(plain(names["all_tokens"])) + 0.01 * penalty).backward()
@@ -138,45 +138,45 @@ def penalised_alike(names: Names) -> bool:
 def loaded_full(names: Names) -> bool:
     rank0 = dist.get_rank() == 0
     weights = names["weights"]
-    state = names["right"].state_dict()
+    state = names["plain"].state_dict()
     is_equal = weights.keys() == (state.keys() if rank0 else set()) and all(
         relative_error(weights[name], state[name]) < 1e-5 for name in weights
     )
-    if not (is_equal and are_near(names["other"], names["right"]) and are_near(names["third"], names["right"])):
+    if not (is_equal and are_near(names["other"], names["plain"]) and are_near(names["third"], names["plain"])):
         return False
     take_step(names["third"], names["its_optimizer"], names["tokens"])
     take_step(names["model"], names["optimizer"], names["tokens"])
-    take_step(names["right"], names["right_optimizer"], names["all_tokens"])
-    return are_near(names["third"], names["right"]) and are_near(names["model"], names["right"])
+    take_step(names["plain"], names["plain_optimizer"], names["all_tokens"])
+    return are_near(names["third"], names["plain"]) and are_near(names["model"], names["plain"])
 
 
 def loaded_dcp(names: Names) -> bool:
     model, fourth = names["model"], names["fourth"]
     pairs = zip(model.parameters(), fourth.parameters(), strict=True)
     with torch.no_grad():
-        is_near = relative_error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
+        is_near = relative_error(fourth(names["tokens"]), names["plain"](names["tokens"])) < 1e-5
     return is_near and all(torch.equal(local(param), local(loaded)) for param, loaded in pairs)
 
 
 def averaged_and_copied(names: Names) -> bool:
-    model, right = names["model"], deepcopy(names["right"])
-    is_near = are_near(names["averaged"].module, right) and are_near(names["snapshot"], right)
+    model, plain = names["model"], deepcopy(names["plain"])
+    is_near = are_near(names["averaged"].module, plain) and are_near(names["snapshot"], plain)
     with torch.no_grad():
         for param in model.parameters():
             local(param).zero_()
     model.load_state_dict(names["snapshot"].state_dict())
     with torch.no_grad():
-        return is_near and relative_error(model(names["tokens"]), right(names["tokens"])) < 1e-5
+        return is_near and relative_error(model(names["tokens"]), plain(names["tokens"])) < 1e-5
 
 
 def scaled_alike(names: Names) -> bool:
     """Take one step on all ranks, then skip one on all ranks because one rank has Inf in its rows of a gradient."""
     model, optimizer, scaler = names["model"], names["optimizer"], names["scaler"]
-    right, right_optimizer = names["right"], names["right_optimizer"]
-    right.zero_grad()
-    loss(right(names["all_halves"][0])).backward()
-    right_optimizer.step()
-    if not are_near(model, right):
+    plain, plain_optimizer = names["plain"], names["plain_optimizer"]
+    plain.zero_grad()
+    loss(plain(names["all_halves"][0])).backward()
+    plain_optimizer.step()
+    if not are_near(model, plain):
         return False
     model.zero_grad()
     scaler.scale(loss(model(names["tokens"]))).backward()
@@ -204,13 +204,13 @@ CHECKS: dict[str, Callable[[Names], bool]] = {
 
 
 def run_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: tuple[int, ...], folder: Path) -> None:
-    right = fresh(Net)
+    plain = fresh(Net)
     all_tokens = torch.arange(8 * world_size).view(2 * world_size, 4) % 7
     tokens = all_tokens.chunk(world_size)[rank]
     others = {name: shard(stage, front_end, shape) for name in ("other", "third", "fourth")}
     names: Names = {"tz": tz, "torch": torch, "dist": dist, "DTensor": DTensor, "nn": nn, "loss": loss, **others}
-    names |= {"model": shard(stage, front_end, shape), "right": right, "folder": folder, "stage": stage}
-    names |= {"right_optimizer": torch.optim.AdamW(right.parameters(), lr=0.1)}
+    names |= {"model": shard(stage, front_end, shape), "plain": plain, "folder": folder, "stage": stage}
+    names |= {"plain_optimizer": torch.optim.AdamW(plain.parameters(), lr=0.1)}
     names |= {"its_optimizer": torch.optim.AdamW(others["third"].parameters(), lr=0.1, fused=True)}
     names |= {"tokens": tokens, "all_tokens": all_tokens}
     names |= {"first_half": tokens[:1], "second_half": tokens[1:]}
