@@ -1,7 +1,7 @@
-"""``tz.trace``: makes the traces of any rank of any world, in one process, without a process group.
+"""``tz.trace``: traces any rank of any world in one process, without a process group.
 
-In: a module and inputs. Out: ``Traces``. Dynamo captures a module once, for programs under many policies: one policy
-for ``trace``, several for ``tz.tools.fit`` and ``tz.tools.plan_training``. Thunder's front end serves ``trace`` alone.
+In: a module and inputs. Out: ``Traces``. ``tz.tools.fit`` and ``tz.tools.plan_training`` trace a module under many
+policies, and dynamo captures it once. Only ``trace`` also uses Thunder's front end.
 """
 
 from __future__ import annotations
@@ -67,39 +67,40 @@ def trace(
 ) -> Traces:
     """Return the traces that one rank of ``world_size`` would run for these arguments.
 
-    It needs no process group, no other process and no GPU. It allocates no parameters, and changes neither
-    ``torch.distributed`` nor the module.
+    No process group, other process or GPU is needed. No parameters are allocated. Neither ``torch.distributed`` nor the
+    module is changed.
 
     Args:
-        module: a plain module. On the meta device it is traced for the CPU, and only shapes and dtypes of tensors
-            among the arguments count. Traces for CUDA need a module on a CUDA device, which says which kernels
-            attention and a fuser take there.
+        module: a plain module. A module on the meta device is traced for the CPU, and only shapes and dtypes of tensor
+            arguments count. Traces for CUDA need a module on a CUDA device, which decides about the kernels of
+            attention and of a fuser.
         args, kwargs: the arguments of its forward.
-        policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        world_size: number of ranks that share one copy of the model (default: 8).
+        policy: the sharding: a :class:`~thunder_zero.Policy`, or a stage 0-3.
+        world_size: number of ranks of a replica (default: 8).
         rank: the rank to trace.
-        replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
-        mesh, dp_mesh_dims: in place of ``world_size``, ``rank`` and ``replicas``, as for
-            :func:`thunder_zero.compile`: for a module that torch's ``parallelize_module`` has sliced.
+        replicas: number of replicas of the model, each with ``world_size`` ranks (hybrid sharding).
+        mesh, dp_mesh_dims: a mesh in place of ``world_size``, ``rank`` and ``replicas``, as for
+            :func:`thunder_zero.compile`. A module sliced by torch's ``parallelize_module`` needs it.
             :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
-        synced: True for the program outside ``no_sync``; False for the program inside, which defers gradients.
-        fuse: as for :func:`thunder_zero.compile`; the traces have one line for each region that inductor would compile.
+        synced: False for the program under ``no_sync``, which defers gradients.
+        fuse: as for :func:`thunder_zero.compile`. The traces have one line for each region that inductor would compile.
         executors: executors of ``thunder.jit``; only for the front end "thunder".
         frontend: "dynamo" for the program of :func:`thunder_zero.compile`, "thunder" for the program of
             ``thunder.jit``.
-        dynamic: True if sizes of the arguments are symbols, for :func:`thunder_zero.tools.resized`; only for "dynamo".
-        device: a device such as ``"h100"``, for the sizes that the policy leaves open and for the operators of
-            attention. Other lines are for the module's device, which is the default.
+        dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`; only for the
+            front end "dynamo".
+        device: a device such as ``"h100"`` (default: the module's device). It decides about the sizes that the policy
+            leaves open and the operators of attention. All other lines are for the module's device.
 
     Returns:
         The forward and backward traces, their timeline and the plan.
 
     Raises:
-        TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
-            which does not take it.
+        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, or ``device`` is not a device; or a
+            field of the policy is among the keyword arguments, and forward does not take it.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or given beside a mesh; the
-            module has no parameters; there is no such front end, or an argument is for the other one; the slices do
-            not fit the mesh.
+            module has no parameters, or its slices do not fit the mesh; ``frontend`` is unknown, or does not take an
+            argument.
         RuntimeError: dynamo captures forward as several graphs.
     """
     if frontend not in FRONTENDS:
@@ -131,7 +132,7 @@ def trace(
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What to trace. The fields are the arguments of :func:`programs_of`."""
+    """The arguments of :func:`programs_of`, and those of ``trace`` for Thunder's front end."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -148,22 +149,22 @@ class TraceRequest:
 
     @property
     def for_gpu(self) -> bool:
-        """True if the given device is a GPU: named and described devices are, calibrated ones are CPUs."""
+        """True if ``device`` is a GPU. Calibrated devices are CPUs; all other devices are GPUs."""
         return self.device is not None and not isinstance(device_of(self.device), Calibrated)
 
     def plan(self, policy: Policy | int) -> Plan:
-        """Return the plan under a policy."""
+        """Return the plan of the module under a policy."""
         if not self.mesh.is_sliced:
             require_plain_tensors(self.module)
         plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices, self.partial)
         require_in_plan(self.module, plan)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
-    def inputs(self, plan: Plan, shaped: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-        """Return the arguments of forward in the dtypes of compute; ``shaped`` replaces tensors on the meta device."""
+    def inputs(self, plan: Plan, materialize: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+        """Return the arguments of forward in compute dtypes. ``materialize`` replaces tensors on the meta device."""
         name, args, kwargs = type(self.module).__name__, tuple(self.args), dict(self.kwargs)
         inputs = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
-        args, kwargs = tree_map_only(Tensor, lambda tensor: shaped(tensor) if tensor.is_meta else tensor, inputs)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: materialize(tensor) if tensor.is_meta else tensor, inputs)
         return args, kwargs
 
 
@@ -179,13 +180,13 @@ def programs_of(
     slices: Mapping[str, int] | None = None,
     partial: Container[str] = (),
 ) -> ProgramSource:
-    """Capture a module by dynamo, which takes most of the time of a compilation.
+    """Capture a module with dynamo, which takes most of the time of a compilation.
 
     Args:
         module, args, kwargs, policy, synced, fuse, device: as for :func:`trace`.
         mesh: the mesh of the rank.
-        slices: the dimensions along which parameters are sliced, by path.
-        partial: paths of parameters whose gradients are summed over slices.
+        slices: the dimension along which each sliced parameter is sliced, by path.
+        partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
     """
     return ProgramSource(
         TraceRequest(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}, partial=partial)
@@ -207,22 +208,22 @@ class ProgramSource:
         self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
-        """Return the traces under another policy, and on another mesh if one is given.
+        """Return the traces under another policy, and on another mesh if ``mesh`` is given.
 
-        The policy may differ from the captured one in its stage and in what is scheduled: the units that are kept or
-        recomputed, the bytes of buckets and in flight.
+        The policy may differ from the captured policy in its stage, its kept and recomputed units, and its bytes of
+        buckets and in flight.
         """
         exported, fuses = self._exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
         executor = ZeroExecutor(plan, DryRuntime(self._mode.synced))
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.joint.trace.args]
-        others = {names[position]: path for position, path in exported.buffers.items()}
-        return traces_without(program, fuses=fuses, others=others, restored=exported.restored)
+        buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
+        return traces_without(program, fuses=fuses, others=buffer_paths, restored=exported.restored)
 
 
 class DryTransform(ProgramTransform):
-    """A transform that makes the programs of ZeroTransform without a model's state."""
+    """A transform that traces the programs of ZeroTransform, without allocating a model's state."""
 
     def __init__(self, plan: Plan, synced: bool) -> None:
         super().__init__()
@@ -240,7 +241,7 @@ def _trace_with_dynamo(request: TraceRequest) -> Traces:
 
 
 def _trace_with_thunder(request: TraceRequest) -> Traces:
-    """Return the traces that Thunder makes in the first call of a jitted module."""
+    """Return the traces that Thunder would make in the first call of a jitted module."""
     plan = request.plan(request.policy)
     transform = DryTransform(plan, request.synced)
     with _replaced_tensors(request.module, plan, _as_computed):
@@ -257,7 +258,7 @@ FRONTENDS: dict[str, Callable[[TraceRequest], Traces]] = {
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
-    """Return the memory of the device, or of the GPU that the module is on, in bytes; None for host memory."""
+    """Return the memory of ``device``, or else of the module's GPU, in bytes; None for a module on the host."""
     if device is not None:
         return device_of(device).memory_bytes
     on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
@@ -265,7 +266,7 @@ def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
 
 
 def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a field of Policy that forward does not take, since Thunder's error would not say where it belongs."""
+    """Raise if a field of Policy is passed to forward, whose own error would not say where the field belongs."""
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -281,13 +282,13 @@ def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _replaced_tensors(
     module: nn.Module, plan: Plan, substitute: Callable[[str, nn.Parameter | Tensor, Param | None], Tensor]
 ) -> Iterator[None]:
-    """Replace the module's parameters and buffers inside the block, and let it cast its inputs and outputs.
+    """Temporarily replace the module's parameters and buffers, and cast its inputs and outputs.
 
-    Substitutes of tensors on the meta device are on the CPU, without memory, so that the trace is that of a run.
+    Tensors on the meta device get substitutes on the CPU without memory, so that the trace equals that of a run.
     """
     originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
     originals += module.named_buffers(remove_duplicate=False)
-    substitutes: dict[int, Tensor] = {}  # by identity of the original, so that ties remain
+    substitutes: dict[int, Tensor] = {}  # by identity of the original, so that tied parameters stay tied
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original in originals:
             if id(original) not in substitutes:
@@ -301,14 +302,14 @@ def _replaced_tensors(
 
 
 def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return a placeholder for a planned parameter, as while a model runs, or the tensor itself."""
+    """Return the placeholder that a running model has for a planned parameter, or the tensor itself."""
     if param is not None and isinstance(original, nn.Parameter):
         return placeholder_of(param.path, original, param.compute_dtype, _device(original))
     return shape_of(original) if original.is_meta else original
 
 
 def _as_computed(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return a tensor as compute sees it: itself, if it needs no cast and is on a real device."""
+    """Return a tensor in its compute dtype on a real device: the tensor itself if nothing changes."""
     dtype = original.dtype if param is None else param.compute_dtype
     if dtype is original.dtype and not original.is_meta:
         return original
@@ -322,5 +323,5 @@ def _device(original: Tensor) -> torch.device:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU with the shape of one on the meta device, and the memory of a single element."""
+    """Return a tensor on the CPU with the shape of a meta tensor, and the memory of a single element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

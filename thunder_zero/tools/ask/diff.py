@@ -1,4 +1,4 @@
-"""``tz.tools.diff``: what one program does more or less than another, such as ZeRO-3 than ZeRO-2."""
+"""``tz.tools.diff``: compares two programs of a module unit by unit, such as ZeRO-2 with ZeRO-3."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Units = dict[str, tuple[Figures, Figures]]
 
 
 def diff(first: Traces, second: Traces) -> Difference:
-    """Return what the second program does more or less than the first, unit by unit; ``print`` it.
+    """Return the differences between two programs of a module, unit by unit. The result prints as a table.
 
     >>> zero2, zero3 = (tz.trace(model, tokens, policy=stage, world_size=8) for stage in (2, 3))
     >>> print(tz.tools.diff(zero2, zero3))
 
     Args:
-        first, second: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`, for the same module.
+        first, second: results of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of` for one module.
 
     Returns:
-        For each unit and in total: gathers, reductions, bytes that the rank sends, the most gathered bytes, what is
-        recomputed; the forecast peak of memory, without a loss and an optimizer.
+        The gathers, reductions, bytes that the rank sends, the most gathered bytes and the recomputed operations, of
+        each unit and in total. The result also has the forecast peak of memory, without a loss and an optimizer.
 
     Raises:
-        TypeError: not traces.
-        ValueError: the modules differ in a parameter, or in their units; only one program is for ``no_sync``.
+        TypeError: an argument is not a ``Traces``.
+        ValueError: the modules differ in a parameter or in their units, or only one program is for ``no_sync``.
     """
     units, total = compare_units(first, second)
     try:
@@ -51,7 +51,7 @@ def diff(first: Traces, second: Traces) -> Difference:
 
 
 def compare_units(first: Traces, second: Traces) -> tuple[Units, tuple[Figures, Figures]]:
-    """Return the figures of both programs by unit, and those of all units; errors are those of ``diff``."""
+    """Return the figures of both programs by unit, and their totals. Raise the errors that ``diff`` lists."""
     for traces in (first, second):
         if not isinstance(traces, Traces):
             raise TypeError(f"diff takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
@@ -90,7 +90,7 @@ def _described(param: Param | None, plan: Plan) -> str:
 
 
 def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
-    """Return the figures of each unit; None has those of all units."""
+    """Return the figures of each unit. The key None has the totals."""
     recomputed = [] if traces.lifted is None else _recomputed_ops(run(traces.lifted))
     return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
@@ -98,7 +98,7 @@ def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
 def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
     launches = [op for op in timeline.ops if op.kind in LAUNCHES and unit in (None, timeline.params_of(op)[0].unit)]
     gathers, reductions = ([timeline.bytes_sent(op) for op in launches if op.kind is kind] for kind in LAUNCHES)
-    recomputed_here = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
+    recomputed_in_unit = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
     slices = [op.sends for op in timeline.ops if op.moves and unit is None]
     return Figures(
         gathers=len(gathers),
@@ -108,15 +108,16 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
         slices=len(slices),
         slice_bytes=sum(slices),
         gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
-        recomputed=len(recomputed_here),
-        recomputed_flops=sum(op.flops for op in recomputed_here),
+        recomputed=len(recomputed_in_unit),
+        recomputed_flops=sum(op.flops for op in recomputed_in_unit),
     )
 
 
 def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Return the operations that recompute forward's values, each with the unit in whose backward it runs.
+    """Return the operations that recompute values of forward, each with the unit whose backward runs it.
 
-    Operations on parameters alone are left out. The timeline is the scheduled one, since fusers merge operations.
+    Operations that read only parameters are left out. ``timeline`` is scheduled but not fused, since fusers merge
+    operations.
     """
     ends = backward_ends(timeline).items()
     return [

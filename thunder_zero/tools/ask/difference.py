@@ -1,4 +1,4 @@
-"""Holds what one program does more or less than another, by unit: frozen data that prints itself.
+"""Holds the differences between two programs, by unit: frozen data that prints itself.
 
 ::
 
@@ -26,18 +26,18 @@ MOST = 12  # lines of units in a summary
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a step of one rank, for one unit or for all.
+    """Figures of one rank in a step, for one unit or for all units.
 
     Attributes:
         gathers: the number of launches that gather parameters.
         reductions: the number of launches that reduce gradients.
-        gather_bytes, reduce_bytes: the bytes that they send.
-        slices: the number of launches of torch's tensor parallelism. They belong to no unit, so a unit has 0.
+        gather_bytes, reduce_bytes: the bytes that gathers and reductions send.
+        slices: the number of launches of torch's tensor parallelism. It is 0 for a unit, since no unit owns them.
         slice_bytes: the bytes that these launches send.
         gathered_at_most: the most bytes of gathered parameters alive at once.
-        recomputed: the number of operations of forward that backward recomputes, without views of parameters; fusers
-            may merge them.
-        recomputed_flops: FLOPs of the recomputed products, attention and convolutions.
+        recomputed: the number of operations of forward that backward recomputes, before fusion, without views of
+            parameters.
+        recomputed_flops: FLOPs of the recomputed matrix products, attention and convolutions.
     """
 
     gathers: int
@@ -61,14 +61,14 @@ Pair = tuple[Figures, Figures]
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """The figures of two programs of one module. Each pair has the first program's, then the second's.
+    """Figures of two programs of one module. In each pair the first item belongs to the first program.
 
     Attributes:
-        plans: the plans of both.
+        plans: the plans of both programs.
         units: figures by path of the unit, in the order of forward; "" is the root unit.
         total: figures of all units.
         peaks: the peak of memory in forward and backward, as ``tz.tools.memory`` forecasts it; None without a forecast.
-        at_rest: bytes of memory between steps; None if there is no forecast.
+        at_rest: bytes of memory between steps; None without a forecast.
     """
 
     plans: tuple[Plan, Plan]
@@ -82,11 +82,11 @@ class Difference:
         return summed_up(self, f"{_title(*self.plans)}; this rank sends {sent} in a step")
 
     def __str__(self) -> str:
-        """Return the table, with 12 lines of units at most."""
+        """Return the table with at most 12 lines of units."""
         return "\n".join(_lines(self, MOST))
 
     def table(self) -> str:
-        """Return a line for each unit, or for several that are alike: ``a -> b`` where the programs differ."""
+        """Return the text of ``str(self)``, but with all units. Neighbours with equal figures share a line."""
         return "\n".join(_lines(self, len(self.units)))
 
 
@@ -105,8 +105,8 @@ def _lines(difference: Difference, most: int) -> Iterator[str]:
     groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
     shown = groups[:most]
     cells = [*(_cells(pair) for pair, _ in shown), _cells(difference.total)]
-    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *cells, strict=True))
-    names = [*(_names(units, room) for _, units in shown), "all"]
+    room_for_names = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *cells, strict=True))
+    names = [*(_names(units, room_for_names) for _, units in shown), "all"]
     rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
     lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
     if len(groups) > most:
@@ -133,7 +133,7 @@ def _title(first: Plan, second: Plan) -> str:
 
 
 def _changed(first: Policy, second: Policy) -> Iterator[str]:
-    """Yield changed fields of the policy, such as ``prefetch 2 -> 0``, or the name alone if the values are long."""
+    """Yield the changed fields of the policy, such as ``prefetch 2 -> 0``. Long values are left out."""
     for name in [field.name for field in fields(Policy) if field.name != "stage"]:
         before, after = getattr(first, name), getattr(second, name)
         if before != after:
@@ -142,7 +142,7 @@ def _changed(first: Policy, second: Policy) -> Iterator[str]:
 
 
 def _names(units: Sequence[str], width: int) -> str:
-    """Return the name of a line that stands for neighbouring units with equal figures."""
+    """Return the name of a line that neighbouring units with equal figures share."""
     if len(units) > 1:
         parents = {unit.rpartition(".")[0] for unit in units}
         last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]
@@ -159,6 +159,6 @@ def _cells(pair: Pair) -> tuple[str, ...]:
 def _change(first: str, second: str) -> str:
     if first == second:
         return first
-    if first.partition(" ")[2] == second.partition(" ")[2] != "":  # one unit is enough
+    if first.partition(" ")[2] == second.partition(" ")[2] != "":  # write an equal unit of measure once
         first = first.partition(" ")[0] if first[0].isdigit() and second[0].isdigit() else first
     return f"{first} -> {second}"

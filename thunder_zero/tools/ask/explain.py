@@ -1,7 +1,7 @@
-"""``tz.explain``: where a parameter is gathered and why there, when it is freed and reduced.
+"""``tz.explain``: shows where a parameter is gathered, freed and reduced, and why there.
 
-In: traces and the path of a parameter. Out: an :class:`Explanation`. The timeline has the lines that handle the
-parameter, and the prefetch pass says which bound put each gather there::
+In: traces and the path of a parameter. Out: an :class:`Explanation`. The lines come from the timeline, and the reason
+for the place of each gather comes from the prefetch pass::
 
     gather      fut0 = zero_all_gather(t_w, 'h.1.w')
                 alone; it starts right after the wait for h.0.w, one unit ahead (Policy.prefetch)
@@ -43,22 +43,23 @@ NEAR = 3  # names that an error proposes
 
 
 def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
-    """Return what happens to one parameter in a step; ``print`` it.
+    """Return the life of one parameter in a step. The result prints as text.
 
     >>> print(tz.explain(traces, "blocks.3.mlp.weight", device="h100"))
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: the parameter, as in ``module.named_parameters()``; a tied parameter has several paths, and any will do.
-        device: as for :func:`thunder_zero.tools.estimate`; with it there are seconds on the wire and exposed seconds.
+        path: the parameter's path, as in ``module.named_parameters()``; any of the paths of a tied parameter.
+        device: as for :func:`thunder_zero.tools.estimate`. Without a device the result has no seconds.
 
     Returns:
-        This rank's rows; each gather with the lines that launch it, wait for it, read the parameter and free it, why
-        they are there, bytes sent and received, memory meanwhile; where its gradient is made, reduced and waited for.
+        This rank's rows, the parameter's gathers, and its gradient. A gather has the lines that launch it, wait for it,
+        read the parameter and free it, with a reason for each place. It also has bytes sent and received, and memory.
+        The gradient has the lines that compute it, reduce it and wait for the reduction.
 
     Raises:
-        ValueError: the model has no such parameter, or does not shard it; the device lacks what the step needs.
-        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no device.
+        ValueError: the plan has no parameter with this path, or the device lacks a rate or a link that the step needs.
+        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
         RuntimeError: the model was not called yet.
     """
     described = None if device is None else device_of(device)
@@ -72,7 +73,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
-    """Return the explanation of each parameter, by path. ``spans`` are of ``traces.timeline``."""
+    """Return the explanation of each parameter, by path. ``spans`` are times of operations of the timeline."""
     program = _Program(traces, spans, device)
     return {param.path: _explanation(program, param) for param in traces.plan.params}
 
@@ -114,13 +115,13 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program with what the explanations of all parameters share.
+    """A program, with lookup tables that the explanations of all parameters share.
 
     Attributes:
         traces: the program.
-        spans: when operations run; None without a forecast of time.
-        device: the name of the device of that forecast; None without one.
-        codes: statements by position of their operation; the parameters of a bucket share them.
+        spans: the times of operations; None without a forecast of time.
+        device: the name of the forecast's device; None without a forecast of time.
+        codes: a cache of statements, by position of their operation.
     """
 
     traces: Traces
@@ -136,7 +137,7 @@ class _Program:
     def why(self) -> dict[str, tuple[int, Bound]]:
         return bounds(self.traces.timeline)
 
-    # Positions of operations, ascending, so that no parameter searches the whole timeline.
+    # Positions of operations, ascending: tables, so that no parameter searches the whole timeline.
 
     @cached_property
     def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
@@ -149,7 +150,7 @@ class _Program:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Positions of operations that read a value, by value. The return, which is the last, is left out."""
+        """Positions of operations that read a value, by value. The return, the last operation, is left out."""
         return _grouped((name, index) for index, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
 
     @cached_property
@@ -157,12 +158,12 @@ class _Program:
         return _grouped((span.op, span) for span in self.spans or ())
 
     def reader(self, name: str, kind: Kind, after: int = -1) -> int | None:
-        """Return the first operation of a kind behind position ``after`` that reads a value; None if there is none."""
+        """Return the first operation of a kind after a position that reads a value; None if no operation does."""
         ops = self.traces.timeline.ops
         return next((index for index in self.readers.get(name, ()) if index > after and ops[index].kind is kind), None)
 
     def lines(self, *positions: int | None) -> dict[int | None, Line]:
-        """Return the lines of operations, by position. Positions that are None are left out."""
+        """Return the lines of operations, by position. A position may be None, and is then left out."""
         lines: dict[int | None, Line] = {}
         for index in positions:
             if index is not None:
@@ -172,9 +173,9 @@ class _Program:
         return lines
 
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
-        """Return how long a bucket is on the wires, and how long compute waits for it.
+        """Return the seconds of a bucket on the wires, and the seconds that compute waits for it.
 
-        ``positions`` are those of its launches and waits. Without overlap compute waits at a launch.
+        ``positions`` are the positions of its launches and waits. Without overlap compute waits at a launch.
         """
         if self.spans is None:
             return None, None
@@ -226,13 +227,13 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
 
 
 def _readers(program: _Program, name: str, wait: int) -> list[int]:
-    """Return the operations that compute with a gathered value or with values derived from it, such as views."""
-    timeline, names, readers = program.traces.timeline, [name], set[int]()
-    for read in names:  # names grows
-        for index in program.readers.get(read, ()):
+    """Return the operations that read a gathered value, or a value derived from it such as a view."""
+    timeline, derived_names, readers = program.traces.timeline, [name], set[int]()
+    for derived_name in derived_names:  # the loop appends to the list
+        for index in program.readers.get(derived_name, ()):
             if index > wait and timeline.ops[index].kind is Kind.COMPUTE and index not in readers:
                 readers.add(index)
-                names += [written for written in timeline.ops[index].writes if written in timeline.derived]
+                derived_names += [written for written in timeline.ops[index].writes if written in timeline.derived]
     return sorted(readers)
 
 
@@ -241,10 +242,10 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
     launches = [index for kind in (Kind.REDUCE, Kind.DEFER) for index in program.launches.get((kind, param.path), ())]
     if not launches:
         return None
-    first, last = min(launches), max(launches)  # two launches where means are reduced over copies
+    first, last = min(launches), max(launches)  # two launches with replicas
     op = timeline.ops[first]
-    read = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
-    writer, is_sent = timeline.writer.get(read), op.kind is Kind.REDUCE
+    gradient = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
+    writer, is_sent = timeline.writer.get(gradient), op.kind is Kind.REDUCE
     waits = [program.reader(timeline.ops[index].writes[0], Kind.WAIT) for index in launches if is_sent]
     wait = max((index for index in waits if index is not None), default=None)
     lines = program.lines(writer, first, last, wait)
@@ -267,7 +268,7 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
-    """Return what the stage means for a parameter, which a step gathers ``gathers`` times."""
+    """Describe when the stage gathers and frees a parameter. ``gathers`` is the number of its gathers in a step."""
     plan = timeline.plan
     stage = STAGES[plan.policy.stage]
     if not param.sharded:
@@ -310,7 +311,7 @@ def _why_once(param: Param, plan: Plan) -> str:
 def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> str:
     """Return why a gather starts where it does.
 
-    ``after`` and ``bound`` are what :func:`thunder_zero.schedule.prefetch.bounds` returns for it.
+    ``after`` and ``bound`` are the result of :func:`thunder_zero.schedule.prefetch.bounds` for the gather.
     """
     phase = "backward" if timeline.ops[launch].backward else "forward"
     if bound is Bound.PHASE:
@@ -342,7 +343,7 @@ def _place(timeline: Timeline, after: int) -> str:
 
 
 def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
-    """Return why the parameter that a wait brings is freed at position ``free``, or never (None)."""
+    """Return why the parameter of a wait is freed at position ``free``, or why it is never freed (None)."""
     timeline = program.traces.timeline
     op = timeline.ops[wait]
     if free is None:
@@ -360,14 +361,14 @@ def _why_free(program: _Program, wait: int, free: int | None, last_read: int | N
 def _why_wait(program: _Program, wait: int) -> str:
     """Return why the wait for a reduction is at position ``wait``."""
     timeline = program.traces.timeline
-    op, rest = timeline.ops[wait], timeline.ops[wait + 1 :]
-    if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
+    op, later_ops = timeline.ops[wait], timeline.ops[wait + 1 :]
+    if all(later.kind is not Kind.COMPUTE for later in later_ops[:-1]):
         return "at the end of backward, behind all of its compute"
-    if any(program.reader(written, Kind.COMPUTE, after=wait) is not None for written in op.writes):
+    if any(program.reader(gradient, Kind.COMPUTE, after=wait) is not None for gradient in op.writes):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
-    if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:
-        what = "gathers start ahead: with them"
+    if next(later for later in later_ops if later.kind is not Kind.WAIT).kind is Kind.GATHER:
+        event = "gathers start ahead: with them"
     else:
-        what = "the next gradient is made: with it"
-    return f"before {what}, more than {limit} would be in flight (Policy.in_flight_bytes)"
+        event = "the next gradient is made: with it"
+    return f"before {event}, more than {limit} would be in flight (Policy.in_flight_bytes)"

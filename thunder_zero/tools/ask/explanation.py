@@ -1,4 +1,4 @@
-"""Holds what happens to one parameter in one program: frozen data that prints itself.
+"""Holds the life of one parameter in one program: frozen data that prints itself.
 
 ::
 
@@ -27,7 +27,7 @@ MOST = 2  # gathers in a summary
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the trace of a phase, "forward" or "backward", with its position in that trace, as in ``Op.source``."""
+    """A line of a trace. ``phase`` is "forward" or "backward"; ``position`` is the index in that trace."""
 
     phase: str
     position: int
@@ -39,17 +39,17 @@ class Gathered:
     """A gather of the parameter, until it is freed.
 
     Attributes:
-        bucket: paths of the parameters that are gathered in one launch, with the explained parameter.
+        bucket: paths of the parameters of the launch, the explained parameter among them.
         bucket_bytes: the full bytes of the bucket.
         launch: the line that starts the gather.
-        why_launch: why the launch is there, and not earlier.
+        why_launch: the reason why the gather starts there and not earlier.
         wait: the line that ends the gather; the parameter can be read after it.
-        first_read, last_read: the first and the last line that computes with the parameter, or with a value derived
-            from parameters alone, such as a view; None if only other parameters of the bucket are read.
+        first_read, last_read: the first and the last line that computes with the parameter, or with a view or a cast of
+            it; None if only other parameters of the bucket are read.
         free: the line that frees the parameter; None if it stays.
-        why_free: why it is freed there, or stays.
+        why_free: the reason why the parameter is freed there, or stays.
         sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives.
-        nbytes: its full bytes, which it occupies from the launch to the free.
+        nbytes: the full size of the parameter, which is allocated from the launch to the free.
         gathered_at_most: the most bytes of all gathered parameters alive between launch and free.
         wire_seconds: how long its bucket is on the wires; None without a device.
         exposed_seconds: how long compute waits for its bucket; None without a device.
@@ -77,15 +77,15 @@ class Reduced:
     """The gradient of the parameter.
 
     Attributes:
-        made: the line that makes the full gradient; None if several lines make it.
+        made: the line that computes the full gradient; None if it is computed by several lines.
         launch: the line that starts its reduction; under ``no_sync``, the line that defers it.
-        across: the line that starts the reduction of the means over copies of the model; None if there is one copy.
+        across: the line that starts the reduction over replicas; None without replicas.
         wait: the line that ends the reduction; None if it is deferred.
-        why_wait: why the wait is there, or why the gradient is deferred.
-        bucket: paths of the parameters whose gradients are reduced in one launch, with the explained parameter.
+        why_wait: the reason why the wait is there, or why the gradient is deferred.
+        bucket: paths of the parameters whose gradients the launch reduces, the explained parameter among them.
         bucket_bytes: the full bytes of the bucket's gradients.
         sent_bytes, received_bytes: bytes of this gradient that this rank sends and receives.
-        nbytes: its full bytes.
+        nbytes: the full size of the gradient.
         wire_seconds: how long its bucket is on the wires; None without a device.
         exposed_seconds: how long compute waits for its bucket; None without a device.
     """
@@ -109,15 +109,15 @@ class Explanation:
     """The life of one parameter in a step of one rank.
 
     Attributes:
-        param: the parameter's plan: path, shape, dtypes, unit, lifetime.
-        plan: the plan of all parameters; it has rank and world size.
-        rows: the first row of this rank, and the row after its last; None if the rank has all of the parameter.
+        param: the parameter's entry in the plan: path, shape, dtypes, unit, lifetime.
+        plan: the plan of all parameters, with the rank and the world size.
+        rows: the first row of this rank, and its last row plus one; None if the rank has all rows.
         resting_bytes: the bytes of the rows on this rank between steps, with padding.
-        lifetime: what the stage means for the parameter, in words.
+        lifetime: when the stage gathers and frees the parameter, in words.
         gathers: its gathers, in the order in which they run.
-        gradient: its gradient; None if it gets none.
-        why_no_gradient: why it gets no gradient; "" if it gets one.
-        device: the name of the device of the forecast seconds; None without a device.
+        gradient: its gradient; None if it has no gradient.
+        why_no_gradient: the reason why it has no gradient; "" if it has a gradient.
+        device: the name of the device, for which seconds are forecast; None without a device.
     """
 
     param: Param
@@ -144,7 +144,7 @@ class Explanation:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """How long compute waits for the buckets of the parameter in a step; None without a device."""
+        """Seconds that compute waits for the buckets of the parameter in a step; None without a device."""
         parts = [gather.exposed_seconds for gather in self.gathers]
         parts += [self.gradient.exposed_seconds] if self.gradient else []
         return None if self.device is None else sum(part for part in parts if part is not None)
@@ -153,11 +153,11 @@ class Explanation:
         return summed_up(self, f"{_name(self.param)}; {place_of(self.plan)}; {_totals(self)}")
 
     def __str__(self) -> str:
-        """Return text of 100 columns: the rows, the first gathers, the gradient and the bytes of a step."""
+        """Return text in 100 columns: the rows, the first gathers, the gradient and the bytes of a step."""
         return "\n".join(_lines(self, MOST))
 
     def table(self) -> str:
-        """Return the text of ``str`` with all gathers."""
+        """Return the text of ``str(self)``, but with all gathers."""
         return "\n".join(_lines(self, len(self.gathers)))
 
 
@@ -183,13 +183,13 @@ def _lines(explanation: Explanation, most: int) -> Iterator[str]:
 
 def _name(param: Param) -> str:
     dtype = name_of(param.dtype)
-    also = f", also {', '.join(param.aliases)}" if param.aliases else ""
+    aliases = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
-    return f"{param.path}{also}: {_shape(param.shape)} {dtype}, in {unit}"
+    return f"{param.path}{aliases}: {_shape(param.shape)} {dtype}, in {unit}"
 
 
 def _slice(param: Param, plan: Plan) -> str:
-    """Return which part of the parameter torch's tensor parallelism leaves on this rank."""
+    """Describe the part of the parameter that torch's tensor parallelism leaves on this rank."""
     axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
     if param.sliced is None:
         return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
@@ -236,10 +236,10 @@ def _gather_lines(gathered: Gathered, explanation: Explanation) -> Iterator[str]
     memory = f"; at most {size(gathered.gathered_at_most)} of all gathered parameters are alive meanwhile"
     memory = memory if gathered.free is not None else ""
     yield from _part("  memory", f"{size(gathered.nbytes)} of its own{memory}")
-    changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
+    condition = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
     param = explanation.param
-    form = param.frozen_format or (param.gather_format if explanation.plan.gathers_bytes(param) else None)
-    yield from _part("  bytes", f"{_traffic(gathered, form, rounds='to nearest')}{changed}")
+    encoding = param.frozen_format or (param.gather_format if explanation.plan.gathers_bytes(param) else None)
+    yield from _part("  bytes", f"{_traffic(gathered, encoding, rounds='to nearest')}{condition}")
     yield from _time(gathered, explanation)
 
 
@@ -260,21 +260,22 @@ def _gradient_lines(reduced: Reduced, explanation: Explanation) -> Iterator[str]
     yield from _code("wait", reduced.wait)
     yield from _part("", reduced.why_wait)
     param, plan = explanation.param, explanation.plan
-    trades = {over: plan.reduces_bytes(param, over) for over in plan.reduced_over(param)}
-    form = param.reduce_format if trades.get(SHARD) else None
-    yield from _part("  bytes", _traffic(reduced, form, rounds="at random"))
-    if (across := param.reduce_format) is not None and trades.get(REPLICATE):
-        sent, whole = (plan.reduce_sends(param, over, plan.mesh.shard.place) for over in (REPLICATE, SHARD))
-        off = f"off by at most {across.error('at random')}, and {across.error('to nearest')} of the mean"
+    encoded_on = {axis: plan.reduces_bytes(param, axis) for axis in plan.reduced_over(param)}
+    encoding = param.reduce_format if encoded_on.get(SHARD) else None
+    yield from _part("  bytes", _traffic(reduced, encoding, rounds="at random"))
+    if (encoding := param.reduce_format) is not None and encoded_on.get(REPLICATE):
+        sent, whole = (plan.reduce_sends(param, axis, plan.mesh.shard.place) for axis in (REPLICATE, SHARD))
+        error = f"off by at most {encoding.error('at random')}, and {encoding.error('to nearest')} of the mean"
         yield from _part(
-            "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {across}: {off}"
+            "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {encoding}: {error}"
         )
     yield from _time(reduced, explanation)
 
 
-def _traffic(step: Gathered | Reduced, form: Format | None, rounds: str) -> str:
+def _traffic(step: Gathered | Reduced, encoding: Format | None, rounds: str) -> str:
     text = f"this rank sends {step.sent_bytes:,} B and receives {step.received_bytes:,} B of it"
-    return text if form is None else f"{text}, as {form}: rounded {rounds}, off by at most {form.error(rounds)}"
+    rounding = "" if encoding is None else f", as {encoding}: rounded {rounds}, off by at most {encoding.error(rounds)}"
+    return text + rounding
 
 
 def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:
@@ -287,9 +288,9 @@ def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:
 def _time(step: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
     if step.wire_seconds is None or step.exposed_seconds is None:
         return
-    what = "its bucket" if len(step.bucket) > 1 else "it"
+    subject = "its bucket" if len(step.bucket) > 1 else "it"
     exposed = (
-        f"compute waits {duration(step.exposed_seconds)} for {what}"
+        f"compute waits {duration(step.exposed_seconds)} for {subject}"
         if step.exposed_seconds
         else "hidden behind compute"
     )
@@ -308,7 +309,7 @@ def _totals(explanation: Explanation) -> str:
 
 
 def _code(name: str, line: Line, before: Line | None = None) -> Iterator[str]:
-    """Yield a line of the trace, with its phase if ``before`` is in another phase."""
+    """Yield a line of the trace, with its phase if it differs from the phase of ``before``."""
     phase = f"  (in {line.phase})" if before is not None and line.phase != before.phase else ""
     yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
 

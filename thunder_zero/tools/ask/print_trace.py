@@ -50,13 +50,14 @@ def print_trace(
     memory: Memory | None = None,
     rank: int = 0,
 ) -> None:
-    """Print the trace that runs, with the meaning of each line. Where several ranks call it, one prints.
+    """Print the trace that runs, with the meaning of each line. If several ranks call it, only ``rank`` prints.
 
     The first three lines are a legend. A line of the trace gathers, waits, computes, frees or reduces. The columns on
-    its right have the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered
-    parameters, and of all tensors. The bytes of all tensors are the forecast of :func:`thunder_zero.tools.memory`,
-    without a loss and an optimizer unless ``memory`` has them. The peak is marked. The last line sums up what was
-    printed. On a terminal the text is highlighted; elsewhere it is plain text of 100 columns.
+    its right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
+    columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast
+    (:func:`thunder_zero.tools.memory`). It includes a loss and an optimizer only if ``memory`` does. The peak is
+    marked. The last line is a summary. On a terminal the text is highlighted; otherwise it is plain text in 100
+    columns.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -65,19 +66,20 @@ def print_trace(
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         phase: "forward", "backward" or "both".
-        file: where to print; the standard output if None.
-        unit: print only the lines where this unit computes, and its collectives.
-        only: "parameters" prints the lines that handle or read a parameter, "communication" the lines that launch or
-            end a collective of the schedule. Both print the number of lines left out. None prints all lines.
-        every_line: print each line as it runs. By default views stand where they are read, as in
-            ``aten.mm(x, w.t())``, and unpacking and the ``del`` of activations are left out.
-        memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
-        rank: the rank of the default process group that prints; a process without a group is rank 0.
+        file: the file to print to (default: the standard output).
+        unit: a unit, to print only the lines where it computes, and its collectives (default: all units).
+        only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
+            end a collective of the schedule (default: all lines). The number of lines left out is printed.
+        every_line: True to print each line as it runs. By default views are printed inside the lines that read them, as
+            in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are then left out.
+        memory: a forecast of memory of these traces, to print its figures at rest and in the optimizer's step, too.
+        rank: the rank that prints, in the default process group; a process without a group is rank 0.
 
     Raises:
-        ValueError: there is no such phase, unit, rank or ``only``; ``memory`` is a forecast of other traces.
+        ValueError: ``phase``, ``unit``, ``rank`` or ``only`` is unknown, or ``memory`` is a forecast of other traces.
         RuntimeError: the model was not called yet.
-        TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
+        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``memory`` is not a
+            forecast.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
@@ -102,9 +104,9 @@ def print_trace(
 
 
 def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
-    """Return the rows of one phase, "forward" or "backward"; no rows if there is no backward.
+    """Return the rows of one phase, "forward" or "backward"; () if there is no backward.
 
-    Without ``every_line`` some lines are not shown. A row then has the bytes alive after the hidden lines behind it.
+    Without ``every_line`` some lines are hidden. The bytes alive of a row then include the hidden lines after it.
     """
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
@@ -164,7 +166,7 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
 
 
 def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """Yield the lines of a trace, without the comments that name its inputs."""
+    """Yield the lines of a trace, without comments that name its inputs."""
     run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
     last = max(run, default=0)
     with tracectx(trace):
@@ -179,18 +181,18 @@ def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[Sou
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:
-    """Return the user's line, as in ``gpt.py:98  x = self.embedding(tokens)``; "" for a line of Thunder's own."""
+    """Return the user's line, as in ``gpt.py:98  x = self.embedding(tokens)``; "" for a line that Thunder added."""
     name, positions = bsym.source_filename, bsym.source_positions
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""
-    if phase == "backward" and operator_of(bsym) is None:  # the few that have a place have that of a line of forward
+    if phase == "backward" and operator_of(bsym) is None:  # the few with a place have the place of a line of forward
         return ""
     prefix = "gradient of " if phase == "backward" else ""
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
-    """Return what :func:`thunder_zero.print_trace` prints, as numbers and strings. Sizes are in bytes."""
+    """Return the output of :func:`thunder_zero.print_trace` as numbers and strings. Sizes are in bytes."""
     plan = traces.plan
     forecast = _forecast(traces, Console(quiet=True))
     chosen = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
@@ -226,7 +228,7 @@ def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
 
 
 def code_of(op: Op, traces: Traces) -> str:
-    """Return the statement of an operation on one line, without the comment that has its shape."""
+    """Return the statement of an operation on one line, without its trailing comment."""
     trace = traces.backward if op.backward else traces.forward
     if trace is None:
         raise ValueError("the timeline has a backward phase, and the traces have none")

@@ -25,8 +25,8 @@ from thunder_zero.tools.printing.text import place_of
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
 
-Event = dict[str, Any]  # of Chrome's trace event format, which Perfetto reads
-MICRO = 1e6  # its unit of time is a microsecond
+Event = dict[str, Any]  # an event in Chrome's trace event format, which Perfetto reads
+MICRO = 1e6  # the format's unit of time is a microsecond
 LANES = {
     Lane.COMPUTE: "compute",
     Lane.SHARD: "wire of the shard group",
@@ -45,8 +45,8 @@ def save_timeline(
     """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
 
     The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each slice names its
-    parameters. Its arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that its
-    first launch of a collective begins where the forecast's does.
+    parameters. Its arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that both
+    begin their first launch of a collective at one time.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -57,11 +57,11 @@ def save_timeline(
         path: the file to write, JSON in Chrome's trace event format.
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: a file that ``torch.profiler.profile.export_chrome_trace`` wrote; ``.gz`` is unpacked.
+        measured: a file written by ``torch.profiler.profile.export_chrome_trace``; ``.gz`` is unpacked.
 
     Raises:
-        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no device.
-        ValueError: ``measured`` is no trace in this format; the device lacks what the step needs.
+        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
+        ValueError: ``measured`` is not in this format, or the device lacks a rate or a link that the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
@@ -119,10 +119,10 @@ def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Return the events of a profile's file.
+    """Return the events of a profile from its file.
 
     Raises:
-        ValueError: the file is no profile in Chrome's trace event format.
+        ValueError: the file is not in Chrome's trace event format.
     """
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
@@ -138,7 +138,7 @@ def events_of(path: Path) -> list[Event]:
 def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     """Return the events of a profile, moved to the times of the forecast.
 
-    They are aligned at the first launch of a collective that both have, or else at the profile's first event.
+    The first launch of a collective that both have is aligned, or else the profile's first event.
     """
     timeline = forecast.timeline
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]

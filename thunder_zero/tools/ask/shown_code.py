@@ -35,14 +35,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.pythonex import clear_mutable_collection
 
-NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # of a value, not of an argument
+NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # the name of a value, not of a keyword argument
 METHODS = frozenset(dir(Tensor))
 HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
 
 
 @dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A line to show: its code, its position, and the position of a view that it makes as well."""
+    """A line to show: its code, its position, and the position of a view that the line computes as well."""
 
     code: str
     position: int
@@ -58,20 +58,20 @@ class _Step:
     shape: tuple[Any, ...]
 
     def apply(self, code: str) -> str:
-        """Return the code of this view of an expression."""
+        """Return the code that applies this view to an expression."""
         args = ", ".join(part for part in (code, self.args) if part)
         return f"{code}.{self.name}({self.args})" if self.name in METHODS else f"aten.{self.name}({args})"
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Views of views of a value."""
+    """A chain of views: ``steps`` are applied to ``root`` in order."""
 
     root: TensorProxy
     steps: tuple[_Step, ...] = ()
 
     def then(self, step: _Step) -> _Chain:
-        """Return the chain with one more view, without views that this one undoes."""
+        """Return the chain with a further view. Earlier views that it undoes are removed."""
         steps = self.steps
         if steps and steps[-1].name == step.name == "reshape":
             steps = steps[:-1]
@@ -81,7 +81,7 @@ class _Chain:
         return _Chain(self.root, steps if is_same else (*steps, step))
 
     def apply(self, code: str) -> str:
-        """Return the code of the last view, where ``code`` is that of the root."""
+        """Return the code of the last view. ``code`` is the code of the root."""
         for step in self.steps:
             code = step.apply(code)
         return code
@@ -96,7 +96,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
     """
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
-    hidden = {*views.folded, *views.instead.values()}
+    hidden = {*views.folded, *views.appended.values()}
     position_of = {
         proxy.name: position for position, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs
     }
@@ -114,7 +114,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
                 chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
                 call = chain.apply(chain.root.name)
             call = NAME.sub(lambda match: folded.get(match[0], match[0]), call)
-            view = views.instead.get(name)
+            view = views.appended.get(name)
             if view is not None:
                 name, call = view, views.chains[view].apply(call)
             yield ShownLine(f"{name} = {call}" if name else call, position, position_of.get(view or ""))
@@ -125,20 +125,20 @@ class _Views:
     """The views of a trace.
 
     Attributes:
-        chains: what each view is a view of, by the view's name.
-        folded: views that only one operator reads, which are printed inside of it.
-        instead: views that are the only reader of an operator's result, by the result's name. They are printed on the
-            operator's line.
+        chains: the chain of each view, by the view's name.
+        folded: names of views that only one operator reads. They are printed inside that operator's line.
+        appended: names of views that are the only reader of an operator's result, by the result's name. They are
+            printed at the end of the operator's line.
     """
 
     chains: Mapping[str, _Chain]
     folded: frozenset[str]
-    instead: Mapping[str, str]
+    appended: Mapping[str, str]
 
 
 def _views(trace: TraceCtx) -> _Views:
     reads: Counter[str] = Counter()
-    read_by_others: set[str] = set()  # by lines that call no operator
+    read_by_others: set[str] = set()  # values that lines without an operator read
     writer: dict[str, BoundSymbol] = {}
     for bsym in trace.bound_symbols:
         if bsym.sym.id is not prims.PrimIDs.DEL:
@@ -148,7 +148,7 @@ def _views(trace: TraceCtx) -> _Views:
             writer.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
     chains: dict[str, _Chain] = {}
     folded: set[str] = set()
-    instead: dict[str, str] = {}
+    appended: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and _stands_inside(bsym):
             base, name = bsym.flat_proxy_args[0], bsym.output.name
@@ -156,12 +156,12 @@ def _views(trace: TraceCtx) -> _Views:
             if reads[name] == 1 and name not in read_by_others:
                 folded.add(name)
             elif reads[chain.root.name] == 1 and _makes_one_value(writer.get(chain.root.name)):
-                instead[chain.root.name] = name
-    return _Views(chains, frozenset(folded), instead)
+                appended[chain.root.name] = name
+    return _Views(chains, frozenset(folded), appended)
 
 
 def _makes_one_value(bsym: BoundSymbol | None) -> bool:
-    """Return whether a line calls an operator whose result is one value, and no view."""
+    """Return whether a line calls an operator that computes a single value, which is not a view."""
     return (
         bsym is not None
         and operator_of(bsym) is not None
@@ -171,7 +171,7 @@ def _makes_one_value(bsym: BoundSymbol | None) -> bool:
 
 
 def _stands_inside(bsym: BoundSymbol) -> bool:
-    """Return whether a line makes a view that may be printed inside other lines. Collectives of torch are not."""
+    """Return whether a line makes a view that may be printed inside other lines. Collectives are printed alone."""
     return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 
@@ -184,14 +184,14 @@ def _step(bsym: BoundSymbol) -> _Step:
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
-    """Return a shape whose symbols are names, since Thunder would trace a comparison of its numbers."""
+    """Return a shape with names in place of symbolic sizes, since Thunder would trace their comparison."""
     return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
 
 
 def _line(bsym: BoundSymbol) -> str:
     """Return the code of a line that calls no operator.
 
-    Paths are left out where the names of several values say them. A return shows what is returned and what is saved.
+    Paths are left out if the names of several values show them. A return shows the outputs and the saved values.
     """
     if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
         values, paths, *axes = bsym.args

@@ -1,8 +1,8 @@
-"""Counts what the loss and the optimizer compute, as operations of a timeline::
+"""Adds the operations of the loss and of the optimizer to a timeline::
 
     digests (ZeRO-1) | forward | loss and its gradient | backward | optimizer step
 
-The operators of torch that run between the phases become operations, with the bytes that they read and write.
+Torch's operators that run between the phases become operations, with the bytes that they read and write.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss, Replay
 from thunder_zero.tools.forecast.watch import Watch
 
-ALLOCATORS = ("empty", "new_empty")  # operators whose names begin so do not touch memory
+ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch memory
 
 
 def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
-    """Return the forecast of memory and the timeline of a whole step, from one rehearsal.
+    """Return the results of ``memory`` and ``whole_step``, from one rehearsal.
 
-    They equal the results of ``memory`` and ``whole_step``. Errors are those of :func:`thunder_zero.tools.memory`.
+    Raise the errors that :func:`thunder_zero.tools.memory` lists.
 
     Args:
-        traces: as :func:`for_loss` returns them.
+        traces: the result of :func:`for_loss`.
         loss, optimizer: as for :func:`thunder_zero.tools.memory`.
     """
-    backend, counted = backend_of(traces), _Around()
+    backend, operators = backend_of(traces), _Around()
     with Watch(Holds.PARAMETER) as watch:
-        replay = begin_replay(traces, backend, optimizer, watch, around=(counted.loss, counted.optimizer))
+        replay = begin_replay(traces, backend, optimizer, watch, around=(operators.loss, operators.optimizer))
         memory = run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)))
         is_alone = traces.backward is None or (loss is None and optimizer is None)
-        return memory, traces.timeline if is_alone else counted.timeline(replay)
+        return memory, traces.timeline if is_alone else operators.timeline(replay)
 
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
     """Return the timeline of a step with its loss and its optimizer's step, without running the phases."""
     traces = for_loss(traces, loss) if loss else traces
-    counted = _Around()
+    operators = _Around()
     with Watch(Holds.PARAMETER) as watch:
-        around = counted.loss, counted.optimizer
-        replay = begin_replay(traces, backend_of(traces), optimizer, watch, around=around)
+        contexts = operators.loss, operators.optimizer
+        replay = begin_replay(traces, backend_of(traces), optimizer, watch, around=contexts)
         replay.run_without_phases(loss)
-        return counted.timeline(replay)
+        return operators.timeline(replay)
 
 
 def loss_traffic(traces: Traces, loss: Loss) -> int:
@@ -70,10 +70,10 @@ def loss_traffic(traces: Traces, loss: Loss) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """Records torch's operators that run inside the block, an operation for each.
+    """Records each operator of torch that runs inside the block as an operation.
 
     Attributes:
-        ops: the operations. Each value that they read or write has a name of its own.
+        ops: the operations. Each read and each write of a value has a name of its own.
         values: the size and the dtype of each value.
     """
 
@@ -89,7 +89,9 @@ class Operators(TorchDispatchMode):
         out = func(*args, **kwargs)
         read = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         written = [item for item in tree_iter(out) if isinstance(item, Tensor)]
-        written += [item for item in read if not written and func._schema.is_mutable]  # foreach returns nothing
+        written += [
+            item for item in read if not written and func._schema.is_mutable
+        ]  # foreach operators return nothing
         if not func._schema.is_mutable and _are_views(written, read):
             return out
         name = func.overloadpacket.__name__
@@ -116,9 +118,9 @@ class _Around:
     optimizer: Operators = field(default_factory=lambda: Operators("optimizer", backward=True))
 
     def timeline(self, replay: Replay) -> Timeline:
-        """Return the timeline of a step that was replayed, with the operators around its phases."""
+        """Return the timeline of a replayed step, with the operators around its phases."""
         plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
-        # ZeRO-1 begins with digests of this rank's rows, by which ranks know what to refresh.
+        # ZeRO-1 begins with digests of this rank's rows, which tell the ranks what to refresh.
         rows = [replay.rehearsal.rows[param.path] for param in plan.params if param.resident]
         if rows and plan.mesh.shard.size > 1:
             with digests:
@@ -129,11 +131,11 @@ class _Around:
 
 
 def _are_views(written: list[Tensor], read: list[Tensor]) -> bool:
-    """Return whether all results of an operator are views of what it reads."""
+    """Return whether all results of an operator are views of its inputs."""
     storages = {tensor.untyped_storage()._cdata for tensor in read}
     return bool(written) and all(tensor.untyped_storage()._cdata in storages for tensor in written)
 
 
 def _work_of(name: str) -> Work:
-    """Return the class of an operator of torch: ``_foreach_mul_`` is ``mul``, ``_log_softmax`` is ``log_softmax``."""
+    """Return the class of work of an operator of torch. ``_foreach_mul_`` counts as ``mul``."""
     return WORK.get(name.removeprefix("_foreach").strip("_"), Work.OTHER)

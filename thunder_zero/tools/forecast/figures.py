@@ -1,4 +1,4 @@
-"""Holds the figures of a forecast of memory: frozen data that prints itself.
+"""Holds a forecast of memory: frozen data that prints itself.
 
 ::
 
@@ -27,7 +27,7 @@ from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 
 
 class Holds(StrEnum):
-    """What a storage holds; each storage has one kind from its allocation to its end."""
+    """The kind of data that a storage holds. A storage has one kind from its allocation to its end."""
 
     PARAMETER = "parameters at rest"
     BUFFER = "buffers of the module"
@@ -43,17 +43,17 @@ class Holds(StrEnum):
     TEMPORARY = "temporaries"
 
 
-OPTIMIZER_STEP = "optimizer step"  # the last phase, which is no trace
-LARGEST = 8  # tensors that are named
+OPTIMIZER_STEP = "optimizer step"  # the last phase, which has no trace
+LARGEST = 8  # the number of tensors that are named
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # smaller on more ranks
 OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # smaller in smaller batches
-COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
+COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that compute them
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ByKind(Mapping[Holds, int]):
-    """An immutable mapping from what memory holds to bytes. It is hashable, and equals a dict with equal items."""
+    """An immutable mapping from kinds of data to bytes. It is hashable, and equals a dict with equal items."""
 
     items_in_order: tuple[tuple[Holds, int], ...]
 
@@ -78,12 +78,12 @@ class Storage:
     """Memory that tensors share.
 
     Attributes:
-        kind: what it holds.
+        kind: the kind of data that it holds.
         nbytes: its size.
-        name: the path of a parameter, of a gradient's parameter or of a buffer. Optimizer state has the path and its
-            key, such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters that it carries, as
-            ``print_trace`` shows them. Other storages have the name of a value of the trace.
-        module: path of the module whose parameter was used last when it was allocated; "" if there was none.
+        name: the path of a parameter, of a gradient's parameter or of a buffer of the module. For optimizer state, the
+            path and the key, such as "blocks.0.up.weight: exp_avg". For a collective's buffer, the parameters as in
+            ``print_trace``. For other storages, the name of a value of the trace.
+        module: path of the module whose parameter was used last before the allocation; "" without one.
         line: the index in ``Memory.lines`` of the line that allocates it; -1 if it exists before the step.
         freed: the index of the line that frees it; None if it outlives the step.
     """
@@ -105,11 +105,11 @@ class MemoryLine:
 
     Attributes:
         phase: "forward", "loss", "backward" or "optimizer step".
-        position: its position in the trace of its phase, as in ``Op.source``; -1 if it is no line of a trace.
+        position: its position in the trace of its phase, as in ``Op.source``; -1 outside a trace.
         code: its Python statement.
-        alive: bytes alive after it, by kind.
-        total: the sum of ``alive``, with ``reserve``.
-        highest: the most bytes alive while it runs, with what it allocates and frees itself.
+        alive: bytes alive after the line, by kind.
+        total: the sum of ``alive`` and ``reserve``.
+        highest: the most bytes alive while the line runs, with ``reserve``.
     """
 
     phase: str
@@ -128,8 +128,8 @@ class Memory:
     """The memory of one rank in one training step, in bytes of tensors' storages.
 
     Attributes:
-        lines: in the order in which they run.
-        storages: in the order of their allocation.
+        lines: the lines of the step, in the order in which they run.
+        storages: the storages, in the order of their allocation.
         at_rest: bytes alive between steps, without gradients.
         peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
         optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
@@ -137,7 +137,7 @@ class Memory:
         plan: the plan of the traces, without the policy's functions such as ``unit_of``.
         at_peak: the storages that are alive at the peak, largest first.
         reserve: bytes that were added to every figure.
-        excluded: what the forecast leaves out, in words.
+        excluded: the parts of a step that the forecast leaves out, in words.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -155,15 +155,15 @@ class Memory:
         return summed_up(self, f"peak {size(self.peak)} in {line.phase}, {'; '.join(outside_of_the_peak(self))}")
 
     def __str__(self) -> str:
-        """Return text of 100 columns: the peak by kind, its largest tensors, and the figures outside of the peak."""
+        """Return text in 100 columns: the peak by kind, its largest tensors, and the figures outside the peak."""
         return _text_of(self, LARGEST)
 
     def table(self) -> str:
-        """Return the text of ``str`` with all tensors that are alive at the peak."""
+        """Return the text of ``str(self)``, but with all tensors that are alive at the peak."""
         return _text_of(self, len(self.at_peak))
 
     def _repr_html_(self) -> str:
-        """Return a small form for notebooks: what is alive at the peak, and the curve of memory."""
+        """Return a short HTML form for notebooks: the peak by kind, and the curve of memory."""
         facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
         title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
         return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
@@ -198,26 +198,26 @@ def _text_of(memory: Memory, most: int) -> str:
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
-    """Return lines with the figures at rest and in the optimizer's step, and with what is left out."""
+    """Return lines with the figures at rest and in the optimizer's step, and with the exclusions."""
     step = memory.optimizer_step
     in_step = "" if step is None else f", in the optimizer's step {size(step)}"
-    return [f"at rest {size(memory.at_rest)}{in_step}", *(f"left out: {what}" for what in memory.excluded)]
+    return [f"at rest {size(memory.at_rest)}{in_step}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
     """Return a line such as ``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``.
 
-    Storages without a module have the phase in its place.
+    A storage without a module shows its phase.
     """
     statement = ""
     if storage.line >= 0 and storage.kind in COMPUTED:
         statement = f": {_statement(memory.lines[storage.line].code)}"
-    where = storage.name
+    place = storage.name
     if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
-        where = storage.module or memory.lines[storage.line].phase
-    return f"{size(storage.nbytes):>10}  {storage.kind:22} {where}{statement}"
+        place = storage.module or memory.lines[storage.line].phase
+    return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}{statement}"
 
 
 def _statement(code: str) -> str:
-    """Return the first line of a statement, without the comment that has its shape."""
+    """Return the first line of a statement, without its trailing comment."""
     return short(code.splitlines()[0].partition("  #")[0])

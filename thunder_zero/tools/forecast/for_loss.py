@@ -1,4 +1,4 @@
-"""Removes from a program what leads only to outputs that the loss does not use."""
+"""Removes the parts of backward that serve only outputs that the loss does not use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from thunder.core.pytree import tree_map
 
 
 def for_loss(traces: Traces, loss: Loss) -> Traces:
-    """Return the traces that train with a loss of what forward returns, such as ``lambda output: output.loss``.
+    """Return the traces for training with a loss, such as ``lambda output: output.loss``.
 
-    Some outputs are not used by the loss, such as logits beside a loss. When a model of ``tz.compile`` runs, its
-    backward leaves out what leads only to them; traces of a model that did not run still have it. ``thunder.jit``
-    computes with zeros there, so its traces are returned as they are.
+    A loss may ignore outputs of forward, such as logits. When a model of ``tz.compile`` runs, its backward skips the
+    operations that serve only ignored outputs. Traces of a model that has not run still have them, and this function
+    removes them. ``thunder.jit`` computes these operations with zeros, so its traces are returned unchanged.
 
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
 
     Raises:
-        TypeError, NoForecast: the loss, as for :func:`thunder_zero.tools.memory`.
+        TypeError, NoForecast: :func:`thunder_zero.tools.memory` would raise for this loss.
     """
     if traces.backward is None or traces.without is None:
         return traces

@@ -36,7 +36,7 @@ NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 
 @dataclass(frozen=True, slots=True)
 class PythonLine:
-    """A line of a trace as Python: its statement, also compiled, and the objects that the statement names."""
+    """A line of a trace as Python: its statement, the compiled statement, and the objects that it names."""
 
     position: int
     line: BoundSymbol
@@ -66,12 +66,12 @@ def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
     """Run a fused line and add its outputs to ``values``, which maps names to tensors without values.
 
-    Regions of Thunder's own fusers consist of symbols that torch cannot run. They allocate their outputs alone.
+    Regions of Thunder's own fusers consist of symbols that torch cannot run. They allocate only their outputs.
 
     Args:
-        region: the line.
-        values: of the lines before, by name.
-        record: counts a tensor's storage from now on, as long as it is alive.
+        region: the fused line.
+        values: the values of earlier lines, by name.
+        record: a function that counts a tensor's storage from now on, as long as it is alive.
     """
     returned = {proxy.name for proxy in region.flat_proxy_outs}
     if any(operator_of(line) is None for line in region.subsymbols):
@@ -79,18 +79,20 @@ def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Te
         return
     counted = returned | _buffers(region.subsymbols)
     last_reader = _last_readers(region.subsymbols, counted)
-    inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
+    region_values = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
     with disable_current_modes(), WithoutValues():
         for line in _compiled(region.subsymbols):
-            exec(line.compiled, {"torch": torch} | line.objects, inside)
-            results = [inside[proxy.name] for proxy in line.line.flat_proxy_outs if proxy.name in counted]
-            unread = [name for name in inside if last_reader.get(name, -1) <= line.position and name not in returned]
+            exec(line.compiled, {"torch": torch} | line.objects, region_values)
+            results = [region_values[proxy.name] for proxy in line.line.flat_proxy_outs if proxy.name in counted]
+            unread = [
+                name for name in region_values if last_reader.get(name, -1) <= line.position and name not in returned
+            ]
             if work_of(line.line) not in INLINED:
                 _record(results, record)
             for name in unread:
-                del inside[name]
+                del region_values[name]
             _record(results, record)  # a fused loop may write where it reads
-    values.update((name, inside[name]) for name in returned)
+    values.update((name, region_values[name]) for name in returned)
 
 
 def _record(results: Iterable[Any], record: Callable[[Tensor], object]) -> None:
@@ -118,7 +120,7 @@ def _buffers(lines: Sequence[BoundSymbol]) -> set[str]:
 
 
 def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, int]:
-    """Return the position of the last line that reads each value, directly or through values without a buffer."""
+    """Return the last position at which each value is read, directly or through values without a buffer."""
     last: dict[str, int] = {}
     for position, line in reversed(list(enumerate(lines))):
         outputs = {proxy.name for proxy in line.flat_proxy_outs}
@@ -131,7 +133,7 @@ def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, 
 
 
 def empty_like(proxy: Any) -> Any:
-    """Return a tensor without values that looks like a proxy, or the value of a proxy of a number."""
+    """Return a meta tensor like a tensor proxy, or the value of a number proxy."""
     if not isinstance(proxy, TensorProxy):
         return proxy.value
     return torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)

@@ -1,7 +1,7 @@
 """``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
 
-In: traces. Out: :class:`Memory`: the lines with the bytes alive after each, the storages with the lines between which
-they live, and the peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
+In: traces. Out: :class:`Memory`: the bytes alive after each line, the first and last line of each storage, and the
+peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
 """
 
 from __future__ import annotations
@@ -44,33 +44,34 @@ def memory(
     accumulating: bool = False,
     reserve: int = 0,
 ) -> Memory:
-    """Forecast the memory of a training step from the traces that will run. Nothing of the model is allocated.
+    """Forecast the memory of a training step from the traces that will run. No tensor of the model is allocated.
 
-    It counts the storages of tensors, as torch's allocators do: neither Python, nor libraries, nor buffers inside the
-    backend. Each line runs on tensors without values. Each collective runs in the backend's transport, which sends
-    nothing. Rank 0, the default of ``trace``, holds the most rows. ``excluded`` of the result says what is left out:
-    a loss or an optimizer that is not given, a backward that the traces lack.
+    The forecast counts storages of tensors, as torch's allocators do. It does not count Python, libraries, or buffers
+    inside the backend. Each line runs on meta tensors. Each collective runs in the backend's transport, which sends
+    nothing. Rank 0, the default of ``trace``, holds the most rows. The result's ``excluded`` lists missing parts of the
+    step: the loss, the optimizer or backward.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8)
     >>> tz.tools.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
 
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
-        shapes: other shapes of inputs than the program was traced for, by name, as for
-            :func:`thunder_zero.tools.resized`: it finds the largest batch that fits without a compilation.
-        loss: computes the loss from what forward returns, where the model does not. The forecast assumes that the
-            training code keeps no output. Tensors that the loss brings along, such as targets, are not counted.
+        shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. They help to find the largest
+            batch that fits without a compilation.
+        loss: a function from the result of forward to the loss, if forward does not return the loss. The forecast
+            assumes that the training code keeps no output. Tensors that the function brings along, such as targets, are
+            not counted.
         optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
             ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
-        backend: "gloo" or "nccl", whose transports have different buffers; "mpi" for all others. Default: "nccl" if the
-            traces are for CUDA, else "gloo". It changes collectives only, not for which device the traces are.
+        backend: "gloo", "nccl", or "mpi" for every other backend (default: "nccl" for traces for CUDA, otherwise
+            "gloo"). It decides about the buffers of collectives, and nothing else.
         accumulating: True if micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
-        reserve: bytes to add to every figure, for what the forecast cannot see.
+        reserve: bytes to add to every figure, for memory that the forecast cannot see.
 
     Raises:
-        TypeError: neither traces nor a model with ZeroTransform.
-        ValueError: there is no such backend; ``reserve`` is negative; ``shapes`` as for ``resized``.
-        RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have
+        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform.
+        ValueError: ``backend`` is unknown, ``reserve`` is negative, or ``resized`` raises for ``shapes``.
+        RuntimeError: the model was not called yet, or a line reads a value
             (:class:`thunder_zero.tools.forecast.watch.NoForecast`).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
@@ -92,22 +93,22 @@ def begin_replay(
     accumulating: bool = False,
     around: tuple[Context, Context] | None = None,
 ) -> Replay:
-    """Return a step whose memory at rest is allocated; ``around`` are contexts for the loss and for the optimizer."""
+    """Allocate the memory at rest, and return the step. ``around`` has contexts for the loss and the optimizer."""
     rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in rehearsal.at_rest():
         watch.record(tensor).name = path
     for tensor in rehearsal.on_host():
         watch.stop_counting(tensor)
     shards = rehearsal.trained_on_device()
-    stepped = None
+    built_optimizer = None
     foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
     if optimizer is not None and shards:
-        stepped = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
+        built_optimizer = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
     if accumulating:
         watch.kind = Holds.DEFERRED
         for path in rehearsal.accumulate():
             watch.name_new(path)
-    return Replay(traces, watch, rehearsal, stepped, *(around or (nullcontext(), nullcontext())))
+    return Replay(traces, watch, rehearsal, built_optimizer, *(around or (nullcontext(), nullcontext())))
 
 
 def run_step(replay: Replay, loss: Loss | None, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
@@ -140,7 +141,7 @@ def _storages(
     ends = [line.events for line in lines]
     storages = []
     for allocation in allocations:
-        index = allocation.line - 1  # line 0 of the watch is before the first
+        index = allocation.line - 1  # the watch's line 0 is before the first line
         freed = None if allocation.freed is None else bisect_right(ends, allocation.freed)
         module = modules[index] if index >= 0 else ""
         freed = None if freed is None or freed == len(lines) else freed
@@ -164,7 +165,7 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
 
 
 def _modules(replay: Replay) -> list[str]:
-    """Return for each line the module whose parameter, or gradient of one, its phase used last in compute."""
+    """Return for each line the module whose parameter or gradient compute used last in this phase."""
     modules: list[str] = []
     for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
         trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
@@ -197,7 +198,7 @@ def _require(backend: str, reserve: int) -> None:
 
 
 def excluded_from(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
-    """Yield what a forecast of these traces leaves out, in words."""
+    """Yield the parts of a step that a forecast of these traces leaves out, in words."""
     if traces.backward is not None:
         if loss is None:
             yield "the loss outside of the model: give loss="
@@ -215,27 +216,27 @@ def _plan_to_compare(traces: Traces) -> Plan:
 
 
 def require_forecast_of(traces: Traces, memory: Memory) -> None:
-    """Refuse a value that is not a forecast of these traces.
+    """Raise unless ``memory`` is a forecast of these traces.
 
     Raises:
-        TypeError: ``memory`` is no forecast.
-        ValueError: it is a forecast of other traces.
+        TypeError: ``memory`` is not a forecast.
+        ValueError: ``memory`` is a forecast of other traces.
     """
     action = "give what thunder_zero.tools.memory returns for these traces"
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is of type {type(memory).__name__}; {action}")
     if memory.plan != _plan_to_compare(traces):
-        theirs, ours = map(place_of, (memory.plan, traces.plan))
-        ours = ours if ours != theirs else "the same rank with another module or policy"
-        raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
+        forecast_place, traces_place = map(place_of, (memory.plan, traces.plan))
+        traces_place = traces_place if traces_place != forecast_place else "the same rank with another module or policy"
+        raise ValueError(f"memory is a forecast of {forecast_place}, the traces are of {traces_place}; {action}")
     forecast = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
     phases = [("forward", traces.forward), ("backward", traces.backward)]
     shown = {(phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)[1]}
     for phase, position in sorted(forecast.keys() | shown.keys()):
         codes = (forecast.get((phase, position), "missing"), shown.get((phase, position), "missing"))
-        first, second = (code.partition("\n")[0] for code in codes)
-        if first != second:
+        expected, actual = (code.partition("\n")[0] for code in codes)
+        if expected != actual:
             raise ValueError(
-                f"memory is a forecast of other traces, where line {position} of {phase} is {first!r}, not {second!r}; "
-                f"{action}"
+                f"memory is a forecast of other traces, where line {position} of {phase} is {expected!r}, not "
+                f"{actual!r}; {action}"
             )

@@ -1,7 +1,7 @@
-"""Makes the state of a model without values: what the lines of a forecast run on.
+"""Makes the state of a model of meta tensors, on which the lines of a forecast run.
 
-Before the step there are shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a first
-step makes.
+The state before the step has shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a
+first step allocates.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of shards without values, whose first step has made its state.
+    """Return an optimizer of meta shards, after a first step that allocates its state.
 
     Args:
-        make: makes the optimizer of parameters.
-        shards: parameters by path.
-        watch: counts the optimizer's state.
-        foreach: True if torch chooses foreach for the real shards, as for plain tensors on CUDA, unlike DTensors.
+        make: a class of optimizers, or a function from parameters to an optimizer.
+        shards: the sharded parameters, by path.
+        watch: the watch that counts the optimizer's state.
+        foreach: True if torch would choose foreach for the real shards: plain tensors on CUDA, not DTensors.
 
     Raises:
-        TypeError: ``make`` is no function that makes an optimizer of parameters.
+        TypeError: ``make`` is not a function from parameters to an optimizer.
         NoForecast: the optimizer reads a value, or its step needs a closure.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
@@ -50,7 +50,7 @@ def optimizer_at_rest(
         optimizer = _make_optimizer(make, shards.values())
         for group in optimizer.param_groups:
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch chooses by the device of the parameters, which is META here
+                group["foreach"] = True  # torch decides by the device of the parameters, which is META here
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
     return optimizer
@@ -74,7 +74,7 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
 
 
 def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
-    """Name each state by its parameter, such as ``blocks.0.up.weight: exp_avg``; a shared state belongs to all."""
+    """Name each state, such as ``blocks.0.up.weight: exp_avg``. A shared state is named "all parameters"."""
     for path, shard in shards.items():
         for name, value in optimizer.state.get(shard, {}).items():
             for tensor in tree_iter(value):
@@ -94,7 +94,7 @@ def take_step(
 
 
 class Rehearsal(LocalState):
-    """A model's state without values, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs.
+    """A model's state of meta tensors, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter that
     ``reshard_after_backward=False`` keeps unsharded after a micro-batch is gathered again.
@@ -102,9 +102,9 @@ class Rehearsal(LocalState):
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
-            digests_of([torch.empty(1, device=META)])  # digests and wires make constants that stay in the process
+            digests_of([torch.empty(1, device=META)])  # digests and wires allocate constants that stay in the process
             wire = UnsentWire(plan, backend, META)
-        whole = {
+        tensors = {
             param.path: torch.empty(
                 plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),
                 dtype=param.rest_dtype,
@@ -112,21 +112,21 @@ class Rehearsal(LocalState):
             )
             for param in plan.params
         }
-        super().__init__(plan, META, "the model", wire, whole, {}, digests=False)
+        super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
         self.accumulation = Accumulation(synced=synced)
         self.resident.mark_stale(self.shards)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield paths and tensors of what is there between steps: shards, and ZeRO-1's full parameters."""
+        """Yield paths and tensors that are alive between steps: shards, and ZeRO-1's full parameters."""
         yield from self.rows.items()
         yield from ((param.path, self.resident.full(param)) for param in self.plan.params if param.resident)
 
     def on_host(self) -> Iterator[Tensor]:
-        """Yield the shards that rest in host memory (``cpu_offload``)."""
+        """Return the shards that are in host memory between steps (``cpu_offload``)."""
         return (self.rows[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
-        """Return the shards whose optimizer state rests on the device, by path."""
+        """Return the shards whose optimizer state is on the device, by path."""
         params = self.plan.params
         return {
             param.path: self.shards[param.path]

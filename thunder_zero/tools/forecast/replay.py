@@ -1,6 +1,6 @@
-"""Runs the lines of the traces on tensors without values, as a training step would.
+"""Runs the lines of the traces on meta tensors, as a training step would.
 
-The lines are those that will run, so they allocate, view and delete what the step will::
+The lines equal those of the step, so they allocate, view and delete equal storages::
 
     inputs -> forward lines -> outputs -> loss -> gradients of outputs -> backward lines -> gradients -> optimizer
                      \\______ saved values (the lists that Thunder hands over) ____/
@@ -33,7 +33,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
 Context = AbstractContextManager[object]
-# What the storages hold that a line of this kind allocates, until they are relabelled.
+# The label of storages that a line of this kind allocates, until they are relabelled.
 DURING = {
     Kind.GATHER: Holds.IN_FLIGHT,
     Kind.REDUCE: Holds.IN_FLIGHT,
@@ -43,7 +43,7 @@ DURING = {
 
 
 class _LossInput(torch.autograd.Function):
-    """Makes a differentiable alias of an output, whose gradient can be asked for when nobody holds the alias."""
+    """Makes a differentiable alias of an output. Its gradient can be computed after the alias is dropped."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class RunLine:
 
     Attributes:
         phase: "forward", "loss", "backward" or "optimizer step".
-        position: its position in the trace of its phase; -1 if it is no line of a trace.
+        position: its position in the trace of its phase; -1 outside a trace.
         code: its Python statement.
         highest: the most bytes alive while it ran.
         events: the number of allocations and frees until its end.
@@ -74,13 +74,13 @@ class Replay:
     """A step that runs line by line.
 
     Attributes:
-        rehearsal: the model's state without values; the collectives of lines run on it.
-        optimizer: steps the shards after backward; None if it is left out.
+        rehearsal: the model's state, on which the collectives of lines run.
+        optimizer: the optimizer that steps the shards after backward, if any.
         around_loss, around_optimizer: contexts in which the loss and the optimizer run.
         lines: the lines that ran.
-        gradients: what backward returned, by path of parameter.
-        caller_inputs: inputs, which the caller holds until the optimizer's step.
-        buffers: buffers of the module, which the module holds.
+        gradients: the gradients that backward returned, by path of the parameter.
+        caller_inputs: the inputs, kept alive until the optimizer's step, as a caller does.
+        buffers: the module's buffers, kept alive as the module does.
     """
 
     traces: Traces
@@ -110,7 +110,7 @@ class Replay:
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
     def run_without_phases(self, loss: Loss | None) -> None:
-        """Run the loss and the optimizer's step alone, on outputs and gradients made from their shapes."""
+        """Run only the loss and the optimizer's step, on outputs and gradients of the right shapes."""
         self.watch.begin_step()
         if self.traces.backward is None:
             return
@@ -136,8 +136,9 @@ class Replay:
         self._end_line(OPTIMIZER_STEP, -1, "optimizer.step()")
 
     def _inputs(self) -> dict[str, Any]:
-        """Return the arguments of forward by the names of their proxies. Lines delete them; other holders are noted."""
-        timeline, others = self.traces.timeline, self.traces.others
+        """Return the arguments of forward by the names of their proxies. Keep those alive that a caller or a module
+        holds."""
+        timeline, buffer_paths = self.traces.timeline, self.traces.others
         values: dict[str, Any] = {}
         for proxy in self.traces.forward.args:
             if isinstance(proxy, NumberProxy):
@@ -145,25 +146,25 @@ class Replay:
             elif path := timeline.inputs.get(proxy.name):
                 values[proxy.name] = self.rehearsal.rows[path]
             elif isinstance(proxy, TensorProxy):
-                is_buffer = proxy.name in others
+                is_buffer = proxy.name in buffer_paths
                 self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
                 values[proxy.name] = tensor = empty_like(proxy)
-                self.watch.record(tensor).name = others.get(proxy.name, proxy.name)
+                self.watch.record(tensor).name = buffer_paths.get(proxy.name, proxy.name)
                 (self.buffers if is_buffer else self.caller_inputs).append(tensor)
         return values
 
     def _run_forward(self, values: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """Run forward; return its outputs, nested and flat, and its two lists of saved values: tensors and others."""
+        """Run forward. Return its outputs, nested and flat, and its two lists of saved values: tensors and numbers."""
         returned = self._run_lines("forward", self.traces.forward, values)
         if self.traces.backward is None:
             return [], []
-        result, (tensors, others) = returned
+        result, (tensors, numbers) = returned
         for tensor in tensors:
             self._relabel(tensor, Holds.TEMPORARY, Holds.SAVED)
-        return [result["output"], result["flat_output"]], [list(tensors), list(others)]
+        return [result["output"], result["flat_output"]], [list(tensors), list(numbers)]
 
     def _saved_for_backward(self, saved: list[list[Any]]) -> list[list[Any]]:
-        """Return the saved values that backward reads, from the two lists of forward, in backward's order."""
+        """Reorder the saved values of forward's two lists into the two lists that backward reads."""
         assert self.traces.backward is not None
         proxy_lists = self.traces.forward.bound_symbols[-1].args[1]
         by_name = {
@@ -174,22 +175,22 @@ class Replay:
         return [[by_name[proxy.name] for proxy in proxies] for proxies in self.traces.backward.args[0]]
 
     def _run_loss(self, result: list[Any], loss: Loss | None) -> list[Tensor | None]:
-        """Return the gradients of forward's outputs: of the loss, or empty tensors if there is none.
+        """Return the gradients of forward's outputs from the loss, or empty tensors without a loss.
 
-        Empties ``result`` as soon as the training code would have dropped it.
+        ``result`` is emptied as soon as the training code would have dropped it.
         """
         self.watch.begin_line()
         self.watch.kind = Holds.LOSS
         output, flat = result
         result.clear()
         assert self.traces.backward is not None
-        proxies = self.traces.backward.args[1]  # None: an output without a gradient
+        proxies = self.traces.backward.args[1]  # None for an output without a gradient
         for tensor in flat:
             self._relabel(tensor, Holds.TEMPORARY, Holds.LOSS)
-        del tensor  # it would keep the last output alive
+        del tensor  # the name would keep the last output alive
         with self.around_loss:
             inputs = loss_inputs(flat)
-            # No name for the zip: it would keep its last output alive.
+            # A name for the zip would keep its last output alive.
             trained = [inputs[id(tensor)] for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None]
             shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
             gradients: Sequence[Tensor | None]
@@ -199,7 +200,7 @@ class Replay:
                 edges = [get_gradient_edge(tensor) for tensor in trained]
                 output = tree_map(lambda leaf: inputs.get(id(leaf), leaf), output)
                 inputs.clear()
-                del flat, trained  # the training code holds the output alone
+                del flat, trained  # training code keeps only the output
                 value = call_loss(loss, restore_output(self.traces, output))
                 del output
                 gradients = torch.autograd.grad(value, edges, allow_unused=True)
@@ -218,14 +219,14 @@ class Replay:
 
     @torch.no_grad()
     def _run_lines(self, phase: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
-        """Run the lines of a phase and return what it returns. ``values`` keeps what the lines do not delete."""
+        """Run the lines of a phase, and return its results. ``values`` keeps all values that no line deletes."""
         names, lines = python_lines(trace)
         context = names | functions_of(ModelRuntime(self.rehearsal), self.traces.plan)
         ops = [op for op in self.traces.timeline.ops if op.backward is (phase == "backward")]
         by_line = {position: op for op in ops for position in op.source}
         with tracectx(trace):
             for line in lines:
-                context.update(line.objects)  # printing names objects anew
+                context.update(line.objects)  # printing gives objects new names
                 op = by_line.get(line.position)
                 self.watch.begin_line()
                 self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
@@ -243,7 +244,7 @@ class Replay:
                 exec(line.compiled, context, values)
 
     def _label(self, op: Op, position: int, values: dict[str, Any]) -> None:
-        """Label the storages that a line of an operation made or read."""
+        """Label the storages that a line of an operation allocated or read."""
         if op.kind is Kind.COMPUTE:
             for name in op.writes:
                 if isinstance(value := values.get(name), Tensor):
@@ -251,7 +252,7 @@ class Replay:
                     allocation.name = allocation.name or name
             return
         plan, timeline = self.traces.plan, self.traces.timeline
-        # An operation that encodes has two lines. A gradient ends with the first, a parameter begins with the last.
+        # An operation that encodes has two lines. The first ends a gradient, the last begins a parameter.
         if op.kind in (Kind.REDUCE, Kind.DEFER) and position == min(op.source) and not timeline.continues(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._relabel(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
@@ -288,7 +289,7 @@ def loss_inputs(flat: Sequence[Any]) -> dict[int, Tensor]:
 
 
 def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
-    """Return what the model returns, from what the forward trace returns. Inputs that are passed through are None."""
+    """Convert the forward trace's result to the model's result. Inputs that are passed through are None."""
     epilogue = traces.epilogue
     if traces.restored is not None:
         return traces.restored(output)
@@ -300,7 +301,7 @@ def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
 
 
 def values_of_return(trace: TraceCtx) -> Any:
-    """Return tensors without values in place of what a trace returns, with the shapes of its proxies."""
+    """Return the result of a trace with meta tensors in place of its proxies."""
     return _returned(trace, _returned_values(trace))
 
 
@@ -312,17 +313,17 @@ def _returned(trace: TraceCtx, values: Mapping[str, Any]) -> Any:
 
 
 def _returned_values(trace: TraceCtx) -> dict[str, Any]:
-    """Return tensors without values for what a trace returns, by name, with the shapes of the proxies."""
+    """Return meta tensors for the values that a trace returns, by name."""
     return {proxy.name: empty_like(proxy) for proxy in trace.bound_symbols[-1].flat_proxy_args}
 
 
 @torch.enable_grad()
 def call_loss(loss: Loss, output: Any) -> Tensor:
-    """Return the loss of what the model returns.
+    """Return the loss of a model's result.
 
     Raises:
         NoForecast: the loss reads a value.
-        TypeError: the loss takes other arguments, or is not one number with a gradient.
+        TypeError: ``loss`` takes other arguments, or its result is not a tensor of one number with a gradient.
     """
     action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
@@ -334,9 +335,9 @@ def call_loss(loss: Loss, output: Any) -> Tensor:
             f"lambda output: F.cross_entropy(output, targets)"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        result = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(
-            f"loss= returned {what}; return a tensor of one number that depends on what forward returns, and leave "
+            f"loss= returned {result}; return a tensor of one number that depends on what forward returns, and leave "
             f"backward() to the forecast"
         )
     return value

@@ -1,7 +1,7 @@
-"""``tz.tools.resized``: shows a program for inputs of other sizes, without tracing or compiling.
+"""``tz.tools.resized``: changes the input sizes of a traced program, without tracing or compiling.
 
-A program whose sizes are symbols has lines that hold for any size. Its values have the shapes of the traced call. Its
-lines run once on tensors without values, of the other sizes, and every value gets its new shape::
+If sizes are symbols, the lines of a program hold for any size, but its values have the shapes of the traced call. The
+lines run once on meta tensors of the new sizes, and every value gets its new shape::
 
     arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
 """
@@ -32,17 +32,17 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def resized(traces: Traces, shapes: Shapes) -> Traces:
-    """Return the traces of the same program for inputs of other shapes, for every tool that takes traces.
+    """Return the traces of a program with new shapes of inputs. Every tool takes them.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8, dynamic=True)
     >>> tz.tools.estimate(tz.tools.resized(traces, {"tokens": (16, 4096)}), "h100")
 
     Args:
-        traces: of a program whose sizes are symbols: ``dynamic=True``, or a model that was called with several lengths.
-        shapes: shapes by the names of inputs. Inputs without a shape here follow where they share a symbol or a size.
+        traces: traces whose sizes are symbols: from ``dynamic=True``, or of a model called with several lengths.
+        shapes: new shapes, by the names of inputs. Other inputs follow if they share a symbol or a size.
 
     Raises:
-        ValueError: there is no such input; a size is a constant of this program; sizes do not fit together.
+        ValueError: an input is unknown, a size is a constant of the program, or sizes do not fit together.
     """
     numbers = _numbers(traces, shapes)
     try:
@@ -65,9 +65,9 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
 
 
 def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
-    """Return the values of the inputs that are numbers, by name, for these shapes."""
+    """Return the values of the number inputs for these shapes, by name."""
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
-    asked: dict[str, int] = {}
+    requested: dict[str, int] = {}
     for name, shape in shapes.items():
         sizes = traces.sizes.get(name)
         if sizes is None or len(sizes) != len(shape):
@@ -79,28 +79,30 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
             raise ValueError(
                 f"shapes has {name} {_shown(shape)}, and the program's inputs are {', '.join(inputs)}; give one of them"
             )
-        for size, new in zip(sizes, shape, strict=True):
-            if new != (size if size not in hints else asked.setdefault(str(size), new)):
+        for size, new_size in zip(sizes, shape, strict=True):
+            if new_size != (size if size not in hints else requested.setdefault(str(size), new_size)):
                 raise ValueError(
                     f"shapes has {name} {_shown(shape)}, and the program is for {_shown(sizes)}, whose numbers are "
                     f"constants and whose symbols have one size each; trace with dynamic=True, or call the model with "
                     f"two such sizes before"
                 )
-    return hints | _implied_numbers(traces, shapes, asked) | asked
+    return hints | _implied_numbers(traces, shapes, requested) | requested
 
 
-def _implied_numbers(traces: Traces, shapes: Shapes, asked: Mapping[str, int]) -> dict[str, int]:
+def _implied_numbers(traces: Traces, shapes: Shapes, requested: Mapping[str, int]) -> dict[str, int]:
     """Return the symbols of inputs without a new shape.
 
-    A size that equalled a reshaped input's size in the same dimension follows it.
+    A size follows a reshaped input's size if both were equal and in one dimension.
     """
-    before = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
+    old_shapes = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
     for name, sizes in traces.sizes.items():
         for reshaped, shape in shapes.items():
-            for size, old, old_reshaped, new in zip(sizes, before[name], before[reshaped], shape, strict=False):
-                if size not in asked and old == old_reshaped:
-                    implied.setdefault(str(size), new)
+            for size, old_size, old_reshaped_size, new_size in zip(
+                sizes, old_shapes[name], old_shapes[reshaped], shape, strict=False
+            ):
+                if size not in requested and old_size == old_reshaped_size:
+                    implied.setdefault(str(size), new_size)
     return implied
 
 
@@ -130,7 +132,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
-    """Run the operators of a phase. Results of other lines have shapes of parameters, whatever the inputs."""
+    """Run the operators of a phase. Other lines return parameters, so their shapes do not change."""
     context, lines = python_lines(trace)
     for line in lines:
         if operator_of(line.line) is not None:
@@ -146,7 +148,7 @@ def _empty(proxy: TensorProxy, shape: Sequence[Any]) -> Tensor:
 
 
 def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
-    """Return the trace whose proxies look like these values."""
+    """Return the trace with proxies of the shapes of these values."""
     resized_proxies: dict[str, Proxy] = {}
 
     def resize(leaf: Any) -> Any:
@@ -162,15 +164,15 @@ def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
         proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
         return bsym.from_bsym_swap_proxies({variableify(proxy): resize(proxy) for proxy in proxies})
 
-    new = from_trace(trace)
+    resized_trace = from_trace(trace)
     with detached_trace():
-        new.args = tree_map(resize, trace.args)
-        new.bound_symbols = [resize_line(bsym) for bsym in trace.bound_symbols]
-    return new
+        resized_trace.args = tree_map(resize, trace.args)
+        resized_trace.bound_symbols = [resize_line(bsym) for bsym in trace.bound_symbols]
+    return resized_trace
 
 
 def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, values: Mapping[str, Any]) -> Any:
-    """Return the timeline with the bytes and FLOPs of the values."""
+    """Return the timeline with the bytes and FLOPs for the new values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
     ops = [replace(op, flops=flops_of(lines[op.backward][op.source[0]])) if op.flops else op for op in timeline.ops]

@@ -1,7 +1,7 @@
-"""Watches when the storages of tensors without values are allocated and freed.
+"""Records when the storages of meta tensors are allocated and freed.
 
-A storage counts once, whatever views it. It is known by its identity, and a weak reference tells when its last view is
-gone. The watched code may name any device and may bring tensors with values. What it makes is on the meta device.
+A storage counts once, for any number of views. It is identified by its address, and a weak reference reports its end.
+The watched code may name any device, and may bring tensors with values. Its new tensors are on the meta device.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ STATE_BYTES = len(torch.Generator().get_state())
 
 
 class NoForecast(RuntimeError):
-    """Something does not run on tensors without values. The message says what."""
+    """Raised if code does not run on meta tensors. The message names the code."""
 
 
 @contextmanager
-def needs_no_values(what: str, action: str) -> Iterator[None]:
-    """Turn errors that torch raises inside the block into refusals.
+def needs_no_values(subject: str, action: str) -> Iterator[None]:
+    """Turn errors that torch raises inside the block into ``NoForecast``.
 
     Args:
-        what: the subject of the sentence, such as "the loss: it".
-        action: what the user can do.
+        subject: the subject of the message, such as "the loss: it".
+        action: the advice at the end of the message.
 
     Raises:
-        NoForecast: ``what`` does not run on tensors without values.
+        NoForecast: the block does not run on meta tensors.
     """
     try:
         yield
     except NoForecast:
         raise
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise NoForecast(
-            f"cannot forecast {what} does not run on tensors without values ({first}); {action}"
+            f"cannot forecast {subject} does not run on tensors without values ({reason}); {action}"
         ) from error
 
 
@@ -61,7 +61,7 @@ class Allocation:
         line: the number of the line that allocated it; 0 before the first line.
         born: the number of allocations and frees before it was allocated.
         freed: the number of allocations and frees before it was freed; None while it is alive.
-        kind: what it holds; known when the line that takes it has run.
+        kind: the kind of data that it holds, which is final when the line that allocates it has run.
         name: as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until it is known.
     """
 
@@ -78,10 +78,10 @@ class Allocation:
 
 
 class Watch(TorchDispatchMode):
-    """Records the storages that are allocated inside the block. Storages that the code brings along do not count.
+    """Records the storages that are allocated inside the block. Storages from outside do not count.
 
     Attributes:
-        kind: what new storages hold, until they are relabelled.
+        kind: the kind of new storages, until they are relabelled.
         line: the number of the line that runs.
         now: bytes alive.
         highest_in_line: the most bytes alive since the line began.
@@ -99,10 +99,10 @@ class Watch(TorchDispatchMode):
         self.line = self.now = self.highest_in_line = self.highest = self.events = self.events_at_highest = 0
         self.allocations: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
-        self._uncounted: Any = WeakIdKeyDictionary()  # storages brought along, and their substitutes on META
+        self._uncounted: Any = WeakIdKeyDictionary()  # storages from outside, and their substitutes on META
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on tensors without values. Operators that draw from a given generator draw nothing."""
+        """Run an operator on meta tensors. Operators with a generator draw nothing from it."""
         if func is RUN_WITH_STATE:
             _, func, *args = args
         args, kwargs = on_meta(func, args, kwargs, self._substitute)
@@ -117,7 +117,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def record(self, tensor: Tensor) -> Allocation:
-        """Return the storage of a tensor. A new storage counts from now on, as long as it is alive."""
+        """Return the allocation of a tensor's storage. A new storage counts from now on, as long as it is alive."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -130,13 +130,13 @@ class Watch(TorchDispatchMode):
         return self._alive[key]
 
     def stop_counting(self, tensor: Tensor) -> None:
-        """End the storage of a tensor, which moves to memory that is not watched."""
+        """End the allocation of a tensor, which moves to memory that is not watched."""
         self._end(self.record(tensor))
 
     def _substitute(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as ``to_meta`` does; views of one storage become views of one substitute.
+        """Return a tensor as ``to_meta`` does. Views of one storage become views of one substitute.
 
-        Neither the substitute nor a storage that the watch has not recorded counts: the code brought it along.
+        A storage that the watch has not recorded is from outside. Neither it nor its substitute counts.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(substitute, *layout)
 
     def name_new(self, name: str) -> None:
-        """Name the storages of kind ``self.kind`` that this line has allocated, unless they have a name."""
+        """Name the unnamed storages of kind ``self.kind`` that this line has allocated."""
         for allocation in reversed(self.allocations):
             if allocation.line != self.line:
                 return
@@ -159,12 +159,12 @@ class Watch(TorchDispatchMode):
                 allocation.name = allocation.name or name
 
     def begin_line(self) -> None:
-        """Count what follows for the next line."""
+        """Count later allocations for the next line."""
         self.line += 1
         self.highest_in_line = self.now
 
     def begin_step(self) -> None:
-        """Forget storages that are already freed, and the highest so far."""
+        """Forget the freed storages, and restart the highest bytes."""
         self.allocations = [allocation for allocation in self.allocations if allocation.freed is None]
         self.highest, self.events_at_highest = self.now, self.events
 
@@ -185,16 +185,16 @@ class Watch(TorchDispatchMode):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Runs operators inside the block on tensors without values, and records nothing.
+    """Runs operators inside the block on meta tensors, and records nothing.
 
-    A number that is read is 1. No shape of a trace depends on it.
+    Every number that is read is 1. No shape of a trace depends on such a number.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on tensors without values."""
+        """Run an operator on meta tensors."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return torch.ones((), dtype=args[0].dtype).item()
         args, kwargs = on_meta(func, args, kwargs, to_meta)
@@ -202,8 +202,8 @@ class WithoutValues(TorchDispatchMode):
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, substitute: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an operator on the meta device, whatever device the code names."""
-    is_new = func is torch.ops.aten.lift_fresh.default  # the argument is what torch.tensor() made
+    """Return the arguments of an operator on the meta device, for any device that the code names."""
+    is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor() has just made the argument
     args, kwargs = tree_map_only(Tensor, to_meta if is_new else substitute, (args, dict(kwargs or {})))
     if kwargs.get("device") is not None:
         kwargs["device"] = META
@@ -211,7 +211,7 @@ def on_meta(func: Any, args: Any, kwargs: Any, substitute: Callable[[Tensor], Te
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor on the meta device. Tensors without dimensions stay, since any device may read them."""
+    """Move a tensor to the meta device. Tensors without dimensions stay, since any device may read them."""
     if tensor.is_meta or not tensor.ndim:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)

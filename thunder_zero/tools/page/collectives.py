@@ -1,4 +1,4 @@
-"""Describes the collectives of a step, and why some are not hidden behind compute. Frozen data."""
+"""Describes the collectives of a step, with the reasons why compute waits for them. Frozen data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from thunder_zero.tools.ask.explanation import Explanation
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An interval on a lane: compute, or the ring of a collective.
+    """An interval on a lane, in which compute or a collective runs.
 
     Attributes:
-        lane: "compute", a kind of launch and its wire such as "gather shard" or "reduce replicate", or "tensor" for
-            torch's tensor parallelism.
-        line: the position of its line on the page; a ring has the line of its launch.
-        start, end: seconds since the step began.
+        lane: "compute"; a kind of launch and its wire, such as "gather shard"; or "tensor" for torch's tensor
+            parallelism.
+        line: the position of its line on the page. For a collective it is the line of the launch.
+        start, end: times in seconds since the step began.
         waits: True if compute waits for a wire.
     """
 
@@ -36,17 +36,17 @@ class Collective:
     Attributes:
         op: the position of the launch in the timeline.
         kind: "gather", "reduce", or "tensor" for torch's tensor parallelism.
-        backward: True if it is launched in backward.
-        unit: the unit of its parameters, or the unit that computes with slices.
+        backward: True if the launch is in backward.
+        unit: the unit of its parameters; for tensor parallelism the unit that computes.
         params: paths of its parameters.
-        label: its parameters in a few words; for tensor parallelism the operation and the value.
+        label: a short name of its parameters; for tensor parallelism the operation and the value.
         sent_bytes: the bytes that this rank sends.
         launch, wait: positions of the lines of launch and wait on the page.
-        launched, waited: when compute launches it and when compute reaches its wait, in seconds since the step began.
-        wire_seconds: how long it is on the wires.
-        exposed_seconds: how long compute waits for it.
-        why: why the launch is where it is.
-        why_exposed: why compute waits; "" if it is hidden.
+        launched, waited: times of its launch and of the begin of its wait, in seconds since the step began.
+        wire_seconds: time on the wires.
+        exposed_seconds: time that compute waits for it.
+        why: the reason for the place of the launch.
+        why_exposed: the reason why compute waits for it; "" if it is hidden.
     """
 
     op: int
@@ -80,7 +80,7 @@ OF_SLICES = {
 
 
 def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
-    """Return why a launch is where it is, from the explanation of its first parameter."""
+    """Return the reason for the place of a launch, from the explanation of its first parameter."""
     if op.moves:
         return OF_SLICES[op.moves]
     explanation = explanations[op.params[0]]
@@ -92,18 +92,18 @@ def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
     return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
 
 
-def why_exposed(wire: float, exposed: float, ahead: float, queued: float, before: str) -> str:
-    """Return why compute waits for a collective; "" if it does not.
+def why_exposed(wire: float, exposed: float, ahead: float, queued: float, earlier: str) -> str:
+    """Return the reason why compute waits for a collective; "" if it is hidden.
 
     Args:
-        wire: how long the collective is on the wires, in seconds.
-        exposed: how long compute waits for it.
+        wire: seconds of the collective on the wires.
+        exposed: seconds that compute waits for the collective.
         ahead: seconds of compute between its launch and its wait.
         queued: seconds for which its wire is busy after the launch.
-        before: what the wire carries meanwhile.
+        earlier: the parameters of the collective that the wire carries before.
     """
     if not exposed:
         return ""
-    lies = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"
-    queue = f", and for {duration(queued)} the wire still carries {before or 'others'}" if queued else ""
-    return f"it takes {duration(wire)} on the wire; {lies}{queue}"
+    cause = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"
+    queue_text = f", and for {duration(queued)} the wire still carries {earlier or 'others'}" if queued else ""
+    return f"it takes {duration(wire)} on the wire; {cause}{queue_text}"

@@ -1,7 +1,7 @@
-"""Turns a page into data that JSON can hold: what ``--json`` prints and ``page.js`` draws.
+"""Turns a page into JSON data, which ``--json`` prints and ``page.js`` draws.
 
-Lines, bars and tensors are tables: a list of equal length for each column. Units, parameters and origins are numbers,
-which are positions in their lists. Times are seconds since the step began; sizes are bytes.
+Lines, bars and tensors are tables: a list for each column. Units, parameters and origins are indices into their lists.
+Times are seconds since the step began; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 
 
 def data_of(program: PageProgram) -> Data:
-    """Return all that the page shows of one program."""
+    """Return the data of one program."""
     plan, memory = program.traces.plan, program.memory
     units = list(plan.units)
     return {
@@ -72,7 +72,7 @@ def data_of(program: PageProgram) -> Data:
 
 
 def figures_of(program: PageProgram) -> dict[str, float | None]:
-    """Return the figures of a step by name: those of ``estimate`` and ``memory``, counted bytes and launches."""
+    """Return figures of a step by name: from ``estimate`` and ``memory``, and counts of bytes and launches."""
     memory, collectives = program.memory, program.collectives
     return {
         "step_seconds": program.estimate.seconds,
@@ -90,7 +90,7 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
 
 
 def text_of(name: str, value: float | None) -> str:
-    """Return a figure as text with its unit."""
+    """Return a figure as text with its unit of measure."""
     if value is None:
         return "none"
     if name.endswith("_seconds"):
@@ -101,7 +101,7 @@ def text_of(name: str, value: float | None) -> str:
 
 
 def top_of(programs: Sequence[PageProgram]) -> list[Data]:
-    """Return the tiles at the top: a name, the figure of each program as text, and a note on the first program."""
+    """Return the tiles at the top of the page: a name, each program's figure as text, and a note on the first."""
     first, figures = programs[0], [figures_of(program) for program in programs]
     exposed = sum(collective.exposed_seconds > 0 for collective in first.collectives)
     shown = figures[0]
@@ -115,13 +115,13 @@ def top_of(programs: Sequence[PageProgram]) -> list[Data]:
     }
     names = ("Time of a step", "Peak memory", "Bytes sent", "Waiting for communication")
     return [
-        {"name": name, "shown": [text_of(key, column[key]) for column in figures], "note": note}
+        {"name": name, "shown": [text_of(key, program_figures[key]) for program_figures in figures], "note": note}
         for name, (key, note) in zip(names, notes.items(), strict=True)
     ]
 
 
 def _memory_note(program: PageProgram) -> str:
-    """Return how much memory the device has for the peak."""
+    """Return a note that compares the peak with the device's memory."""
     device, memory = program.estimate.device, program.memory
     if memory is not None and memory.peak > device.memory_bytes:
         return f"does not fit: {device.name} has {size(device.memory_bytes)}"
@@ -129,16 +129,16 @@ def _memory_note(program: PageProgram) -> str:
 
 
 def bound_of(program: PageProgram) -> str:
-    """Return what the step's time is spent on, largest first: ``compute 66%, waiting for gathers 30%``."""
+    """Return the shares of the step's time, largest first: ``compute 66%, waiting for gathers 30%``."""
     parts = {"compute": program.estimate.compute_seconds}
     waiting = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
     for kind, name in waiting.items():
         exposed = [collective.exposed_seconds for collective in program.collectives if collective.kind == kind]
         if sum(exposed):
             parts[f"waiting for {name}"] = sum(exposed)
-    most = sorted(parts, key=lambda name: -parts[name])
+    ordered = sorted(parts, key=lambda name: -parts[name])
     return (
-        ", ".join(f"{name} {_percent(parts[name] / program.estimate.seconds)}" for name in most)
+        ", ".join(f"{name} {_percent(parts[name] / program.estimate.seconds)}" for name in ordered)
         if program.estimate.seconds
         else ""
     )
@@ -162,7 +162,7 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
     origins: dict[str, int] = {"": 0}
     rows = []
     for line in program.lines:
-        row, held = line.row, None if line.memory is None or memory is None else memory.lines[line.memory]
+        row, memory_line = line.row, None if line.memory is None or memory is None else memory.lines[line.memory]
         origin = origins.setdefault(row.line.origin if row else "", len(origins))
         rows.append(
             {
@@ -177,25 +177,25 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
                 "sent": row.sent if row else None,
                 "start": round(line.start, DIGITS),
                 "end": round(line.end, DIGITS),
-                "alive": held.total if held else None,
-                "highest": held.highest if held else None,
+                "alive": memory_line.total if memory_line else None,
+                "highest": memory_line.highest if memory_line else None,
             }
         )
     return {**_columns(rows), "origins": list(origins)}
 
 
 def _memory_of(program: PageProgram, memory: Memory) -> Data:
-    """Return the curve (changes of bytes by kind), the tensors with their first and last lines, and the peak."""
+    """Return the curve as changes of bytes by kind, the tensors with first and last lines, and the peak."""
     places = _places(program, memory)
     kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
-    before: dict[Holds, int] = {}
+    previous: dict[Holds, int] = {}
     changes: list[list[int]] = []
     for number, line in zip(places, memory.lines, strict=True):
         alive = dict(line.alive)
         for kind in kinds:
-            if step := alive.get(kind, 0) - before.get(kind, 0):
-                changes.append([number, kinds.index(kind), step])
-        before = alive
+            if change := alive.get(kind, 0) - previous.get(kind, 0):
+                changes.append([number, kinds.index(kind), change])
+        previous = alive
     tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
     return {
         "kinds": [str(kind) for kind in kinds],
@@ -213,7 +213,7 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
 
 
 def _places(program: PageProgram, memory: Memory) -> list[int]:
-    """Return for each line of a forecast of memory its position on the page."""
+    """Return the position on the page of each line of a forecast of memory."""
     places: dict[int, int] = {}
     for number, line in enumerate(program.lines):
         if line.memory is not None:

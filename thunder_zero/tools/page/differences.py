@@ -1,4 +1,4 @@
-"""Compares the programs of a page: tables of text, ready to show."""
+"""Compares the programs of a page in tables of text."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WORDS = {
 
 
 def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
-    """Return tables, each with a title, heads and rows; none for a single program.
+    """Return tables with a title, heads and rows; no tables for a single program.
 
-    The first table has the figures of all programs. A table follows for each program with other traces than the first:
-    what :func:`thunder_zero.tools.diff` says of each unit. Neighbouring units with equal figures share a row.
+    The first table has the figures of all programs. Then each program with other traces than the first has a table: the
+    figures of :func:`thunder_zero.tools.diff` by unit. Neighbouring units with equal figures share a row.
     """
     if len(programs) < 2:
         return []
     figures = [figures_of(program) for program in programs]
-    names = [name for name in WORDS if name != "slices" or any(column[name] for column in figures)]
-    rows = [[WORDS[name], *(text_of(name, column[name]) for column in figures)] for name in names]
+    names = [name for name in WORDS if name != "slices" or any(program_figures[name] for program_figures in figures)]
+    rows = [[WORDS[name], *(text_of(name, program_figures[name]) for program_figures in figures)] for name in names]
     tables = [{"title": "A step", "heads": ["", *(program.name for program in programs)], "rows": rows}]
     others = [program for program in programs if program.traces is not programs[0].traces]
     return tables + [
@@ -58,5 +58,5 @@ def _rows_by_unit(first: PageProgram, second: PageProgram) -> Iterator[list[str]
 
 
 def change(first: str, second: str) -> str:
-    """Return ``1.50 MiB -> 2.00 MiB`` with an arrow, or the text if both are equal."""
+    """Return ``1.50 MiB -> 2.00 MiB`` with a real arrow, or the text alone if both are equal."""
     return first if first == second else f"{first} \N{RIGHTWARDS ARROW} {second}"

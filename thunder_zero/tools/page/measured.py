@@ -1,8 +1,8 @@
-"""Puts measured times into an estimate: the times of ``measure_times``, or a profile of a step.
+"""Puts measured times into an estimate: the result of ``measure_times``, or a profile of a step.
 
-In: the forecast of a step, and what was measured between the waits of its collectives. Out: an estimate with these
-times. The lines between two measured moments share the measured time in the forecast's proportions. So do waits for
-collectives of torch's tensor parallelism, since neither measurement has them.
+In: the forecast of a step, and measured times. Out: an estimate with these times. The lines between two measured
+moments share the measured time in the forecast's proportions. Waits for collectives of torch's tensor parallelism are
+not measured, and also get a share.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MICRO = 1e6  # a profile's unit of time is a microsecond
 
 
 def by_times(forecast: Estimate, times: Times) -> Estimate:
-    """Return the step with measured compute between the waits of gathers, and with the measured speed of gathers.
+    """Return the estimate with measured compute between the waits of gathers, and the measured speed of gathers.
 
-    Lines before the first wait of a phase and after the last are not measured. They are scaled by the mean factor of
-    the measured lines.
+    Lines before the first wait of a phase and after the last wait are not measured. They are scaled by the mean factor
+    of the measured lines.
     """
     ops, costs = forecast.timeline.ops, [_scaled(cost, 1.0, 1.0) for cost in forecast.costs]
     seconds_of = _busy_seconds(replace(forecast, costs=tuple(costs)))
@@ -46,7 +46,7 @@ def by_times(forecast: Estimate, times: Times) -> Estimate:
 
 
 def _busy_seconds(forecast: Estimate) -> list[float]:
-    """Return for how long each operation computes, or waits for a collective of torch's tensor parallelism."""
+    """Return the seconds that each operation computes, or waits for a collective of torch's tensor parallelism."""
     ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
     for span in forecast.spans:
         if span.waits and ops[span.op].is_torchs:
@@ -55,7 +55,7 @@ def _busy_seconds(forecast: Estimate) -> list[float]:
 
 
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
-    """Yield the operations between the waits of two gathers of a phase, with their measured seconds."""
+    """Yield ranges of operations between the waits of two gathers of a phase, with their measured seconds."""
     waits = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
     for wait, following in pairwise(waits):
         op = timeline.ops[wait]
@@ -65,7 +65,7 @@ def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]
 
 
 def _wire_factor(forecast: Estimate, times: Times) -> float:
-    """Return how many times as long gathers take as in the forecast."""
+    """Return the ratio of measured to forecast seconds of gathers."""
     gathers = [index for index, op in enumerate(forecast.timeline.ops) if op.kind is Kind.GATHER]
     nbytes = sum(forecast.timeline.wire_bytes(forecast.timeline.ops[index]) for index in gathers)
     seconds = sum(wire[1] for index in gathers if (wire := forecast.costs[index].wire))
@@ -73,19 +73,19 @@ def _wire_factor(forecast: Estimate, times: Times) -> float:
 
 
 def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
-    """Return a cost with scaled seconds. Load, launches and finishing are zero, since measured compute has them."""
+    """Return a cost with scaled seconds. Load, launch and finish are 0, since measured compute includes them."""
     scaled = cost.wire and (cost.wire[0], cost.wire[1] * wire)
     return replace(cost, seconds=cost.seconds * compute, wire=scaled, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
 
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
-    """Return the last whole step of a profile, as the host saw it.
+    """Return the last whole step of a profile, in times of the host.
 
     A collective is in flight from its launch to the end of its wait.
 
     Args:
         forecast: the estimate of forward and backward, without a loss and an optimizer.
-        events: in Chrome's trace event format; those with our labels count.
+        events: events in Chrome's trace event format. Events without our labels are ignored.
 
     Raises:
         ValueError: the profile has no whole step of this program.
@@ -99,13 +99,13 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
         key=lambda event: float(event["ts"]),
     )
     seen = [event["name"] for event in ours]
-    starts = [first for first in range(len(seen) - len(names), -1, -1) if seen[first : first + len(names)] == names]
+    starts = [start for start in range(len(seen) - len(names), -1, -1) if seen[start : start + len(names)] == names]
     if not names or not starts:
         missing = sorted(labels - set(seen))
-        lacks = f"it lacks {missing[0]!r}" if missing else "their order is another one"
+        problem = f"it lacks {missing[0]!r}" if missing else "their order is another one"
         raise ValueError(
             f"the profile has no whole step of this program: of {len(names)} launches and waits it has {len(seen)}, "
-            f"and {lacks}; profile forward and backward of the program whose traces you give"
+            f"and {problem}; profile forward and backward of the program whose traces you give"
         )
     step = dict(zip(marked, ours[starts[0] : starts[0] + len(names)], strict=True))
     return replace(
@@ -119,12 +119,12 @@ def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> Iterator[Span]:
-    """Yield waits and launches where they were measured, and computations that share the time between them."""
+    """Yield waits and launches at their measured times, and computations that share the time between them."""
     timeline, costs, busy = forecast.timeline, forecast.costs, _busy_seconds(forecast)
     bounds = [*measured, len(timeline.ops)]
     first, mean = bounds[0], _mean_factor(busy, measured)
     zero = measured[first][0] - sum(busy[:first]) * mean
-    now, launched = 0.0, dict[int, float]()  # when collectives of tensor parallelism started, until their wait
+    now, launched = 0.0, dict[int, float]()  # start times of tensor-parallel collectives in flight
     for begin, stop in pairwise([-1, *bounds]):
         computing = [index for index in range(begin + 1, stop) if timeline.ops[index].kind is Kind.COMPUTE]
         total = sum(busy[index] for index in computing)
@@ -151,7 +151,7 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
 
 
 def _mean_factor(busy: Sequence[float], measured: Mapping[int, tuple[float, float]]) -> float:
-    """Return how many times as long lines take between measured moments as in the forecast."""
+    """Return the ratio of measured to forecast seconds of the lines between measured moments."""
     marked = list(measured)
     between = sum(measured[after][0] - measured[before][1] for before, after in pairwise(marked))
     seconds = sum(busy[marked[0] : marked[-1]])

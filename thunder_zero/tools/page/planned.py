@@ -1,4 +1,4 @@
-"""Makes the page of a model that is planned: a model by its name, or made by a function of a file."""
+"""Makes the page of a named model, or of a model that a function of a file makes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report_of(
 ) -> Data:
     """Return the data of the page, with AdamW and the model's loss.
 
-    ``thunder-zero report --help`` says what the arguments mean.
+    ``thunder-zero report --help`` describes the arguments.
     """
     described, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
@@ -42,17 +42,17 @@ def report_of(
     precision = PRECISION if model in MODELS else MixedPrecision()
     if dtype is not None:
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
-    stages = [number for number in (stage, beside) if number is not None]
-    first, *others = (Policy(number, mixed_precision=precision) for number in stages)
+    stages = [stage_number for stage_number in (stage, beside) if stage_number is not None]
+    first, *others = (Policy(stage_number, mixed_precision=precision) for stage_number in stages)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
         captured = programs_of(module, subject.args, subject.kwargs, first, mesh, device=described)
-        traces, second = captured.under(first), [captured.under(other) for other in others]
-    cut = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
+        traces, beside_traces = captured.under(first), [captured.under(other) for other in others]
+    blocks_text = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(
         traces,
         described,
-        beside=second[0] if second else None,
+        beside=beside_traces[0] if beside_traces else None,
         loss=subject.loss,
         optimizer=torch.optim.AdamW,
-        title=f"{subject.name}{cut}",
+        title=f"{subject.name}{blocks_text}",
     )

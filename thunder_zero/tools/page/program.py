@@ -1,11 +1,11 @@
 """Describes one program of a page: lines with their times, bars, collectives. Frozen data.
 
-In: traces, a forecast of time and a forecast of memory. A line of the page is a line of a trace, or stands for what
-runs around the phases: the digests of ZeRO-1, the loss, the optimizer's step::
+In: traces, a forecast of time and a forecast of memory. A line of the page is a line of a trace, or a phase outside the
+traces: the digests of ZeRO-1, the loss, the optimizer's step::
 
     digests | forward line 0, 1, .. | loss | backward line 0, 1, .. | optimizer step
 
-Positions of lines on the page are numbers from 0; those of operations are positions in ``Traces.timeline``.
+Lines are numbered from 0 on the page. Positions of operations are positions in ``Traces.timeline``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from thunder_zero.tools.page.collectives import Bar, Collective, why_exposed, wh
 from thunder_zero.tools.printing.line_meanings import Row, label
 from thunder_zero.tools.printing.text import short
 
-DIGESTS, LOSS = "digests", "loss"  # phases beside those of the traces and OPTIMIZER_STEP
+DIGESTS, LOSS = "digests", "loss"  # phases without a trace, beside OPTIMIZER_STEP
 AROUND = {
     DIGESTS: "# digests of this rank's rows, by which ranks know what to refresh",
     LOSS: "# the loss and its gradient",
@@ -43,10 +43,10 @@ class PageLine:
     Attributes:
         phase: "digests", "forward", "loss", "backward" or "optimizer step".
         code: its Python statement.
-        row: its meaning; None if it is no line of a trace.
-        unit: the unit that it moves or computes with, or whose lines are around it.
+        row: its meaning; None outside a trace.
+        unit: the unit whose parameters it moves or computes with, or else the unit of the lines around it.
         ops: positions of its operations in ``Traces.timeline``.
-        start, end: when it runs on the compute lane, in seconds since the step began.
+        start, end: its times on the compute lane, in seconds since the step began.
         memory: the position in ``Memory.lines`` of this line, or of the last line before it; None before the first.
     """
 
@@ -65,12 +65,12 @@ class PageProgram:
     """A program with its forecasts.
 
     Attributes:
-        name: such as "ZeRO-3" or "measured times".
+        name: a name such as "ZeRO-3" or "measured times".
         traces: the program.
         estimate: its time, forecast or measured.
-        memory: its forecast of memory; None if there is none.
-        no_memory: why there is no forecast of memory; "" if there is one.
-        note: what the times mean; "" for a forecast.
+        memory: its forecast of memory, if any.
+        no_memory: the reason why there is no forecast of memory; "" with a forecast.
+        note: the origin of measured times; "" for a forecast.
     """
 
     name: str
@@ -110,17 +110,17 @@ class PageProgram:
 
     def _rows(self) -> Iterator[tuple[str, Row | None]]:
         """Yield the phase of each line, and its row if it is a line of a trace."""
-        around = {place for place in self._places if isinstance(place, str)}
-        around |= {line.phase for line in self.memory.lines if line.position < 0} if self.memory else set()
+        extra_phases = {place for place in self._places if isinstance(place, str)}
+        extra_phases |= {line.phase for line in self.memory.lines if line.position < 0} if self.memory else set()
         for phase in (DIGESTS, "forward", LOSS, "backward", OPTIMIZER_STEP):
             if phase in AROUND:
-                yield from [(phase, None)] if phase in around else []
+                yield from [(phase, None)] if phase in extra_phases else []
             else:
                 yield from ((phase, row) for row in rows_of(self.traces, phase, self.memory))
 
     @cached_property
     def _places(self) -> tuple[int | str, ...]:
-        """For each operation of the forecast of time: its position in the traces' timeline, or its phase around it."""
+        """The position in ``Traces.timeline`` of each operation of the estimate, or its phase outside the traces."""
         ops, index = self.traces.timeline.ops, 0
         places: list[int | str] = []
         for op in self.estimate.timeline.ops:
@@ -133,15 +133,15 @@ class PageProgram:
 
     @cached_property
     def line_of(self) -> dict[int | str, int]:
-        """The position of the line of each operation, and of each phase that is a single line."""
-        numbers: dict[int | str, int] = {}
-        for number, line in enumerate(self.lines):
-            numbers.update(dict.fromkeys(line.ops or (line.phase,), number))
-        return numbers
+        """The line's position on the page, by operation, or by phase for a phase of a single line."""
+        index_of: dict[int | str, int] = {}
+        for index, line in enumerate(self.lines):
+            index_of.update(dict.fromkeys(line.ops or (line.phase,), index))
+        return index_of
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
-        """The bars of all lanes. Adjacent spans of a line are one bar."""
+        """The bars of all lanes. Adjacent spans of a line are merged."""
         bars: list[Bar] = []
         for span in self.estimate.spans:
             op, line = self.estimate.timeline.ops[span.op], self.line_of[self._places[span.op]]
@@ -157,16 +157,16 @@ class PageProgram:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes: compute, tensor parallelism, then each kind of launch on each wire that carries it."""
+        """The lanes in use: compute, tensor parallelism, then each kind of launch on each wire."""
         used = {bar.lane for bar in self.bars}
         launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
         return (str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in used))
 
     @cached_property
     def units(self) -> tuple[tuple[str, int, int], ...]:
-        """Runs of lines that compute with one unit: its path, its first line and its last line."""
-        runs = groupby(self._computing(), key=lambda number: (self.lines[number].unit, self.lines[number].phase))
-        return tuple((unit, (numbers := list(run))[0], numbers[-1]) for (unit, _), run in runs)
+        """Runs of lines that compute with one unit, as the unit's path, the first line and the last line."""
+        runs = groupby(self._computing(), key=lambda index: (self.lines[index].unit, self.lines[index].phase))
+        return tuple((unit, (indices := list(run))[0], indices[-1]) for (unit, _), run in runs)
 
     def _computing(self) -> Iterator[int]:
         for number, line in enumerate(self.lines):
@@ -194,7 +194,7 @@ class PageProgram:
         ending = {(bar.lane.split()[-1], bar.end): self.lines[line] for line, bars in rings.items() for bar in bars}
         line_of_wait: dict[str, int] = {}
         for index, op in enumerate(timeline.ops):
-            if op.waits:  # backward may wait again for a collective of forward
+            if op.waits:  # backward may repeat the wait for a collective of forward
                 line_of_wait.setdefault(op.reads[0], self.line_of[index])
         collectives = []
         for index, op in enumerate(timeline.ops):
@@ -203,12 +203,12 @@ class PageProgram:
             launch, wait = self.line_of[index], line_of_wait[op.writes[0]]
             launched, waited = self.lines[launch].end, self.lines[wait].start
             ring = rings.get(launch, [])
-            held = [*waits.get(launch, ()), *waits.get(wait, ())]  # without overlap compute waits at the launch
-            before = next(
+            wait_bars = [*waits.get(launch, ()), *waits.get(wait, ())]  # without overlap compute waits at the launch
+            earlier_row = next(
                 (ending[key].row for bar in ring if (key := (bar.lane.split()[-1], bar.start)) in ending), None
             )
-            behind = label(before.params, timeline.plan, gradients=before.gradients) if before else ""
-            wire, exposed = (sum(bar.end - bar.start for bar in bars) for bars in (ring, held))
+            earlier = label(earlier_row.params, timeline.plan, gradients=earlier_row.gradients) if earlier_row else ""
+            wire, exposed = (sum(bar.end - bar.start for bar in bars) for bars in (ring, wait_bars))
             queued = max(min((bar.start for bar in ring), default=launched) - launched, 0.0)
             collectives.append(
                 Collective(
@@ -228,7 +228,7 @@ class PageProgram:
                     wire_seconds=wire,
                     exposed_seconds=exposed,
                     why=why_there(op, self.explanations),
-                    why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, behind),
+                    why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, earlier),
                 )
             )
         return tuple(collectives)

@@ -58,29 +58,30 @@ def report(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> None:
-    """Write one HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
+    """Write an HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
 
-    Open it in a browser; it needs no network and no server. ``report.html#op=412`` opens it at an operation. Its
-    seconds and bytes in memory equal those of :func:`thunder_zero.tools.estimate` and
-    :func:`thunder_zero.tools.memory`. Its bytes sent are counted, for this rank.
+    Open the file in a browser, without a network or a server. ``report.html#op=412`` opens it at an operation. Seconds
+    and bytes in memory are the results of :func:`thunder_zero.tools.estimate` and :func:`thunder_zero.tools.memory`.
+    The bytes sent are counted for this rank.
 
     >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
-    >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages, and what differs
+    >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages and their differences
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: the result of :func:`thunder_zero.tools.measure_times`, or a file that
-            ``torch.profiler.profile.export_chrome_trace`` wrote: drawn beside the forecast.
-        beside: other traces of the module, such as those of another stage or policy: drawn beside the first.
-        loss, optimizer: as for :func:`thunder_zero.tools.memory`; without them the step has none.
+        measured: the result of :func:`thunder_zero.tools.measure_times`, or a file written by
+            ``torch.profiler.profile.export_chrome_trace``, to show beside the forecast.
+        beside: other traces of the module, such as traces of another stage or policy, to show beside the first.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
 
     Raises:
-        TypeError: neither traces nor a model with ZeroTransform; what ``estimate`` or ``memory`` refuses.
-        ValueError: ``beside`` is of another module; ``measured`` is no profile, or has no whole step of this program;
-            the device lacks what the step needs.
+        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``estimate`` or ``memory``
+            raises.
+        ValueError: ``beside`` has another module; ``measured`` is not a profile, or has no whole step of this program;
+            or the device lacks a rate or a link that the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
@@ -98,7 +99,7 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> Data:
-    """Return the page as data that JSON can hold; arguments and errors are those of :func:`report`."""
+    """Return the page as JSON data. Arguments and errors are as for :func:`report`."""
     described = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 
@@ -133,15 +134,15 @@ def page_of(
 
 
 def _measured(first: PageProgram, measured: Measured) -> PageProgram:
-    """Return a program with measured times in place of the forecast's."""
+    """Return a program with measured times in place of forecast times."""
     if isinstance(measured, Times):
         return replace(first, name="measured times", estimate=by_times(first.estimate, measured), note=BY_TIMES)
-    time = estimate(first.traces, first.estimate.device)  # a profile's launches do not frame a loss
+    time = estimate(first.traces, first.estimate.device)  # launches in a profile do not delimit the loss
     return replace(first, name="profile", estimate=by_profile(time, events_of(Path(measured))), note=BY_PROFILE)
 
 
 def html_of(data: Any) -> str:
-    """Return the HTML file: the template with its style, its script and the data inside."""
+    """Return the HTML file: the template with its style, its script and its data."""
     parts = {name: files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")}
     template = files(__package__).joinpath("page.html.jinja").read_text("utf-8")
     inline = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

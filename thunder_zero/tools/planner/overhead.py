@@ -1,4 +1,4 @@
-"""What a plan adds to forward and backward: the loss and AdamW, and memory that holds no tensors."""
+"""Estimates the traffic of AdamW, and the memory of a rank that holds no tensors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ STATE = 3  # times a shard: parameter and two averages
 
 
 def overhead_bytes(copies: int, storages: int, slices: int = 1) -> int:
-    """Return the bytes of a rank that no tensor has.
+    """Return the bytes of a rank that belong to no tensor.
 
-    There are ``copies`` of the model, and ``slices`` ranks of tensor parallelism. Rounding adds less than a block to
-    each of the storages.
+    ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. The allocator rounds each of
+    ``storages`` up by less than a block.
     """
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
@@ -48,7 +48,7 @@ def adamw_traffic(plan: Plan) -> int:
 def shard_and_adamw_bytes(plan: Plan) -> int:
     """Return the bytes of trained parameters and AdamW's averages that a rank holds between steps.
 
-    A forecast has more: gradients, frozen parameters and buffers.
+    A forecast also has gradients, frozen parameters and buffers.
     """
     return STATE * _trained_bytes(plan)
 

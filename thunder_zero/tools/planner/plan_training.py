@@ -1,7 +1,7 @@
 """``tz.tools.plan_training``: compares stages and meshes, and recommends one.
 
-In: a model, a world and a device. For each stage a few of the model's blocks are compiled and repeated. Each mesh then
-gets its bytes and seconds, and the least recompute that fits. Out: a table with a recommendation, and code.
+In: a model, a world and a device. A few of the model's blocks are compiled for each stage, and repeated. Each mesh gets
+the bytes and seconds of a step, with the least recompute that fits. Out: a table, a recommendation and code.
 """
 
 from __future__ import annotations
@@ -62,45 +62,46 @@ def plan_training(
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
 
-    Traces a few of the model's alike blocks and repeats them. Allocates nothing of the model. The optimizer is AdamW.
+    A few of the model's identical blocks are traced and repeated. No tensor of the model is allocated. The optimizer is
+    AdamW.
 
     >>> print(tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB"))
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
-        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
-            ``FILE.py:function``, which returns ``(module, input, ...)``, or a plain module; it may be on the meta
-            device.
-        args, kwargs: the arguments of a module's forward: one rank's share of a batch.
-        world_size: ranks that train, such as 128 for 16 nodes of 8.
+        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``, a
+            plain module, which may be on the meta device, or ``FILE.py:function``. The function returns ``(module,
+            input, ...)``.
+        args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
+        world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
         memory_bytes: memory of a device, as a number or such as ``"80GiB"`` (default: the device's).
-        loss: from what a module's forward returns to the loss (default: forward returns it).
-        devices_per_node: devices of a node (default: the device's).
-        sequence_length: tokens of a sequence, of a model by name (default: the model's).
-        micro_batch: sequences of a rank in a step, of a model by name.
-        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. All ``tp`` then train one batch; by
-            default twice the ranks of ``tp`` have half the batch.
+        loss: a function from a module's outputs to the loss (default: forward returns the loss).
+        devices_per_node: number of devices of a node (default: the device's).
+        sequence_length: tokens of a sequence, for a named model (default: the model's).
+        micro_batch: sequences of a rank in a step, for a named model.
+        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. Then every value of ``tp`` trains
+            one batch. With ``micro_batch``, twice the ``tp`` halves the batch of all ranks.
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32). Parameters and the
             optimizer's state keep their dtypes.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).
         frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
         stages: stages to compare (default: 0 to 3).
-        tp: ranks of tensor parallelism, inside a node: a number, or several to compare, such as ``(1, 2, 4, 8)``.
-        tp_plan: how torch slices a module: styles by names, as for ``parallelize_module``, or a function that slices a
-            copy of the module without values over a mesh (default: of a model by name, its own).
+        tp: number of tensor-parallel ranks inside a node, or several numbers to compare, such as ``(1, 2, 4, 8)``.
+        tp_plan: styles by names, as for ``parallelize_module``, or a function that slices a meta copy of the module
+            over a mesh (default: a named model's own plan).
 
     Raises:
-        ValueError: the model or device is unknown; ranks do not fill nodes; a number is invalid; an option does not
-            belong to this kind of model; nothing is trained; ``tp`` does not divide nodes, or has no plan; the ranks of
-            data do not divide ``global_batch``.
+        ValueError: ``model`` or ``device`` is unknown, or an option does not fit the model; no parameter is trained; a
+            number is invalid, or the ranks do not fill nodes; ``tp`` does not divide nodes, or has no plan; the
+            data-parallel ranks do not divide ``global_batch``.
         TypeError: ``model`` or ``device`` is of another type.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    sizes, how = _known_slices(tp), _slicing(model, tp_plan)
+    sizes, slicing = _known_slices(tp), _slicing(model, tp_plan)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = dict.fromkeys(sizes, micro_batch)
     if global_batch is not None:
@@ -112,12 +113,12 @@ def plan_training(
         for batch in set(batches.values())
     }
     subjects = {size: by_batch[batch] for size, batch in batches.items()}
-    if max(sizes) > 1 and how is None:
+    if max(sizes) > 1 and slicing is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
     with show_steps("tz.tools.plan_training", rows) as steps:
         asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
         asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subjects, world_size, described, memory, asked, steps, how or {}).plan(
+        return _Comparison(subjects, world_size, described, memory, asked, steps, slicing or {}).plan(
             stages, sizes, global_batch, _slicing_code(model, tp_plan)
         )
 
@@ -138,20 +139,20 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _slicing(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> Slicing | None:
-    """Return how torch slices a model; None if nothing says so."""
+    """Return the tensor-parallel plan of a model; None without a plan."""
     named = named_model(model)
     return named.tp_plan if tp_plan is None and named is not None else tp_plan
 
 
 def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
-    """Return Python that slices ``module`` over ``mesh["tp"]``."""
+    """Return Python code that slices ``module`` over ``mesh["tp"]``."""
     if tp_plan is None and isinstance(model, str):
         return OWN_SLICES.format(model)
     return FUNCTION_SLICES if callable(tp_plan) else SLICES
 
 
 def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
-    """Return the sequences of a rank of data, for each number of ranks of tensor parallelism."""
+    """Return the sequences of a data-parallel rank, for each number of tensor-parallel ranks."""
     if not is_count(global_batch) or not global_batch:
         raise ValueError(f"global_batch is {global_batch!r}; give a number of sequences, at least 1")
     if wrong := [size for size in sizes if global_batch % (world_size // size)]:
@@ -164,7 +165,7 @@ def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[in
 
 
 def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
-    """Return the device, in nodes of ``devices_per_node``."""
+    """Return the device with another number of devices in a node, if it is given."""
     if devices_per_node is None:
         return device
     if not is_count(devices_per_node) or not devices_per_node:
@@ -174,16 +175,16 @@ def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the rows of one table have in common."""
+    """The arguments and the compiled programs that all rows of a table share."""
 
-    subjects: Mapping[int, Subject]  # by ranks of tensor parallelism: their batches differ
+    subjects: Mapping[int, Subject]  # by number of tensor-parallel ranks, whose batches differ
     world_size: int
     device: Device
     memory_bytes: int
-    asked: Policy  # has the precision and the formats
+    asked: Policy  # a policy with the precision and the formats
     steps: Steps
-    how: Slicing
-    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by ranks of tensor parallelism
+    slicing: Slicing
+    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by number of tensor-parallel ranks
 
     def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None, slicing: str) -> TrainingPlan:
         subject = self.subjects[sizes[0]]
@@ -225,19 +226,21 @@ class _Comparison:
         if slices not in self.programs:
             shards = meshes(3, self.world_size, self.device.devices_per_node, slices)[0].shards
             self.programs[slices] = SubjectPrograms(
-                self.subjects[slices], self.asked, shards, self.device, self.steps.tell, slices, self.how
+                self.subjects[slices], self.asked, shards, self.device, self.steps.tell, slices, self.slicing
             )
         return self.programs[slices]
 
     def _rows(self, stage: int, slices: int, levels: Sequence[str]) -> list[PlanRow]:
-        """Return a row for each mesh of a stage, with the first of the recompute levels that fits, or the last."""
+        """Return a row for each mesh of a stage, with the first recompute level that fits, or else the last level."""
         rows: list[PlanRow] = []
         programs = self._programs(slices)
         # From most shards to fewest: a level that does not fit on a mesh does not fit on a mesh of fewer shards.
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
             plan = programs.plan(programs.policy(stage, "none"), mesh)
             resident = sum(param.full_bytes for param in plan.params if param.resident)
-            if shard_and_adamw_bytes(plan) + resident > self.memory_bytes:  # at rest, whatever is recomputed
+            if (
+                shard_and_adamw_bytes(plan) + resident > self.memory_bytes
+            ):  # the memory at rest does not depend on recompute
                 levels = levels[-1:]
             while True:
                 policy = programs.policy(stage, levels[0])
@@ -291,7 +294,7 @@ OF_SLICES = (
 
 
 def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """Return the row that needs least memory among those that fit and are nearly as fast as the fastest."""
+    """Return the row with the least memory among the fitting rows that are nearly as fast as the fastest."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
     return min(
@@ -310,14 +313,15 @@ DESCRIBED = (
 
 
 def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
-    """Return what the figures assume, as sentences. ``returns_loss`` is true if forward returns one number."""
+    """Return the assumptions behind the figures, as sentences. ``returns_loss`` means that forward returns one
+    number."""
     compute, reduce = (
         "the parameters' dtype" if dtype is None else name_of(dtype)
         for dtype in (asked.mixed_precision.param_dtype, asked.mixed_precision.reduce_dtype)
     )
     if asked.gather_format or asked.reduce_format:
-        forms = f"gathers {asked.gather_format or 'as they are'}, gradients {asked.reduce_format or 'as they are'}"
-        reduce = f"{reduce} (from stage 1 on: {forms}, whose bytes are written and read at both ends)"
+        formats = f"gathers {asked.gather_format or 'as they are'}, gradients {asked.reduce_format or 'as they are'}"
+        reduce = f"{reduce} (from stage 1 on: {formats}, whose bytes are written and read at both ends)"
     if asked.frozen_format:
         reduce = f"{reduce}; from stage 2 on frozen parameters rest as {asked.frozen_format}"
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
@@ -327,9 +331,9 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
         loss = "the one number that the model returns is its loss"
     else:
         loss = "the loss is left out, since the model does not return one number and no loss= was given"
-    how = MEASURED if isinstance(device, Calibrated) else DESCRIBED
+    time_assumptions = MEASURED if isinstance(device, Calibrated) else DESCRIBED
     return (
-        *how,
+        *time_assumptions,
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",

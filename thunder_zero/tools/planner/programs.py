@@ -1,4 +1,4 @@
-"""Compiles stages with few of a model's blocks, and evaluates the programs on meshes."""
+"""Compiles a model with few of its blocks for each stage, and evaluates the programs on meshes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
 
-TRACED = (5, 6, 8)  # numbers of alike blocks to trace; the first that repeat are taken
+TRACED = (5, 6, 8)  # numbers of blocks to trace, until the blocks repeat
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Memory and time of a step under one policy on one mesh."""
+    """Forecasts of memory and time for a step under one policy on one mesh."""
 
     memory: StepMemory
     estimate: Estimate
-    traced: int  # number of alike blocks
+    traced: int  # number of traced blocks
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class SubjectPrograms:
     """The compiled programs of a subject.
 
     Attributes:
-        subject: what is planned.
+        subject: the module to plan for.
         asked: a policy with the precision and the formats.
-        shards: ranks that share a copy of the model where a program is compiled. A schedule depends on no such number.
-        device: what costs are counted for.
-        tell: is called with what is done now.
-        slices: ranks of tensor parallelism.
-        how: slices the subject over them.
-        captured: captured modules, by the number of alike blocks.
-        compiled: traces, by policy, whether there are copies of the model, and the number of alike blocks.
-        enough: the number of alike blocks that repeat, by policy.
+        shards: number of ranks of a replica at compilation. Schedules do not depend on it.
+        device: the device of the estimates.
+        tell: a function that shows the current work.
+        slices: number of tensor-parallel ranks.
+        how: the tensor-parallel plan.
+        captured: captured modules, by the number of blocks.
+        compiled: traces, keyed by policy, presence of replicas, and number of blocks.
+        enough: the number of blocks that repeat, by policy.
     """
 
     subject: Subject
@@ -68,17 +68,17 @@ class SubjectPrograms:
 
     @cached_property
     def block_bytes(self) -> int:
-        """The bytes of the largest block, which no policy of the table changes."""
+        """The bytes of the largest block, which are equal under all policies of the table."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
         return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
-        """Return the plan of the whole model, as the first rank sees it."""
+        """Return the whole model's plan on the first rank."""
         return make_plan(self.subject.module, policy, mesh.at_rank_0(), *self._sliced)
 
     @cached_property
     def _sliced(self) -> tuple[Mapping[str, int], frozenset[str]]:
-        """The sliced dimension of each sliced parameter, and the parameters whose gradients are summed over slices."""
+        """The dimension of each sliced parameter, and the parameters whose gradients are summed over ``tensor``."""
         if self.slices == 1:
             return {}, frozenset()
         self.tell(f"slices {self.subject.name} for {self.slices} ranks")
@@ -89,7 +89,7 @@ class SubjectPrograms:
     def policy(self, stage: int, recompute: str) -> Policy:
         """Return a policy whose sizes are equal on all meshes.
 
-        A block is a bucket. One block is gathered ahead, and one reduction is in flight while backward computes the
+        A bucket holds a block. One block is gathered ahead, and one reduction is in flight while backward computes the
         next block.
         """
         asked = self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision)
@@ -100,7 +100,7 @@ class SubjectPrograms:
     def evaluate(self, policy: Policy, mesh: MeshShape) -> StepForecast:
         """Return the memory and the time of a step of the whole model.
 
-        Traces few of the alike blocks, more if those do not repeat, and all if no number of blocks repeats.
+        Few blocks are traced at first, more if they do not repeat, and at last all blocks.
         """
         blocks = self.subject.blocks
         for count in [count for count in (*TRACED, blocks) if count >= self.enough.get(policy, 0)]:
@@ -125,11 +125,11 @@ class SubjectPrograms:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """The bytes of memory that ``Subject.loss`` and its gradient read and write; 0 without a loss."""
+        """The bytes that ``Subject.loss`` and its gradient read and write; 0 without a loss."""
         return loss_traffic(next(iter(self.compiled.values())), self.subject.loss) if self.subject.loss else 0
 
     def returns_loss(self) -> bool:
-        """Return whether forward returns one number, as a loss is."""
+        """Return whether forward returns one number, such as a loss."""
         traces = next(iter(self.compiled.values()))
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
@@ -137,7 +137,7 @@ class SubjectPrograms:
     def _compile(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
         """Return the traces for a mesh.
 
-        All meshes share the schedule of a small mesh, since it depends only on whether there are copies of the model.
+        All meshes share the schedule of a small mesh, since schedules depend only on the presence of replicas.
         """
         has_copies = mesh.replicas > 1
         if (policy, has_copies, traced) not in self.compiled:
@@ -173,7 +173,7 @@ class SubjectPrograms:
 
 
 def _on_mesh(traces: Traces, plan: Plan) -> Traces:
-    """Return the program with another plan, of another mesh."""
+    """Return the program with the plan of another mesh."""
     lifted = traces.lifted
     return replace(
         traces,
@@ -184,5 +184,5 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """Return an AdamW without the temporaries of torch's ``foreach``, as a fused one has none."""
+    """Return an AdamW without the temporaries of torch's ``foreach``, which a fused AdamW does not have."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""The time and the memory of a step of the whole model, from the step of one with fewer blocks.
+"""Extends the time and the memory of a step from a model with fewer blocks to the whole model.
 
-A model with few alike blocks was traced; the whole model has more of them. Each operation has a key: operations with
-equal keys do the same. If a phase has a period twice in a row, the longer phase has the period more often::
+A model with few identical blocks was traced, and the whole model has more blocks. Operations with equal keys do equal
+work. If a period of keys occurs twice in a row in a phase, the longer phase repeats the period more often::
 
     keys     a b | c d e | c d e | c d f g
     marks          ^       ^                     where blocks begin to compute
     longer   a b | c d e | c d e | c d e | c d f g
 
-Each further block also adds the bytes that it has at rest to every figure of memory.
+Each further block also adds its bytes at rest to every figure of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Positions that repeat: ``length`` of them, from ``start``, equal those right after them."""
+    """A range of ``length`` positions from ``start`` whose keys equal the keys of the next ``length`` positions."""
 
     start: int
     length: int
@@ -39,17 +39,17 @@ class Period:
 
 
 def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> Period | None:
-    """Return the first period that occurs at least twice in a row; None if there is none.
+    """Return the first period that occurs at least twice in a row; None without such a period.
 
-    ``marks`` are the positions, ascending, where alike blocks begin. The length of a period is the distance between two
-    successive marks.
+    ``marks`` are the ascending positions where identical blocks begin. The length of a period is the distance between
+    two successive marks.
     """
     periods = (_period_around(keys, first, second - first) for first, second in pairwise(marks))
     return next((period for period in periods if period is not None), None)
 
 
 def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Period | None:
-    """Return the period of the longest run around a position in which keys equal those ``length`` later."""
+    """Return the period of the longest run around a position in which each key equals the key ``length`` later."""
     if length <= 0 or keys[position] != keys[position + length]:
         return None
     start = stop = position
@@ -61,7 +61,7 @@ def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Peri
 
 
 def positions(length: int, period: Period | None, copies: int) -> list[int]:
-    """Return, for each position of the longer sequence, the position in the sequence of ``length`` that it copies."""
+    """Return the source of each position of the longer sequence, a position in the sequence of ``length``."""
     if period is None or not copies:
         return list(range(length))
     middle = list(range(period.start, period.end)) * copies
@@ -69,9 +69,9 @@ def positions(length: int, period: Period | None, copies: int) -> list[int]:
 
 
 def moved_link(position: int, source: int, link: int, period: Period | None, copies: int) -> int:
-    """Return the position in the longer sequence that an operation refers to, such as a wait to its launch.
+    """Return the target of an operation's reference in the longer sequence, such as the launch of a wait.
 
-    The operation at ``position`` copies the one at ``source``, which refers to ``link``.
+    The operation at ``position`` copies the operation at ``source``, which refers to ``link``.
     """
     if period is not None and copies and source >= period.end and link < period.start:
         return link
@@ -79,14 +79,14 @@ def moved_link(position: int, source: int, link: int, period: Period | None, cop
 
 
 class NotPeriodic(Exception):
-    """The traced blocks do not do the same: more of them must be traced."""
+    """Raised if the traced blocks do not do equal work, so that more blocks must be traced."""
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
-    """Find the period of a sequence. Return the :func:`positions` of one with ``copies`` more periods, and the period.
+    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period.
 
     Raises:
-        NotPeriodic: there are copies, and no period.
+        NotPeriodic: ``copies`` is above 0, and there is no period.
     """
     period = find_period(keys, marks) if copies else None
     if copies and period is None:
@@ -95,7 +95,7 @@ def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tup
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return where operations of forward, and of backward, first read each unit's parameters together with data."""
+    """Return the positions in forward and in backward where data first meets each unit's parameters."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
@@ -106,17 +106,17 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
     for position, op in enumerate(timeline.ops[:-1]):
         if op.kind is not Kind.COMPUTE:
             continue
-        read = {owner[name] for name in op.reads if name in owner}
-        if len(read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
-            owner.update(dict.fromkeys(op.writes, *read))
+        units_read = {owner[name] for name in op.reads if name in owner}
+        if len(units_read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
+            owner.update(dict.fromkeys(op.writes, *units_read))
             continue
-        for unit in read:
+        for unit in units_read:
             first_read[op.backward].setdefault(unit, position)
     return sorted(first_read[False].values()), sorted(first_read[True].values())
 
 
 def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
-    """Yield the positions of each phase, and where in it the alike blocks begin to compute."""
+    """Yield the positions of each phase, and the positions in the phase where identical blocks begin to compute."""
     forward, backward = _marks_of(timeline, units)
     yield range(timeline.backward_start), forward
     marks = [position - timeline.backward_start for position in backward]
@@ -141,12 +141,12 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
 def _lengthen_ops(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
-    """Return the operations of a step with more blocks, as far as a simulation reads them, and their costs."""
+    """Return the operations of a step with more blocks, and their costs, as input of a simulation."""
     launched = {op.writes[0]: position for position, op in enumerate(timeline.ops) if op.launches}
     links = [launched[op.reads[0]] if op.waits else position for position, op in enumerate(timeline.ops)]
     longer_ops: list[Op] = []
     longer_costs: list[Cost] = []
-    base = 0
+    phase_start = 0
     for phase, marks in _phases(timeline, units):
         for position in phase:  # backward may wait again for a collective of forward, which has ended
             links[position] = links[position] if links[position] in phase else position
@@ -159,11 +159,11 @@ def _lengthen_ops(
             if op.kind is Kind.FREE:
                 continue
             if op.launches or op.waits:
-                handle = (f"handle {base + moved_link(position, source, link, period, copies)}",)
+                handle = (f"handle {phase_start + moved_link(position, source, link, period, copies)}",)
                 op = replace(op, reads=handle * op.waits, writes=handle * op.launches)
             longer_ops.append(op)
             longer_costs.append(costs[phase[source]])
-        base += len(order)
+        phase_start += len(order)
     return tuple(longer_ops), tuple(longer_costs)
 
 
@@ -178,13 +178,13 @@ def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], c
 
 
 def _require_balance(period: Sequence[Op]) -> None:
-    """Raise NotPeriodic unless a period waits for as many launches as it starts: others would pile up."""
+    """Raise NotPeriodic unless a period has as many waits as launches, since launches would pile up."""
     started = sum(op.kind in LAUNCHES for op in period)
     if started != sum(op.kind is Kind.WAIT for op in period):
         raise NotPeriodic
 
 
-STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # what the optimizer's step holds of each block
+STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block that are alive in the optimizer's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class StepMemory:
         peak: the most bytes in forward, the loss and backward.
         optimizer_step: the most bytes in the optimizer's step.
         phase: the phase of the peak.
-        by_kind: bytes alive at the end of the peak's line, by what they hold, the most first.
+        by_kind: bytes alive at the end of the peak's line, by kind, largest first.
         storages: the most storages alive at once.
     """
 
@@ -210,13 +210,13 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """How one line changes the bytes alive.
+    """The change of the bytes alive by one line.
 
     Attributes:
-        rise: its highest bytes, above those before it.
-        total: bytes after it, less those before it.
-        kinds: ``total`` by what the bytes hold.
-        count: storages that it allocates, less those that it frees.
+        rise: the most bytes alive in the line, minus the bytes before the line.
+        total: the bytes alive after the line, minus the bytes before the line.
+        kinds: ``total`` by kind.
+        count: the number of storages that the line allocates, minus the number that it frees.
     """
 
     rise: int
@@ -235,38 +235,38 @@ def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: i
     """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)
-    of_block = [storage for storage in memory.storages if copies and storage.name.startswith(f"{units[0]}.")]
-    resting = [storage for storage in of_block if storage.line < 0]
+    block_storages = [storage for storage in memory.storages if copies and storage.name.startswith(f"{units[0]}.")]
+    resting = [storage for storage in block_storages if storage.line < 0]
     alive = _before(memory)
     alive.update(
         {kind: copies * sum(storage.nbytes for storage in resting if storage.kind is kind) for kind in AT_REST}
     )
     count = sum(storage.line < 0 for storage in memory.storages) + copies * len(resting)
     total = sum(alive.values())
-    most = count
+    most_storages = count
     peak = peak_line = 0
-    for number, line in enumerate(order):
+    for index, line in enumerate(order):
         change = changes[line]
         if total + change.rise > peak:
-            peak, peak_line = total + change.rise, number
+            peak, peak_line = total + change.rise, index
         total += change.total
         count += change.count
-        most = max(most, count)
-    for line, times in Counter(order[: peak_line + 1]).items():
-        alive.update({kind: times * nbytes for kind, nbytes in changes[line].kinds})
-    stepped = sum(storage.nbytes for storage in of_block if storage.kind in STEPPED)
+        most_storages = max(most_storages, count)
+    for line, repeats in Counter(order[: peak_line + 1]).items():
+        alive.update({kind: repeats * nbytes for kind, nbytes in changes[line].kinds})
+    stepped_bytes = sum(storage.nbytes for storage in block_storages if storage.kind in STEPPED)
     return StepMemory(
         at_rest=memory.at_rest + copies * sum(storage.nbytes for storage in resting if storage.kind in AT_REST),
         peak=peak,
-        optimizer_step=(memory.optimizer_step or 0) + copies * stepped,
+        optimizer_step=(memory.optimizer_step or 0) + copies * stepped_bytes,
         phase=memory.lines[order[peak_line]].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
-        storages=most,
+        storages=most_storages,
     )
 
 
 def _before(memory: Memory) -> Counter[Holds]:
-    """Return the bytes alive before the step, by what they hold."""
+    """Return the bytes alive before the step, by kind."""
     alive = Counter[Holds]()
     for storage in memory.storages:
         if storage.line < 0:
@@ -275,7 +275,7 @@ def _before(memory: Memory) -> Counter[Holds]:
 
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
-    """Return the lines of the longer step, as indices of the forecast's lines."""
+    """Return the lines of the longer step, as indices into the forecast's lines."""
     forward, backward = _marks_of(traces.timeline, units)
     longer: list[int] = []
     for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):
@@ -299,10 +299,10 @@ def _changes(memory: Memory) -> list[_Change]:
     total = sum(alive.values())
     changes = []
     for index, line in enumerate(memory.lines):
-        now = dict(line.alive.items_in_order)
-        kinds = ((kind, now.get(kind, 0) - alive.get(kind, 0)) for kind in Holds)
-        highest, after = line.highest - memory.reserve, line.total - memory.reserve
+        alive_after = dict(line.alive.items_in_order)
+        kinds = ((kind, alive_after.get(kind, 0) - alive.get(kind, 0)) for kind in Holds)
+        highest, total_after = line.highest - memory.reserve, line.total - memory.reserve
         changed = tuple((kind, nbytes) for kind, nbytes in kinds if nbytes)
-        changes.append(_Change(highest - total, after - total, changed, born[index] - freed[index]))
-        alive, total = now, after
+        changes.append(_Change(highest - total, total_after - total, changed, born[index] - freed[index]))
+        alive, total = alive_after, total_after
     return changes

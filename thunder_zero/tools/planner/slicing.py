@@ -1,4 +1,4 @@
-"""Slices a copy of a module without values, by torch's tensor parallelism."""
+"""Slices a meta copy of a module with torch's tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Slicing = Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object
 
 
 def sliced_copy(module: nn.Module, mesh: DeviceMesh, how: Slicing) -> nn.Module:
-    """Return a copy on the meta device, sliced over a mesh of one dimension."""
+    """Return a copy of the module on the meta device, sliced over a mesh of one dimension."""
     tensors = chain(module.parameters(), module.buffers())
     memo: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in tensors}
     copy = deepcopy(module, memo)

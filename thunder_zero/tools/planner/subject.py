@@ -1,4 +1,4 @@
-"""A module to plan for, with its inputs, its loss, and its blocks that are alike."""
+"""A module to plan for, with its inputs, its loss, and its identical blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thunder_zero.tools.models.named import MODELS, NamedModel
 
 @dataclass(frozen=True, slots=True)
 class AlikeBlocks:
-    """Successive blocks of one list that are alike. ``path`` is that of the list; ``names`` are those of the blocks."""
+    """Successive identical blocks of a list. ``path`` is the list's path; ``names`` are the blocks' names."""
 
     path: str
     names: tuple[str, ...]
@@ -36,13 +36,13 @@ class Subject:
     """A module to plan for.
 
     Attributes:
-        name: for tables and messages.
-        module: may be on the meta device; its values are never read.
-        args, kwargs: the arguments of its forward: one rank's share of a batch.
-        loss: from what forward returns to the loss; None if nobody gave one.
-        tokens: of one rank in a step.
-        alike: the blocks that are alike and have the most parameters; None if no blocks are alike.
-        batch: rows of the inputs, if the caller can choose fewer; otherwise 1.
+        name: a name for tables and messages.
+        module: the module, perhaps on the meta device. Its values are never read.
+        args, kwargs: the arguments of its forward, for one rank's share of a batch.
+        loss: a function from the outputs of forward to the loss; None without a loss.
+        tokens: number of tokens of one rank in a step.
+        alike: the identical blocks with the most parameters; None without identical blocks.
+        batch: number of rows of the inputs, or 1 if the caller cannot choose it.
         build: a line of Python that makes the module, for the code to paste.
     """
 
@@ -58,27 +58,27 @@ class Subject:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that are alike."""
+        """The number of identical blocks."""
         return len(self.alike.names) if self.alike else 0
 
     @contextmanager
     def with_blocks(self, count: int) -> Iterator[nn.Module]:
-        """Temporarily remove all but ``count`` of the alike blocks from the module."""
+        """Temporarily remove all but ``count`` of the identical blocks from the module."""
         if self.alike is None or count >= self.blocks:
             yield self.module
             return
         members = self.module.get_submodule(self.alike.path)._modules
-        before = dict(members)
+        original = dict(members)
         removed = set(self.alike.names[count:])
-        kept = [(name, block) for name, block in before.items() if name not in removed]
-        is_numbered = all(name.isdecimal() for name in before)
+        kept = [(name, block) for name, block in original.items() if name not in removed]
+        is_numbered = all(name.isdecimal() for name in original)
         members.clear()
         members.update((str(index) if is_numbered else name, block) for index, (name, block) in enumerate(kept))
         try:
             yield self.module
         finally:
             members.clear()
-            members.update(before)
+            members.update(original)
 
 
 def subject_of(
@@ -90,17 +90,17 @@ def subject_of(
     length: int | None = None,
     micro_batch: int = 1,
 ) -> Subject:
-    """Return what to plan.
+    """Return the subject that the arguments describe.
 
     Args:
-        model: a module, a model by name or its key in ``MODELS``, or ``FILE.py:function``.
+        model: a module, a named model or its key in ``MODELS``, or ``FILE.py:function``.
         args, kwargs: the arguments of a module's forward.
-        loss: of a module, or of a file's.
-        length: tokens of a sequence, of a model by name (default: the model's).
-        micro_batch: sequences of one rank in a step, of a model by name.
+        loss: a function from outputs to the loss, for a module or a file.
+        length: tokens of a sequence, for a named model (default: the model's).
+        micro_batch: sequences of one rank in a step, for a named model.
 
     Raises:
-        ValueError: an option does not belong to this kind of model, or nothing is trained.
+        ValueError: an option does not fit this kind of model, or no parameter is trained.
         TypeError: ``model`` is of another type.
     """
     if isinstance(model, nn.Module):
@@ -124,7 +124,7 @@ def subject_of(
 
 
 def named_model(model: object) -> NamedModel | None:
-    """Return a model by name, or that of a key of ``MODELS``; None if ``model`` is neither."""
+    """Return ``model`` if it is a named model, or the named model of a key; otherwise None."""
     return MODELS.get(model) if isinstance(model, str) else model if isinstance(model, NamedModel) else None
 
 
@@ -166,7 +166,8 @@ def of_module(
 ) -> Subject:
     """Return the subject of a module with its inputs.
 
-    Its tokens are the elements of the first tensor of integers of two dimensions, or else the rows of the first tensor.
+    The number of tokens is the size of the first integer tensor of two dimensions, or else the rows of the first
+    tensor.
     """
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
@@ -178,7 +179,7 @@ def of_module(
 
 
 def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
-    """Return the successive blocks of a list that differ in values alone, where they have the most parameters."""
+    """Return the successive blocks of a list, equal except for values, with the most parameters."""
     best, most = None, 0
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):
@@ -192,7 +193,7 @@ def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules that differ in values alone."""
+    """Return a key that is equal for modules that differ only in values."""
     tensors: Sequence[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     return type(module), repr(module), shapes

@@ -1,4 +1,4 @@
-"""A plan of a training: a table of stages and meshes, the choice, code to paste; prints as text.
+"""Holds a training plan: a table of stages and meshes, the recommended row, and code to paste.
 
 ::
 
@@ -6,8 +6,8 @@
     ZeRO-2 128 x 8     cheap 70.9 GiB 46.7 GiB 48.7 ms 668 ms   12,268 74.5% yes
     ZeRO-3 16 x 64     cheap 40.7 GiB 57.4 GiB 21.8 ms 630 ms   13,010 79.0% chosen
 
-``128 x 8`` means 128 copies of the model, each sharded over the 8 devices of a node. With tensor parallelism a column
-``tp`` has its ranks, and the column ``recompute`` is called ``again``.
+``128 x 8`` means 128 replicas, each sharded over the 8 devices of a node. With tensor parallelism a column ``tp`` is
+added, and the column ``recompute`` is called ``again``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
 
-FACTOR = 8  # a mesh shards over so many times as many ranks as the mesh before
-NARROW = 80  # columns of the text
+FACTOR = 8  # the ratio of shards of successive meshes
+NARROW = 80  # width of the text
 COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Ranks of a training: ``replicas`` copies of the model, each held by ``shards`` times ``slices`` ranks. ``slices``
-    are ranks of torch's tensor parallelism."""
+    """The sizes of a mesh: ``replicas``, ``shards``, and ``slices``, the tensor-parallel ranks of torch."""
 
     replicas: int
     shards: int
@@ -43,16 +42,16 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all copies."""
+        """The number of all ranks."""
         return self.replicas * self.shards * self.slices
 
     def at_rank_0(self) -> Mesh:
-        """Return the mesh as its first rank sees it."""
+        """Return the mesh on its first rank."""
         return Mesh.of(self.shards, replicas=self.replicas, slices=self.slices if self.slices > 1 else None)
 
     @property
     def data(self) -> str:
-        """The data axes as text: ``16 x 64``."""
+        """The data-parallel sizes as text: ``16 x 64``."""
         return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
     def __str__(self) -> str:
@@ -62,10 +61,10 @@ class MeshShape:
 def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) -> tuple[MeshShape, ...]:
     """Return the meshes to compare for a stage: shards over a node, over 8, 64 ... nodes, and over all ranks.
 
-    DDP has one mesh. Each mesh has ``slices`` ranks of tensor parallelism inside a node.
+    DDP has one mesh. Each mesh has ``slices`` tensor-parallel ranks inside a node.
 
     Raises:
-        ValueError: the ranks do not fill nodes, or ``slices`` does not divide them.
+        ValueError: the ranks do not fill nodes, or ``slices`` does not divide the ranks of a node.
     """
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
@@ -94,28 +93,28 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
 
 @dataclass(frozen=True, repr=False)
 class PlanRow:
-    """A stage on a mesh, with the least recompute that fits. Bytes and seconds are those of the busiest rank in a step.
+    """A stage on a mesh, with the least recompute that fits. Bytes and seconds describe the busiest rank in a step.
 
     Attributes:
-        stage: 0 to 3.
-        mesh: ranks that share a copy of the model, and copies.
-        recompute: ``Policy.recompute``.
-        fits: True if ``needed_bytes`` fit.
-        needed_bytes: memory at the peak, with the overhead that is no tensor.
-        peak_bytes: bytes of tensors at the peak, the optimizer's step included.
+        stage: the stage, 0 to 3.
+        mesh: the sizes of the mesh.
+        recompute: the value of ``Policy.recompute``.
+        fits: True if ``needed_bytes`` fit into the memory of a rank.
+        needed_bytes: memory at the peak, with the overhead beside tensors.
+        peak_bytes: bytes of tensors at the peak, which may be in the optimizer's step.
         at_rest_bytes: bytes of tensors between two steps.
         peak_phase: "forward", "loss", "backward" or "optimizer step".
-        by_kind: bytes of tensors at the peak of forward, loss and backward, by what they hold.
+        by_kind: bytes of tensors at the peak of forward, loss and backward, by kind.
         sent_bytes: bytes that a rank sends.
-        compute_seconds: time of forward's and backward's compute.
+        compute_seconds: time of compute in forward and backward.
         exposed_seconds: time that compute waits for communication.
         tensor_exposed_seconds: the part of ``exposed_seconds`` that waits for tensor parallelism.
         loss_seconds: time of the loss and its gradient.
         optimizer_seconds: time of AdamW's step.
         seconds: time of the step: compute, exposed, loss and optimizer.
-        tokens_per_second: tokens of a rank's batch, divided by the step and by the ranks of tensor parallelism.
-        mfu: share of the step that the model's FLOPs would take at the device's peak.
-        traced_blocks: number of alike blocks that were traced and stand for all.
+        tokens_per_second: tokens of a rank's batch, divided by the seconds of a step and by the tensor-parallel ranks.
+        mfu: share of the step's time that the model's FLOPs would take at the device's peak.
+        traced_blocks: number of blocks that were traced, and represent all blocks.
     """
 
     stage: int
@@ -156,24 +155,24 @@ class PlanRow:
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan:
-    """Which stage and mesh to train a model with.
+    """A recommended stage and mesh for a training, with the table behind it.
 
     Attributes:
         model: name of the model.
         parameters: number of elements of all parameters.
-        blocks: number of alike blocks.
+        blocks: number of identical blocks.
         world_size: number of ranks.
         device: name of the device.
         devices_per_node: devices of a node.
         memory_bytes: memory of a rank.
-        tokens: tokens of a rank of data in a step; with a global batch, at the first ``tp``.
+        tokens: tokens of a data-parallel rank in a step; with a global batch, for the first ``tp``.
         global_tokens: tokens of all ranks in a step; None without a global batch.
         rows: stages and meshes, in the order of the table.
-        chosen: the recommended row; None if none fits.
-        reason: why the row is recommended, in one sentence.
-        code: Python to paste; "" if nothing fits.
-        assumed: what the figures assume, as sentences.
-        is_bound: True if times are lower bounds, since the device was not measured.
+        chosen: the recommended row; None if no row fits.
+        reason: the reason for the recommendation, in one sentence.
+        code: Python code to paste; "" if no row fits.
+        assumed: the assumptions behind the figures, as sentences.
+        is_bound: True if times are lower bounds, because the device was not measured.
     """
 
     model: str
@@ -194,9 +193,9 @@ class TrainingPlan:
 
     @property
     def expected_tokens_per_second(self) -> tuple[float, float] | None:
-        """The range of tokens/s that a rank of the chosen row reaches if it does as published runs did.
+        """The range of tokens/s to expect from a rank of the chosen row, judged by published runs.
 
-        None if times are no bounds, or nothing fits.
+        None if times are not bounds, or no row fits.
         """
         if self.chosen is None or not self.is_bound:
             return None
@@ -211,14 +210,14 @@ class TrainingPlan:
         return summed_up(self, f"{self.model} on {self.world_size:,} {self.device}: {chosen}")
 
     def __str__(self) -> str:
-        """Return the table, the reason, code to paste and what is assumed, in 80 columns."""
+        """Return the table, the reason, code to paste and the assumptions, in 80 columns."""
         return "\n".join(_text(self))
 
     def table(self) -> str:
         """Return the table, with a line for each row, in 80 columns."""
         columns, rows = list(COLUMNS), [self._cells(row) for row in self.rows]
         if any(row.mesh.slices > 1 for row in self.rows):
-            columns[2:3] = ["tp", "again"]  # narrower than recompute
+            columns[2:3] = ["tp", "again"]  # shorter than "recompute"
             rows = [(*cells[:2], str(row.mesh.slices), *cells[2:]) for row, cells in zip(self.rows, rows, strict=True)]
         return text_of_table(table_of(columns, rows, ("stage", "fits"), apart=1), NARROW)
 
@@ -266,24 +265,24 @@ def _heading(plan: TrainingPlan) -> str:
 
 
 AS_FAST = 0.995  # a row with this share of the fastest row's tokens/s counts as equally fast
-MUCH_SLOWER = 0.98  # a reason compares the chosen row with rows below this share
+MUCH_SLOWER = 0.98  # a reason names rows below this share of the chosen row's tokens/s
 
 
 def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int, batch: int) -> str:
-    """Return in one sentence why a row is recommended, or why nothing fits.
+    """Return the reason for a recommendation, or the reason why no row fits, in one sentence.
 
     ``batch`` is the number of rows of a rank's inputs; 1 if the caller cannot choose them.
     """
     if chosen is None:
         return _nothing_fits(rows, memory_bytes, batch)
     fitting = [row for row in rows if row.fits]
-    others = [text for text in (_too_large(rows, chosen, memory_bytes), _slower(fitting, chosen)) if text]
-    because = f": {', and '.join(others)}" if others else ""
+    comparisons = [text for text in (_too_large(rows, chosen, memory_bytes), _slower(fitting, chosen)) if text]
+    because = f": {', and '.join(comparisons)}" if comparisons else ""
     return f"{chosen.name_with_ranks} is {_best(rows, fitting, chosen, size(memory_bytes))}{because}"
 
 
 def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
-    """Return what distinguishes the chosen row."""
+    """Return the advantage of the chosen row."""
     if len(rows) == 1:
         return f"the only one that was compared, and fits into {memory}"
     if len(fitting) == 1:
@@ -295,7 +294,7 @@ def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, 
 
 
 def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
-    """Return the memory that the smallest lower stage that does not fit would take; "" if there is none."""
+    """Describe the smallest row of a lower stage that does not fit; "" without such a row."""
     lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
     if not lower:
         return ""
@@ -304,7 +303,7 @@ def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> s
 
 
 def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
-    """Return how much slower the next row is, and why; "" if no row is much slower."""
+    """Describe how much slower the next row is, and why; "" if no row is much slower."""
     slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
     if not slower:
         return ""
@@ -317,34 +316,34 @@ def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
         "the optimizer takes {} longer": other.optimizer_seconds - chosen.optimizer_seconds,
     }
     largest = max(parts, key=parts.__getitem__)
-    also = ""
+    recompute_text = ""
     if RECOMPUTE.index(other.recompute) > RECOMPUTE.index(chosen.recompute):
-        link = "as" if "computes" in largest else "and"
-        also = f", {link} it has to recompute={other.recompute!r} to fit"
-    return f"{other.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{also}"
+        conjunction = "as" if "computes" in largest else "and"
+        recompute_text = f", {conjunction} it has to recompute={other.recompute!r} to fit"
+    return f"{other.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{recompute_text}"
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
-    """Return the row that needs least, and what alone would make it fit."""
+    """Describe the row that needs the least memory, and the changes that would make it fit."""
     least = min(rows, key=lambda row: row.needed_bytes)
-    over = least.needed_bytes - memory_bytes
-    sharded = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded
-    of_batch = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_phase != "optimizer step")
+    missing = least.needed_bytes - memory_bytes
+    sharded_bytes = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded
+    batch_bytes = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_phase != "optimizer step")
     offers = []
-    if sharded > over:  # with N times the ranks, each holds 1/N of the sharded bytes
-        ranks = ceil(least.mesh.ranks * sharded / (sharded - over))
-        offers.append(f"about {ranks:,} ranks would be needed, as they share {size(sharded)} of it")
-    if of_batch * (batch - 1) // batch >= over:
-        offers.append(f"half the batch saves about {size(of_batch // 2)}")
+    if sharded_bytes > missing:  # on N times as many ranks, a rank holds 1/N of the sharded bytes
+        ranks = ceil(least.mesh.ranks * sharded_bytes / (sharded_bytes - missing))
+        offers.append(f"about {ranks:,} ranks would be needed, as they share {size(sharded_bytes)} of it")
+    if batch_bytes * (batch - 1) // batch >= missing:
+        offers.append(f"half the batch saves about {size(batch_bytes // 2)}")
     return (
         f"nothing fits into {size(memory_bytes)}: the least, {least.name_with_ranks} with "
-        f"recompute={least.recompute!r}, takes {size(least.needed_bytes)}, {size(over)} more; "
+        f"recompute={least.recompute!r}, takes {size(least.needed_bytes)}, {size(missing)} more; "
         f"{', '.join(offers) or 'neither more ranks nor a smaller batch alone would help'}"
     )
 
 
 def _format(asked: Formats) -> str:
-    """Return a format as Python; "" if there is none. An encoding of the user's own has no prefix."""
+    """Return a format as Python code; "" without a format. A user-defined encoding has no prefix."""
     if isinstance(asked, Mapping):
         return "{" + ", ".join(f"{pattern!r}: {_format(form) or None}" for pattern, form in asked.items()) + "}"
     prefix = "tz." if type(asked).__module__.startswith("thunder_zero.") else ""
@@ -352,9 +351,9 @@ def _format(asked: Formats) -> str:
 
 
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
-    """Return Python to paste: imports, the policy, the module, the mesh, and the model.
+    """Return Python code to paste: imports, the policy, the module, the mesh, and the model.
 
-    ``build`` is a line that makes ``module``; ``slicing`` are lines that slice it over ``mesh["tp"]``.
+    ``build`` is a line that makes ``module``. ``slicing`` has lines that slice the module over ``mesh["tp"]``.
     """
     imports: list[str] = []
     argument, mesh = "", []
