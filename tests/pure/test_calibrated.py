@@ -157,7 +157,7 @@ def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wire
 def test_the_wire_of_one_of_several() -> None:
     """Two collectives of 5 s whose launches and waits take 1 s: one of these is beside the wire, or delays it."""
     for taken, elapsed in ((0.0, 11.0), (5.0, 12.0)):
-        assert wire_seconds(elapsed, held=1.0, taken=taken, train=2) == pytest.approx(5.0)
+        assert wire_seconds(elapsed, held=1.0, taken=taken, burst=2) == pytest.approx(5.0)
 
 
 def test_a_device_comes_back_from_its_file(tmp_path: Path) -> None:

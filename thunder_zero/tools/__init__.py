@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
-NAMES = {  # by module; type checkers read the imports above
+NAMES = {  # public names by module; type checkers read the imports above
     "thunder_zero.frontends.compiled": ("Traces",),
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
     "thunder_zero.tools.ask.diff": ("diff",),
@@ -85,5 +85,5 @@ NAMES = {  # by module; type checkers read the imports above
 }
 look_up, list_names, __all__ = lazy(__name__, NAMES)
 
-if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
+if not TYPE_CHECKING:  # so that type checkers report unknown names
     __getattr__, __dir__ = look_up, list_names

@@ -1,4 +1,4 @@
-"""``tz.tools.fake_mesh``: makes a mesh of absent ranks, for traces of modules in slices.
+"""``tz.tools.fake_mesh``: makes a mesh of absent ranks, for traces of tensor-parallel modules.
 
 ::
 
@@ -22,21 +22,22 @@ from thunder_zero.plan.policy import is_count
 
 @contextmanager
 def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Make a mesh of absent ranks inside the block. Its collectives send nothing.
+    """Temporarily make a mesh of absent ranks, whose collectives send nothing.
 
-    Slice the module and trace it inside the block. The traces remain valid after the block, the module does not.
+    Slice the module and trace it inside the block. After the block the traces remain valid, but the module does not.
 
     >>> with tz.tools.fake_mesh((4, 2)) as mesh:
     ...     traces = tz.trace(parallelize_module(module, mesh["tp"], plan), tokens, mesh=mesh)
 
     Args:
-        shape: ranks along each dimension.
+        shape: number of ranks along each dimension.
         names: names of the dimensions, as for :func:`thunder_zero.compile`: data dimensions first.
-        rank: the rank that this process stands for.
+        rank: the rank of this process.
 
     Raises:
-        ValueError: ``shape`` and ``names`` differ in length; a size is no number of ranks; there is no such rank.
-        RuntimeError: there is a process group already.
+        ValueError: ``shape`` and ``names`` differ in length, a size is not a positive number, or ``rank`` is out of
+            range.
+        RuntimeError: a process group already exists.
     """
     if not shape or len(shape) != len(names) or not all(is_count(size) and size for size in shape):
         raise ValueError(

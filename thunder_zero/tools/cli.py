@@ -27,7 +27,7 @@ from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
-INTERRUPTED = 130  # exit code of a shell's command that was interrupted
+INTERRUPTED = 130  # a shell's exit code for an interrupted command
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
     "print what works on this machine (doctor), and measure how fast its CPU and gloo are (calibrate)."
@@ -43,9 +43,9 @@ CALIBRATE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code. An error is one sentence on stderr, and exit code 1."""
+    """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1."""
     options = parser().parse_args(arguments)
-    if options.command == "why":  # errors and warnings are those of the user's script
+    if options.command == "why":  # errors and warnings belong to the user's script
         options.run(options)
         return 0
     code, errors = 0, []
@@ -64,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether the user pressed Ctrl-C, which Thunder turns into an error of its own."""
+    """Return whether the user pressed Ctrl-C, which Thunder converts into another error."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. A command imports what it needs when it runs, so that help is quick."""
+    """Return the parser of all commands. Commands import modules lazily, so that help is quick."""
     root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = root.add_subparsers(dest="command", required=True)
     for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _doctor, _calibrate):
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-Add = Callable[..., argparse.ArgumentParser]  # a command's name, help and description -> its parser
+Add = Callable[..., argparse.ArgumentParser]  # from a command's name, help and description to its parser
 
 
 def _command(
@@ -226,7 +226,7 @@ def _calibrate(add: Add) -> None:
 
 
 def _options_except(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return a command's options but those named, as keyword arguments for the function that it calls."""
+    """Return all options except ``names``, as keyword arguments for a command's function."""
     return {name: value for name, value in vars(options).items() if name not in ("command", "run", *names)}
 
 
@@ -235,7 +235,7 @@ def _devices() -> str:
 
 
 def _show_plan(options: argparse.Namespace) -> None:
-    """Print which stage and mesh to train a model with."""
+    """Print the recommended stage and mesh for a model."""
     from thunder_zero.tools.from_file import function_at, naming_the_users_line
     from thunder_zero.tools.planner.plan_training import plan_training
 
@@ -262,7 +262,7 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 
 def _write_report(options: argparse.Namespace) -> None:
-    """Write the report of a model under one stage, or two. The optimizer is AdamW, as in a plan."""
+    """Write the report of a model under one stage or two, with AdamW."""
     from thunder_zero.tools.page.planned import report_of
 
     data = report_of(options.model, **_options_except(options, "model", "out", "json"))

@@ -1,4 +1,4 @@
-"""``tz.tools.programs``: lists what a model of ``tz.compile`` has compiled, and what it took."""
+"""``tz.tools.programs``: lists the compiled programs of a model of ``tz.compile``, with time and memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class CompiledProgram:
     Attributes:
         graph: the name of the function that dynamo captured.
         kind: ``"training"``, ``"no_sync"`` or ``"forward alone"``.
-        inputs: the shapes of the inputs, by their names; a size that is a symbol, such as ``s27``, may be any number.
+        inputs: the shapes of the inputs, by name. A symbol such as ``s27`` stands for any size.
         seconds: wall-clock seconds to trace and compile it, without dynamo's part.
-        nbytes: by how many bytes the resident memory of the process grew meanwhile.
-        why: why dynamo captured the function again, in its words; None if it was captured for the first time, or if
-            its graph has an earlier program.
+        nbytes: growth of the process's resident memory meanwhile, in bytes.
+        why: dynamo's reason for a new capture; None for the first capture, and for later programs of a graph.
     """
 
     graph: str
@@ -39,13 +38,13 @@ class CompiledProgram:
         return "  ".join(part for part in self.cells() if part)
 
     def cells(self) -> tuple[str, ...]:
-        """Return the program as the cells of a table's row."""
+        """Return the cells of the program's row in a table."""
         inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in self.inputs.items())
         return self.graph, self.kind, inputs, f"{self.seconds:.1f} s", size(self.nbytes), self.why or ""
 
 
 class ProgramTable(tuple[CompiledProgram, ...]):
-    """Programs that print one a line."""
+    """Programs that print a line each."""
 
     def __repr__(self) -> str:
         rows = [program.cells() for program in self]
@@ -55,18 +54,18 @@ class ProgramTable(tuple[CompiledProgram, ...]):
 
 
 def programs(model: ThunderModule) -> ProgramTable:
-    """Return the programs of a model of :func:`thunder_zero.compile`. The program that ran last is the last.
+    """Return the programs of a model of :func:`thunder_zero.compile`, ordered by their last run.
 
     >>> print(tz.tools.programs(model))
     graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
     graph 0  training  tokens (2, s27)  2.3 s  14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
 
     Raises:
-        TypeError: not a model of ``tz.compile``.
+        TypeError: ``model`` is not a model of ``tz.compile``.
     """
     rows = []
     for captured in graphs_of(model).captured.values():
-        spent, why = captured.spent, captured.frame.reason()  # on the first program
+        spent, why = captured.spent, captured.frame.reason()  # counted for the first program
         for mode, entry in (item for programs in captured.programs.values() for item in programs.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
             spent = spent + entry.spent()

@@ -1,4 +1,4 @@
-"""Examines what works on this machine: versions, a step on one rank, backends, executors, devices."""
+"""Examines this machine: versions, a step on one rank, backends, executors, devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunder_zero.tools.printing.words import WIDTH
 
 import thunder
 
-PYTHON = (3, 11)  # the least version, as in pyproject.toml
+PYTHON = (3, 11)  # the oldest version, as in pyproject.toml
 BACKENDS: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
     "nccl": dist.is_nccl_available,
@@ -37,12 +37,12 @@ SECONDS = 60  # timeout of the group of one rank
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one thing, such as "python".
+    """A finding about one component, such as "python".
 
     Attributes:
-        what: the thing.
-        found: what is there.
-        fault: why the package cannot run; "" if it can.
+        what: the component.
+        found: its state.
+        fault: the reason why the package cannot run; "" if it can.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Examine everything. Runs a step of a small model in each stage, on one rank in this process."""
+    """Examine all components, and run a step of a small model in each stage, on one rank in this process."""
     if dist.is_initialized():
         raise RuntimeError("doctor needs a process without a process group; run thunder-zero doctor by itself")
     return (
@@ -65,7 +65,7 @@ def examine() -> tuple[Finding, ...]:
 
 
 def text_of(findings: Iterable[Finding]) -> str:
-    """Return a line for each finding, faults marked, folded to 100 columns."""
+    """Return a line for each finding, folded to 100 columns. Faults are marked."""
     return "\n".join(line for finding in findings for line in _lines(finding))
 
 
@@ -80,18 +80,18 @@ def _python_fault(version: tuple[int, ...]) -> str:
 
 
 def _package(name: str, installed: str) -> Finding:
-    """Compare the installed version of a package with those that are tested."""
-    first, below = TESTED[name]
-    base = LooseVersion(installed.partition("+")[0])
-    if base < LooseVersion(first):
-        return Finding(name, installed, f"thunder_zero needs {name} >= {first}; install it")
-    is_newer = base >= LooseVersion(below)
-    return Finding(name, f"{installed} (newer than tested: below {below})" if is_newer else installed)
+    """Compare the installed version of a package with the tested versions."""
+    first_tested, first_untested = TESTED[name]
+    base_version = LooseVersion(installed.partition("+")[0])
+    if base_version < LooseVersion(first_tested):
+        return Finding(name, installed, f"thunder_zero needs {name} >= {first_tested}; install it")
+    is_newer = base_version >= LooseVersion(first_untested)
+    return Finding(name, f"{installed} (newer than tested: below {first_untested})" if is_newer else installed)
 
 
 def _step(stage: int) -> Finding:
-    """Run a step on one rank, and compare its gradients with those of eager torch."""
-    what, name = f"a step of {STAGES[stage].name}", "one rank of gloo"
+    """Run a step on one rank, and compare its gradients with gradients of eager torch."""
+    component, name = f"a step of {STAGES[stage].name}", "one rank of gloo"
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
     module(x).square().mean().backward()
@@ -104,9 +104,9 @@ def _step(stage: int) -> Finding:
             grads = {path: local(param.grad) for path, param in model.named_parameters()}
         for path, grad in expected.items():
             torch.testing.assert_close(grads[path], grad)
-    except Exception as error:  # whatever it is, the package does not work here
-        return Finding(what, name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    return Finding(what, f"{name}, gradients as in eager")
+    except Exception as error:  # any error means that the package does not work here
+        return Finding(component, name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return Finding(component, f"{name}, gradients as in eager")
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def show_health(*, as_json: bool) -> None:
-    """Print what works here. Raise ValueError if the package does not."""
+    """Print all findings. Raise ValueError if the package cannot run here."""
     findings = examine()
     faults = [finding.what for finding in findings if finding.fault]
     if as_json:

@@ -1,4 +1,4 @@
-"""``tz.tools.wire_error``: measures how formats change the weights that arrive, and gradients."""
+"""``tz.tools.wire_error``: measures the errors of formats in gathered weights and in gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from thunder_zero.sharded.state import State
 
 from thunder.core.module import ThunderModule
 
-Sums = tuple[float, float, float]  # sums of x * x, y * y and x * y
+Sums = tuple[float, float, float]  # the sums of x * x, y * y and x * y
 
 
 @dataclass(frozen=True, repr=False)
 class WireError:
-    """How the formats of a parameter change its weights and its gradient.
+    """The errors that formats cause in a parameter's weights and gradient.
 
     Attributes:
         path: path of the parameter.
         formats: formats of gathers and of reductions, such as ``"int8/128"``; "" if exact.
-        gather: norm of the error of the weights that arrive, over the norm of the weights.
-        gradient: norm of the gradient's difference from that of an exact step, over the norm of the exact gradient; NaN
-            if the exact gradient is zero or missing.
-        cosine: cosine of the angle between the two gradients; NaN if one of them is zero or missing.
+        gather: norm of the error of the gathered weights, over the norm of the weights.
+        gradient: norm of the gradient's error, over the norm of the exact gradient; NaN if the exact gradient is zero
+            or missing.
+        cosine: cosine of the angle between the exact and the rounded gradient; NaN if a gradient is zero or missing.
     """
 
     path: str
@@ -45,7 +45,7 @@ class WireError:
         return "  ".join(self.cells())
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of a row of a table."""
+        """Return the cells of the parameter's row in a table."""
         formats = ", ".join(form or "exact" for form in self.formats)
         return self.path, formats, f"{self.gather:.2e}", f"{self.gradient:.2e}", f"{self.cosine:.6f}"
 
@@ -64,8 +64,8 @@ class WireErrors(tuple[WireError, ...]):
 def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     """Measure how ``Policy.gather_format`` and ``Policy.reduce_format`` change a step. Every rank calls it.
 
-    Runs ``step`` twice, with the formats and exactly. Restores the gradients afterwards. The model is unchanged, except
-    for what ``step`` itself changes.
+    ``step`` runs twice, with the formats and exactly. Then the gradients are restored. Any other change of the model
+    comes from ``step``.
 
     >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
     parameter      gathers, reductions  gather    gradient  cosine
@@ -74,15 +74,15 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
     Args:
         model: a model with ZeroTransform.
-        step: runs forward and backward of ``model``, on an equal batch in each call, and steps no optimizer.
+        step: a function that runs forward and backward of ``model`` on one batch, without an optimizer's step.
 
     Returns:
-        An entry for each parameter that is trained, or travels in a format, in the plan's order.
+        An entry for each parameter that is trained or has a format, in the plan's order.
 
     Raises:
         TypeError: ``model`` is not sharded, or ``step`` is not a function.
-        ValueError: no row or gradient is written as bytes; ``step`` gives no gradients.
-        RuntimeError: ``no_sync`` holds gradients, which the step would reduce.
+        ValueError: the policy has no formats, or ``step`` gives no gradients.
+        RuntimeError: ``no_sync`` has deferred gradients, which the step would reduce.
     """
     state = zero_module(model).state
     params = [param for param in state.plan.params if param.requires_grad or param.gather_format]
@@ -92,7 +92,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         if not any(param.gather_format or param.reduce_format for param in params):
             raise ValueError("no row or gradient is written as bytes; give the model gather_format= or reduce_format=")
         state.require_reduced("measure what formats change")
-    before = {path: shard.grad for path, shard in state.shards.items()}
+    old_grads = {path: shard.grad for path, shard in state.shards.items()}
     try:
         with state.wire.uncounted():
             rounded = _gradients(state, step)
@@ -102,7 +102,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
             if not exact and any(param.requires_grad for param in params):
                 raise ValueError(f"step gave no parameter of {state.name} a gradient; run its forward and backward")
     finally:
-        for path, grad in before.items():
+        for path, grad in old_grads.items():
             state.shards[path].grad = grad
     sums = {
         param.path: (
@@ -111,15 +111,15 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         )
         for param in params
     }
-    of_ranks = all_gather_object(sums, state.group)
-    return WireErrors(_error(param, [of_rank[param.path] for of_rank in of_ranks]) for param in params)
+    ranks_sums = all_gather_object(sums, state.group)
+    return WireErrors(_error(param, [rank_sums[param.path] for rank_sums in ranks_sums]) for param in params)
 
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
     """Run a step, and return this rank's rows of its gradients, by path."""
     for shard in state.shards.values():
         shard.grad = None
-    with torch.random.fork_rng():  # both runs draw equal numbers, and training goes on as without them
+    with torch.random.fork_rng():  # both runs draw equal random numbers, and training is not affected
         step()
     return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
 
@@ -129,7 +129,7 @@ def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
 
 
 def _arrived(state: State, param: Param) -> Tensor:
-    """Return this rank's rows as all ranks read them."""
+    """Return this rank's rows as all ranks read them after a gather."""
     return state.wire.read_by_all(state.rows[param.path], param)
 
 
@@ -138,9 +138,9 @@ def _sums(x: Tensor, y: Tensor) -> Sums:
     return (x * x).sum().item(), (y * y).sum().item(), (x * y).sum().item()
 
 
-def _error(param: Param, of_ranks: list[tuple[Sums, Sums]]) -> WireError:
-    """Return the error of a parameter, from the sums of each rank."""
-    weights, gradients = ([sum(parts) for parts in zip(*sums, strict=True)] for sums in zip(*of_ranks, strict=True))
+def _error(param: Param, ranks_sums: list[tuple[Sums, Sums]]) -> WireError:
+    """Return the error of a parameter from the sums of all ranks."""
+    weights, gradients = ([sum(parts) for parts in zip(*sums, strict=True)] for sums in zip(*ranks_sums, strict=True))
     formats = str(param.gather_format or ""), str(param.reduce_format or "")
     product = sqrt(gradients[0] * gradients[1])
     return WireError(
@@ -150,5 +150,5 @@ def _error(param: Param, of_ranks: list[tuple[Sums, Sums]]) -> WireError:
 
 def _relative(sums: list[float]) -> float:
     """Return the norm of y - x over the norm of x; NaN if x is zero."""
-    x, y, both = sums
-    return sqrt(max(x + y - 2 * both, 0.0) / x) if x else nan
+    xx, yy, xy = sums
+    return sqrt(max(xx + yy - 2 * xy, 0.0) / xx) if xx else nan

@@ -19,12 +19,12 @@ PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return what the function in ``FILE.py:function`` returns: ``(module, input, ...)``."""
+    """Call the function in ``FILE.py:function``, and return the module and its inputs."""
     with _imported(place) as function:
         result = function()
     if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):
-        got = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
-        raise ValueError(f"{place} returns {got}; return a tuple of the module and its inputs: (module, input, ...)")
+        types = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
+        raise ValueError(f"{place} returns {types}; return a tuple of the module and its inputs: (module, input, ...)")
     return result[0], result[1:]
 
 
@@ -36,7 +36,7 @@ def function_at(place: str) -> Callable[..., Any]:
 
 @contextmanager
 def _imported(place: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function of a file, which may import other files of its folder, as a script may."""
+    """Yield the function of a file, which may import other files of its folder."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")
@@ -47,7 +47,7 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{name} cannot be imported; give a Python file")
     module = module_from_spec(spec)
-    sys.modules[NAME] = module  # dataclasses look up their module here
+    sys.modules[NAME] = module  # dataclasses look up their module by this key
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -60,9 +60,9 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def naming_the_users_line(place: str) -> Iterator[None]:
-    """Turn an error of the user's code, run or traced, into a ValueError of one sentence that names the user's line.
+    """Convert an error in the user's code, run or traced, into a ValueError that names the user's line.
 
-    That is the last line in the folder of ``place``, or else the line of torch's module that refused its input.
+    The user's line is the last line in the folder of ``place``, or else the last line in a module of torch.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def naming_the_users_line(place: str) -> Iterator[None]:
 
 
 def _is_ours(file: Path) -> bool:
-    """Return whether a file is not the user's: ours, or a library, which may lie in the folder of the user's file."""
+    """Return whether a file belongs to this package or to a library, perhaps below the user's folder."""
     installed = "site-packages" in file.parts and not file.is_relative_to(TORCH)
     return installed or file.is_relative_to(PACKAGE)
 

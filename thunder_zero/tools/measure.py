@@ -23,23 +23,23 @@ Seconds = dict[str, float]
 
 @tagged("measure_times")
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
-    """Measure how long a model computes between gathers, and how fast its gathers are.
+    """Measure the compute between gathers of a model, and the speed of its gathers.
 
-    All ranks call it together, and get equal times: the mean over ranks of medians, to three digits. The model trains
-    as usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
+    All ranks call this function, and get equal times: means over ranks of medians, to three digits. The model trains as
+    usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
 
     >>> times = tz.tools.measure_times(model, step)
     >>> faster = thunder.jit(module, transforms=[tz.ZeroTransform(times=times)])
 
     Args:
-        model: a model with ZeroTransform, which has run.
-        step: runs one forward and one backward of ``model``, and everything else in a step.
+        model: a model with ZeroTransform that was called.
+        step: a function that runs a training step, with one forward and one backward of ``model``.
         steps: number of runs.
 
     Raises:
-        TypeError: not a model with ZeroTransform; ``step`` is not a function.
+        TypeError: ``model`` is not a model with ZeroTransform, or ``step`` is not a function.
         ValueError: ``steps`` is out of range.
-        RuntimeError: the model was not called yet, or ``step`` does not run forward and backward of it once.
+        RuntimeError: the model was not called yet, or ``step`` does not run one forward and one backward of it.
     """
     state = zero_module(model).state
     with agree.all_or_none(state.group, "its arguments"):
@@ -62,14 +62,14 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         seconds = [computed(waits, expected) for waits in runs]
     phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
     values = [*phases[0].values(), *phases[1].values(), _bytes_per_second(state, timeline, steps)]
-    columns = zip(*all_gather_object(values, state.group), strict=True)  # in rank order: the same bits on all ranks
+    columns = zip(*all_gather_object(values, state.group), strict=True)  # in rank order: equal bits
     means = iter([float(f"{sum(column) / len(column):.3g}") for column in columns])
     forward, backward = ({path: next(means) for path in phase} for phase in phases)
     return Times(forward, backward, next(means))
 
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
-    """Return the bytes per second that a rank sends and receives in gathers one by one; infinite without gathers."""
+    """Return the bytes per second that a rank sends and receives in separate gathers; infinite without gathers."""
     buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
     nbytes = sum(buckets.values())
     if not nbytes:
@@ -78,27 +78,27 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
 
 
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
-    """Return the seconds of compute behind each gather's wait until the next gather's, in forward and in backward.
+    """Return the seconds of compute between the waits of successive gathers, in forward and in backward.
 
-    Waits for reductions in between do not count as compute. The last gather of a phase has no seconds. If several
-    buckets of a phase begin with the same path, it gets the shortest time.
+    A gather gets the seconds after its wait, without waits for reductions. The last gather of a phase has no seconds.
+    If several buckets of a phase begin with one path, the path gets the shortest time.
 
     Args:
         waits: the waits of one step, in order.
-        expected: for each wait of the timeline the first path of its bucket, whether it ends a gather, and whether it
-            is in backward.
+        expected: a triple for each wait of the timeline: the first path of its bucket, True for a gather, True in
+            backward.
 
     Raises:
-        RuntimeError: the step did not run forward and backward once.
+        RuntimeError: the step did not run one forward and one backward.
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]
     for number, (actual, wanted) in enumerate(zip_longest(ran, planned)):
         if actual != wanted:
             should = "should not run" if wanted is None else f"should end {wanted}"
-            did = "it did not run" if actual is None else f"it ended {actual}"
+            event = "it did not run" if actual is None else f"it ended {actual}"
             raise RuntimeError(
-                f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
+                f"step() did not run one forward and one backward of the model: wait {number} {should}, but {event}; "
                 f"give a step that runs each once"
             )
     gathers = [(index, backward) for index, (_, gather, backward) in enumerate(expected) if gather]

@@ -36,8 +36,8 @@ class Optim:
 
     Attributes:
         tensors: states that are tensors, named ``"parameter.state"``.
-        values: other states, by name ``"parameter.state"``.
-        groups: hyper-parameters, by ``"<group>.<name>"``.
+        values: other states, keyed by ``"parameter.state"``.
+        groups: hyper-parameters, keyed by ``"<group>.<name>"``.
     """
 
     tensors: list[TensorToWrite]
@@ -57,59 +57,60 @@ def consolidate(
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint.
 
-    Needs no process group and no model. Needs memory for one tensor, or for all tensors of a torch file. The files get
-    their names once all are complete. Then files that an earlier call wrote for ``out``, and this call did not, are
-    deleted. A warning names what is left out.
+    No process group and no model is needed. The function needs memory for one tensor, or for all tensors of a torch
+    file. The files get their names when all are complete. Then stale files of an earlier call for ``out`` are deleted.
+    A warning lists values that the files cannot hold.
 
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
     Args:
         checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
-        out: the file. Its suffix is the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for ``torch.save``. A
-            tied weight is written once. Its other names are JSON under ``aliases`` in the metadata of a safetensors
-            file; a torch file has one tensor under all names.
+        out: the file to write. Its suffix is the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for
+            ``torch.save``. A tied weight is written once. The metadata of a safetensors file has its other names, as
+            JSON under ``aliases``. A torch file has one tensor under all names.
         dtype: dtype of the model's floating-point tensors, such as ``"bfloat16"`` (default: as saved).
-        optimizer: True also writes the optimizer's state. A torch file then holds ``{"model": ..., "optim": ...}``.
-            With safetensors it goes to ``NAME.optimizer.safetensors``: tensors are named ``parameter.state``; other
-            states and hyper-parameters are JSON in the metadata, under ``state`` and ``param_groups``.
-        ema: name of the extra that an EMA was saved as. Its averages are written as parameters (default: no EMA).
-        max_file_bytes: most bytes of tensors in a file, such as ``"5GB"``, for safetensors only. The files are
+        optimizer: True to write the optimizer's state as well. A torch file then holds ``{"model": ..., "optim":
+            ...}``. With safetensors the state is in ``NAME.optimizer.safetensors``. Its tensors are named
+            ``parameter.state``. Other states and hyper-parameters are JSON in the metadata, under ``state`` and
+            ``param_groups``.
+        ema: name of the extra that holds an EMA, to write its averages as parameters (default: no EMA).
+        max_file_bytes: the most bytes of tensors in a safetensors file, such as ``"5GB"``. The files are
             ``NAME-00001-of-00003.safetensors`` and ``NAME.safetensors.index.json`` (default: one file).
-        verify_files: True compares the files with their SHA-256 first; False reads a checkpoint without a manifest,
-            too.
+        verify_files: True to compare the files with their SHA-256 first; False to also accept a checkpoint without a
+            manifest.
 
     Returns:
         The files that were written.
 
     Raises:
-        FileNotFoundError, OSError: there is no checkpoint; a file cannot be written.
-        ValueError: the checkpoint is damaged, or has no such EMA; an argument is invalid.
+        FileNotFoundError, OSError: there is no checkpoint, or a file cannot be written.
+        ValueError: the checkpoint is damaged, has no EMA ``ema``, or an argument is invalid.
     """
     out = Path(out)
-    most = _limit(out, max_file_bytes)
+    most_bytes = _limit(out, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
     model = _read_model(source, float_dtype("dtype", dtype), ema)
-    extra_states = source.values(f"{MODEL}.")  # that modules add to a state dict (get_extra_state)
+    extra_states = source.values(f"{MODEL}.")  # from get_extra_state
     optim = _read_optim(source) if optimizer else None
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
     _warn_of_omissions(out, extra_states, [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)])
     total = sum(tensor.nbytes for tensor in (*model, *(optim.tensors if optim else ())))
-    with show_progress(f"write {out.name}", total) as done, create_together() as create:
+    with show_progress(f"write {out.name}", total) as advance, create_together() as create:
 
         def read(tensor: TensorToWrite) -> Tensor:
             value = source.read(tensor.key, tensor.dtype)
-            done(tensor.nbytes)
+            advance(tensor.nbytes)
             return value
 
         if out.suffix != SUFFIX:
             with create(out) as stream:
                 torch.save(_torch_tree(model, extra_states, optim, read), stream)
             return (out,)
-        notes = _notes(optim) if optim else {}  # refuses before anything is written
-        written = write_parts(create, out, model, read, {}, most)
+        metadata = _notes(optim) if optim else {}  # raises before anything is written
+        written = write_parts(create, out, model, read, {}, most_bytes)
         if optim:
             optimizer_file = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
-            written += write_parts(create, optimizer_file, optim.tensors, read, notes, most)
+            written += write_parts(create, optimizer_file, optim.tensors, read, metadata, most_bytes)
     remove_older(out, written, is_made_here)
     return tuple(written)
 
@@ -133,7 +134,7 @@ def _read_model(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | No
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
-    """Return the tensors of a model, read from the averages of an EMA where it has them."""
+    """Replace the tensors of a model by the averages of an EMA, if it has them."""
     prefix = f"{EMAS}.{ema}.{MODEL}."
     averages = source.tensors(prefix)
     if not averages:
@@ -147,8 +148,8 @@ def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> l
 def _read_optim(source: OpenCheckpoint) -> Optim:
     prefix = f"{OPTIM}.{GROUPS}."
     tensors = source.tensors(prefix).items()
-    numbers = {name: source.read(prefix + name, stored.properties.dtype).tolist() for name, stored in tensors}
-    groups = source.values(prefix) | numbers
+    tensor_values = {name: source.read(prefix + name, stored.properties.dtype).tolist() for name, stored in tensors}
+    groups = source.values(prefix) | tensor_values
     if not groups:
         raise ValueError(f"{source.path} has no optimizer; consolidate without one")
     return Optim(source.tensors_to_write(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)

@@ -29,7 +29,7 @@ class OpenCheckpoint:
     metadata: Metadata
 
     def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
-        """Return the tensors whose keys begin with a prefix, by the rest of their keys."""
+        """Return the tensors whose keys begin with a prefix, by key without the prefix."""
         return {
             key.removeprefix(prefix): stored
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -37,7 +37,7 @@ class OpenCheckpoint:
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """Return the values, other than tensors, whose keys begin with a prefix, by the rest of their keys."""
+        """Return all values except tensors whose keys begin with a prefix, by key without the prefix."""
         keys = [
             key
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -47,12 +47,12 @@ class OpenCheckpoint:
         return {key.removeprefix(prefix): value for key, value in values.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Read all of one tensor, in a dtype."""
+        """Read a whole tensor in a dtype."""
         value: Tensor = read_entries(self.path, self.metadata, [key])[key]
         return value.to(dtype)
 
     def require_readable(self) -> None:
-        """Read all tensors, one at a time, and all values. Raise if the metadata says otherwise."""
+        """Read all tensors, one at a time, and all values. Raise if the metadata does not match."""
         for key, stored in self.tensors("").items():
             self.read(key, stored.properties.dtype)
         self.values("")
@@ -60,23 +60,23 @@ class OpenCheckpoint:
     def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
         """Return the tensors whose keys begin with a prefix. Tied weights are one tensor with aliases.
 
-        ``dtype`` is that of floating-point tensors (default: as stored).
+        ``dtype`` replaces the dtype of floating-point tensors (default: as stored).
         """
-        places = places_by_key(self.metadata)
+        place_of = places_by_key(self.metadata)
         by_place: dict[Any, TensorToWrite] = {}
         for name, stored in self.tensors(prefix).items():
             key = prefix + name
-            place = places.get(key, key)
+            place = place_of.get(key, key)
             if place in by_place:
                 first = by_place[place]
                 by_place[place] = replace(first, aliases=(*first.aliases, name))
             else:
-                target = dtype_to_write(stored.properties.dtype, dtype)
-                by_place[place] = TensorToWrite(name, tuple(stored.size), target, key)
+                target_dtype = dtype_to_write(stored.properties.dtype, dtype)
+                by_place[place] = TensorToWrite(name, tuple(stored.size), target_dtype, key)
         return list(by_place.values())
 
     def keys_of_single_ranks(self) -> dict[str, list[str]]:
-        """Return the keys of values of single ranks, of model and optimizer, by name, such as ``"model.router"``."""
+        """Return the keys of values that belong to single ranks, by name, such as ``"model.router"``."""
         keys: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
             owner = split_rank_prefix(key)
@@ -85,10 +85,10 @@ class OpenCheckpoint:
         return keys
 
     def optimizer_step(self) -> int | None:
-        """Return the number of steps of the optimizer; None if it does not count, or was not saved."""
+        """Return the optimizer's number of steps; None if it has no counter, or was not saved."""
         prefix = f"{OPTIM}.{STATE}."
         stored = self.metadata.state_dict_metadata
-        key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all are equal
+        key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all equal
         if key is None:
             return None
         step = stored[key]
@@ -103,26 +103,26 @@ def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
     path = folder.locate(path)
     if verify_files:
         files = manifest.require_manifest(path).files
-        with show_progress(f"verify {path.name}", sum(file.size for file in files)) as done:
-            manifest.require_no_faults(path, files, done=done)
+        with show_progress(f"verify {path.name}", sum(file.size for file in files)) as advance:
+            manifest.require_no_faults(path, files, done=advance)
     return OpenCheckpoint(path, read_metadata(path))
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
-    """Print a checkpoint's parameters and a summary. Raise, and print nothing, if it is damaged.
+    """Print a checkpoint's parameters and a summary. Raise without output if the checkpoint is damaged.
 
     With ``verify_files``, also compare all files with their SHA-256, and read each tensor.
     """
     path = folder.locate(path)
-    written = manifest.read(path) if (path / manifest.NAME).is_file() else None
-    if written is not None:
-        manifest.require_no_faults(path, written.files, contents=False)
+    saved = manifest.read(path) if (path / manifest.NAME).is_file() else None
+    if saved is not None:
+        manifest.require_no_faults(path, saved.files, contents=False)
     source = open_checkpoint(path, verify_files=verify_files)
     if verify_files:
         source.require_readable()
     console = stdout_console()
     console.print(_table(source))
-    console.print(_summary(source, written), highlight=False)
+    console.print(_summary(source, saved), highlight=False)
 
 
 def _table(source: OpenCheckpoint) -> Table:
@@ -137,19 +137,19 @@ def _table(source: OpenCheckpoint) -> Table:
     return table
 
 
-def _summary(source: OpenCheckpoint, written: Manifest | None) -> str:
+def _summary(source: OpenCheckpoint, saved: Manifest | None) -> str:
     """Return the numbers of ranks, tensors, files and bytes, and the optimizer's step, in words."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step()
     single = sum(map(len, source.keys_of_single_ranks().values()))
-    if written is None:
-        by = "no manifest.json, so its files cannot be verified"
+    if saved is None:
+        origin = "no manifest.json, so its files cannot be verified"
         sizes = [file.stat().st_size for file in source.path.iterdir()]
     else:
-        by = f"saved by {written.ranks} {'rank' if written.ranks == 1 else 'ranks'}"
-        sizes = [file.size for file in written.files]
+        origin = f"saved by {saved.ranks} {'rank' if saved.ranks == 1 else 'ranks'}"
+        sizes = [file.size for file in saved.files]
     return (
-        f"{source.path.name}: {by}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
+        f"{source.path.name}: {origin}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
         f"{f'{single} values of single ranks; ' if single else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors "
         f"have {sum(tensor.nbytes for tensor in source.tensors_to_write('')):,} B"
     )

@@ -23,7 +23,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.printing.progress import show_progress
 
-Tensors = Mapping[str, TensorToWrite]  # by key
+Tensors = Mapping[str, TensorToWrite]  # tensors by key
 
 
 def shard_safetensors(
@@ -35,14 +35,14 @@ def shard_safetensors(
 ) -> Path:
     """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
-    The inverse of :func:`consolidate`. Needs no process group, and memory for one rank's rows of a tensor. Any number
-    of ranks can load the checkpoint. Does not move the link ``latest``, from which training resumes.
+    This is the inverse of :func:`consolidate`. It needs no process group, and memory for one rank's rows of a tensor.
+    Any number of ranks can load the checkpoint. The link ``latest``, from which training resumes, is not moved.
 
     >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
     Args:
         source: a file, the index of several files (``model.safetensors.index.json``), or a folder with
-            ``model.safetensors``, an index, or other files. The metadata's ``aliases`` name tied weights.
+            ``model.safetensors``, an index, or other files. ``aliases`` in the metadata names tied weights.
         checkpoint: the folder to write.
         ranks: number of files, one for the rows of each rank.
         dtype: dtype of the floating-point tensors, such as ``"bfloat16"`` (default: as in the source).
@@ -51,15 +51,15 @@ def shard_safetensors(
         The folder.
 
     Raises:
-        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` has no safetensors file, or a
-            damaged file.
+        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid, or ``source`` has no safetensors file or
+            a damaged file.
         OSError: a file cannot be read or written.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
     target = float_dtype("dtype", dtype)
     path = Path(checkpoint)
-    model_file = Path(source) / f"model{SUFFIX}"  # the optimizer's file may lie beside it
+    model_file = Path(source) / f"model{SUFFIX}"  # a folder may also have the optimizer's file
     files = SafetensorsWeights(model_file if model_file.is_file() else Path(source)).files
     tensors = {tensor.key: tensor for tensor in (_describe(name, file, target) for name, file in files.items())}
     folder.prepare(path)
@@ -72,7 +72,7 @@ def shard_safetensors(
 
 
 class FromFiles(WritePlanner):
-    """A plan that writes the rows of one of several ranks, and reads them from files right before."""
+    """A write plan for the rows of one rank, which are read from files just before they are written."""
 
     def __init__(
         self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
@@ -88,7 +88,7 @@ class FromFiles(WritePlanner):
         return SavePlan(items, planner_data=self.mappings)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Read the rows of an item, or all of a tensor without dimensions."""
+        """Read the rows of an item, or the whole tensor if it has no dimensions."""
         assert write_item.tensor_data is not None, "safetensors files have tensors only"
         chunk, tensor = write_item.tensor_data.chunk, self._tensors[write_item.index.fqn]
         with safe_open(self._files[tensor.name], framework="pt") as file:
@@ -110,7 +110,7 @@ def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) 
 
 
 def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
-    """Yield an item for the rows of a tensor that a rank writes, if it writes any."""
+    """Yield an item for the rows of a tensor that a rank writes, if there are rows."""
     geometry = cut_rows(tensor.shape, Mesh.of(ranks, rank))
     start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
     if (start == stop) if geometry.is_cut else rank:

@@ -5,14 +5,13 @@
     compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
     gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
-Without hybrid sharding all ranks are one ring. With it, an all-reduce between copies of the model goes over ranks that
-are ``world_size`` apart. Tensor parallelism multiplies these distances by its ranks, which are neighbours.
+All ranks form one ring, unless sharding is hybrid. An all-reduce between replicas then runs over ranks that are
+``world_size`` apart. Tensor-parallel ranks are neighbours, so they multiply these distances by their number.
 
-Traces of a run on CPUs have pointwise lines one by one. If they count as fused, as nvFuser or inductor would fuse them,
-lines between two products, attentions or collectives are one kernel. A kernel reads each value from outside once, and
-writes the values that are read outside. A line's depth is the number of other kernels that must run before it; a line
-that may run later gets the depth of its first reader. A loss and an optimizer are no lines of a trace: they run
-operator by operator.
+Traces for CPUs have each pointwise operator on its own line. If lines count as fused, all lines between two matrix
+products, attentions or collectives are one kernel, as with nvFuser or inductor. A kernel reads each outside value once,
+and writes the values that are read outside. The depth of a line is the number of kernels that must run before it. A
+line that may run later gets the depth of its first reader. Losses and optimizers run operator by operator.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from thunder_zero.tools.devices.device import Device
 
 
 class Lane(StrEnum):
-    """A resource that runs one thing after another."""
+    """A resource that runs one operation at a time."""
 
     COMPUTE = "compute"
     SHARD = "shard"  # the wire of the shard group
@@ -43,7 +42,7 @@ class CollectiveKind(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"  # no ring, but with the bytes and steps of a scatter
+    ALL_TO_ALL = "all_to_all"  # not a ring, but it has the bytes and steps of a scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,9 @@ class Ring:
         ranks: number of ranks in the ring.
         stride: distance between neighbours, in ranks.
         nbytes: bytes that the busiest rank sends, and receives.
-        steps: how often each rank sends to its neighbour.
+        steps: number of messages from each rank to its neighbour.
         sends: the kind of the collective.
-        tensors: number of tensors that travel together.
+        tensors: number of tensors in the bucket.
     """
 
     lane: Lane
@@ -70,7 +69,7 @@ class Ring:
 
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
-    """Return the ring of a launch; None if nothing travels."""
+    """Return the ring of a launch; None if no bytes are sent."""
     nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else op.sends
     if not nbytes:
         return None
@@ -93,7 +92,7 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     """Return the bytes that a computation reads and writes; 0 for a view, and for an operation of another kind.
 
     Each tensor is read once. An expanded tensor counts as the memory that it views. An indexed tensor, such as an
-    embedding's, counts no more bytes than are written. Of a fused region only inputs and outputs count.
+    embedding table, counts at most the bytes that are written. A fused region counts only its inputs and outputs.
     """
     if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
@@ -105,12 +104,12 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
 
 
 def _read_bytes(name: str, timeline: Timeline) -> int:
-    """Return the bytes to read a value once: at most those of the memory that it views."""
+    """Return the bytes to read a value once, at most the size of the memory that it views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
 def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
-    """Return the traffic with memory to encode what a launch sends, and to decode what arrives, in bytes."""
+    """Return the bytes of memory traffic to encode the payload of a launch, and to decode its result."""
     plan = timeline.plan
     work = [
         plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
@@ -120,9 +119,9 @@ def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
 
 
 def compute_dtype(op: Op, timeline: Timeline) -> str:
-    """Return the dtype in which an operation computes: that of the first floating-point tensor that it reads.
+    """Return the dtype of the first floating-point tensor that an operation reads.
 
-    Without one it is the dtype of the first tensor; "" if it reads no tensor.
+    The first tensor decides if no tensor is floating-point. The result is "" for an operation without tensors.
     """
     dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
     return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
@@ -133,10 +132,10 @@ FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 
 
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
-    """Return the bytes that each operation reads and writes, where pointwise lines are fused.
+    """Return the bytes that each operation reads and writes if pointwise lines are fused.
 
-    The last line of a fused kernel has the kernel's bytes: those that it reads from outside, and those that it writes
-    for readers outside. Views are free.
+    The last line of a fused kernel has all bytes of the kernel: values from outside, and values with readers outside.
+    Views are free.
     """
     kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
     fused = {position for kernel in kernels for position in kernel}
@@ -153,7 +152,7 @@ def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
 
 
 def _stored_in(timeline: Timeline) -> dict[str, str]:
-    """Return, for each value, the value whose memory holds it. A view is held by the value that it reads."""
+    """Return the value whose memory holds each value. The memory of a view is that of its input."""
     stored: dict[str, str] = {}
     for op in timeline.ops:
         for name in op.writes:
@@ -168,7 +167,7 @@ def _is_fused(op: Op) -> bool:
 
 
 def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
-    """Return the positions of the operations that read each value. A free does not count."""
+    """Return the positions of the operations that read each value, except frees."""
     readers: defaultdict[str, list[int]] = defaultdict(list)
     for position, op in enumerate(timeline.ops):
         for name in op.reads if op.kind is not Kind.FREE else ():
@@ -177,7 +176,7 @@ def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
 
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
-    """Return the positions of each fused kernel: lines of one phase and depth that values connect."""
+    """Return the positions of the lines of each fused kernel. Values connect the lines, in one phase and depth."""
     depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
     for position, op in enumerate(timeline.ops[:-1]):
         if _is_fused(op):
@@ -203,18 +202,18 @@ def _depths(timeline: Timeline) -> list[int]:
     for position in reversed(range(len(timeline.ops) - 1)):
         op = timeline.ops[position]
         if _is_fused(op):
-            later = [
+            latest_depths = [
                 _latest(timeline.ops[reader], depths[reader])
                 for name in op.writes
                 for reader in readers[name]
                 if timeline.ops[reader].backward is op.backward and reader < len(timeline.ops) - 1
             ]
-            depths[position] = max(depths[position], min(later, default=0))
+            depths[position] = max(depths[position], min(latest_depths, default=0))
     return depths
 
 
 def _latest(reader: Op, depth: int) -> int:
-    """Return the greatest depth of a line whose value the reader, of a given depth, reads."""
+    """Return the greatest depth of a line that a reader of depth ``depth`` may read from."""
     return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
 
 
@@ -223,14 +222,14 @@ class Cost:
     """The cost of one operation.
 
     Attributes:
-        flops: FLOPs of its products, attention and convolutions.
-        traffic_bytes: bytes read from memory and written to it; of a launch, by encoding and decoding.
+        flops: FLOPs of its matrix products, attention and convolutions.
+        traffic_bytes: bytes read from memory and written to it; for a launch, bytes of encoding and decoding.
         sent_bytes: bytes that the busiest rank sends.
         seconds: time on the compute lane.
-        wire: the wire of a launch, and its time there; None if nothing travels.
-        load: share of the CPU core that a launch takes from compute while it is in flight.
+        wire: the wire of a launch, and its time on the wire; None if no bytes are sent.
+        load: share of the CPU core that a launch in flight takes from compute.
         launch_seconds: time on the compute lane before a launch begins.
-        finish_seconds: time on the compute lane once all of a launch has arrived.
+        finish_seconds: time on the compute lane after all messages of a launch have arrived.
     """
 
     flops: int = 0
@@ -274,12 +273,12 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
 
 
 def in_node(mesh: Mesh, device: Device) -> bool:
-    """Return whether a copy of the model is in one node."""
+    """Return whether a replica is inside one node."""
     return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
 
 
 def _cost_of_launch(ring: Ring | None, device: Device, *, one_wire: bool) -> Cost:
-    """Return the cost of a collective. With ``one_wire`` all rings share a wire: the network cards of a node."""
+    """Return the cost of a collective. With ``one_wire`` all rings share the network cards of a node."""
     if ring is None:
         return Cost()
     sent = device.collective(ring.sends, ring.ranks, ring.stride, ring.nbytes, ring.steps, ring.tensors)

@@ -6,12 +6,11 @@
     shard         | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
-Collectives of torch's tensor parallelism have a wire of their own, ``tensor``. If a copy of the model fits in one node,
-the wires ``shard`` and ``tensor`` share the node's links.
+Collectives of torch's tensor parallelism have their own wire, ``tensor``. If a replica is inside one node, the wires
+``shard`` and ``tensor`` share the node's links.
 
-A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
-calibrated device, compute also spends time to start a launch and to end a wait, and a launch in flight may slow compute
-down.
+A launch starts when earlier operations have ended and its wire is free. A wait ends with its launch. On a calibrated
+device, launches and waits also take time from compute, and launches in flight may slow compute down.
 """
 
 from __future__ import annotations
@@ -47,29 +46,31 @@ def estimate(
 ) -> Estimate:
     """Forecast the time of a step's forward and backward, before anything runs.
 
-    Each line takes as long as its FLOPs at the device's peak or its traffic with memory, whichever is longer. A ring
-    collective takes the latency of its steps, and its bytes at the link's speed. So the time is a lower bound of what
-    kernels and networks reach, without the host's own time. On a calibrated device each takes what was measured.
+    A line takes the time of its FLOPs at the device's peak, or the time of its memory traffic if that is longer. A ring
+    collective takes the latency of its steps, and its bytes at the link's speed. The time is a lower bound for real
+    kernels and networks, and leaves out the host's time. On a calibrated device, lines and collectives take the
+    measured time.
 
     Args:
-        traces: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
-        device: a :class:`~thunder_zero.tools.Device`; the name of one in ``tz.tools.DEVICES``, such as ``"h100"``; or
-            the path of a file (``.json``) that ``thunder-zero calibrate`` wrote.
-        loss: from what forward returns to the loss (default: the loss and its gradient are left out).
-        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: its step is left out).
-            Loss and optimizer are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
-        fused: whether pointwise lines of the traces are fused on the device, as nvFuser or torch.compile fuses them
-            (default: if the model's executors fuse there). Thunder's default executors fuse on a GPU; the lines of
-            ``compile`` run one by one, unless it is given ``fuse``.
+        traces: the result of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
+        device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
+            a file (``.json``) from ``thunder-zero calibrate``.
+        loss: a function from the result of forward to the loss (default: no loss).
+        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). Losses
+            and optimizers are counted operator by operator.
+        fused: True if pointwise lines are fused on the device, as nvFuser or torch.compile fuses them (default: True if
+            the model's executors fuse there). Thunder's default executors fuse on a GPU. Lines of ``compile`` are fused
+            only with its argument ``fuse``.
 
     Returns:
-        Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each
-        operation runs.
+        The seconds of the step, of its compute and of exposed communication, the critical path, MFU, and the times of
+        all operations.
 
     Raises:
-        TypeError: not traces, or not a device; a loss or an optimizer that :func:`thunder_zero.tools.memory` refuses.
-        ValueError: the device has no FLOP/s for a dtype that the step computes in, or no link to other nodes where
-            ranks of several nodes communicate; it was calibrated with another number of ranks.
+        TypeError: ``traces`` or ``device`` has another type, or :func:`thunder_zero.tools.memory` raises for the loss
+            or the optimizer.
+        ValueError: the device has no FLOP/s for a dtype of the step, or no link to other nodes and the step needs it,
+            or was calibrated with another number of ranks.
         RuntimeError: the loss or the optimizer reads a value.
     """
     if not isinstance(traces, Traces):
@@ -82,14 +83,14 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of a step's forward and backward, and of the loss and the optimizer if they were given.
+    """The time of forward and backward in a step, and of the loss and the optimizer if they were given.
 
     Attributes:
-        timeline: the operations that run.
-        device: the device that runs them.
+        timeline: the operations.
+        device: the device that runs the operations.
         costs: the cost of each operation.
         model_seconds: time of the model's FLOPs at the device's peak, without recomputed work.
-        measured: when operations ran, if that was measured; () for a forecast.
+        measured: the measured times of operations; () for a forecast.
     """
 
     timeline: Timeline
@@ -127,8 +128,8 @@ class Estimate:
         for span in self.spans:
             if span.waits:
                 op = self.timeline.ops[span.op]
-                handle = op.writes[0] if op.launches else op.reads[0]  # without overlap it waits at the launch
-                lane = lanes.get(handle, Lane.SHARD)  # a measured wait may be for nothing that travels
+                handle = op.writes[0] if op.launches else op.reads[0]  # without overlap compute waits at the launch
+                lane = lanes.get(handle, Lane.SHARD)  # a measured wait may belong to a launch that sends no bytes
                 seconds[lane] = seconds.get(lane, 0.0) + span.seconds
         return seconds
 
@@ -143,7 +144,7 @@ class Estimate:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of computations and rings, each started by the end of its predecessor, that makes up the step."""
+        """The chain of computations and rings that ends with the step. The end of each starts the next."""
         on_compute = [index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
         index = max(on_compute, key=lambda number: self.spans[number].end, default=None)
         path: list[Span] = []
@@ -154,7 +155,7 @@ class Estimate:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all products, attention and convolutions that run."""
+        """The FLOPs of all matrix products, attention and convolutions."""
         return sum(cost.flops for cost in self.costs)
 
     @property
@@ -164,18 +165,18 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilization: the share of the step that the model's FLOPs would take at the device's peak."""
+        """Model FLOPs utilization: the share of the step that the model's FLOPs would take at the device's peak."""
         return self.model_seconds / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Return the tokens that a rank trains in a second; ``tokens`` are its share of a batch."""
+        """Return the tokens that a rank trains in a second. ``tokens`` is its number of tokens in a step."""
         return tokens / self.seconds
 
     def __repr__(self) -> str:
         return summed_up(self, str(self))
 
     def _repr_html_(self) -> str:
-        """Return a small form for notebooks: the times of the step, and its lanes."""
+        """Return a short HTML form for notebooks: the times of the step, and its lanes."""
         facts = {"step": self.seconds, "compute": self.compute_seconds, "exposed communication": self.exposed_seconds}
         words = {name: duration(seconds) for name, seconds in facts.items()} | {"MFU": f"{self.mfu:.1%}"}
         bars = {
@@ -185,8 +186,8 @@ class Estimate:
         return small(f"a step on {self.device.name}", words, lanes(bars, "lanes of the step over time"))
 
     def __str__(self) -> str:
-        of_slices = self.exposed_on.get(Lane.TENSOR, 0.0)
-        slices = f"{duration(of_slices)} of it for slices; " if of_slices else ""
+        tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
+        slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
         is_bound = not (self.measured or isinstance(self.device, Calibrated))
         expected = " to ".join(map(duration, expected_seconds(self.seconds)))
@@ -197,7 +198,7 @@ class Estimate:
         )
 
     def table(self) -> str:
-        """Return a table with a line for each span that takes time. ``save_timeline`` writes a picture of it."""
+        """Return a table with a line for each span that takes time. ``save_timeline`` writes the spans as a picture."""
         rows = [(span, self.timeline.ops[span.op]) for span in self.spans if span.seconds]
         cells = [
             (
@@ -216,8 +217,8 @@ class Estimate:
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """Forecast the time of a scheduled timeline on a device.
 
-    With ``fused``, pointwise lines count as fused. ``model`` is the timeline before anything was recomputed, for the
-    model's FLOPs (default: the operations of ``timeline`` that are not ``repeated``).
+    With ``fused``, pointwise lines count as fused. ``model`` is a timeline without recomputation, for the model's FLOPs
+    (default: the operations of ``timeline`` that are not ``repeated``).
     """
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
@@ -226,8 +227,8 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
     """Return whether pointwise lines of the traces count as fused on the device.
 
-    Regions that a fuser has made count as they are. Otherwise the caller decides by ``fused``. By default lines are
-    fused if the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
+    Traces with fused regions need no further fusion. Otherwise ``fused`` decides. By default lines count as fused if
+    the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
     """
     if traces.has_regions:
         return False

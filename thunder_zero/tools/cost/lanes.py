@@ -6,9 +6,9 @@
     shard         | ring    | ring      |           a wire carries one ring at a time
     replicate               | ring  |
 
-A ring with a load asks for that share of compute's core. While compute runs, they share the core as the system's
-scheduler does: rings get what they ask for, up to half of the core, and compute has the rest. Rings that ask for more
-than half take longer in proportion. Two rings that run at once on wires of one link each run at half speed.
+A ring with a load needs that share of compute's core. While compute runs, rings get at most half of the core, as from
+the system's scheduler, and compute gets the remaining share. Rings that need more than half take longer in proportion.
+Two rings that run at once on wires of one link run at half speed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import inf
 
 from thunder_zero.tools.cost.costs import Lane
 
-HALF = 0.5  # of the core: what rings get at most while compute runs
+HALF = 0.5  # the largest share of the core for rings while compute runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Span:
 
     Attributes:
         op: index of the operation in the timeline.
-        lane: the lane that it occupies.
+        lane: its lane.
         start, end: seconds since the step began.
-        after: index of the span whose end let it start; None at the step's beginning.
+        after: index of the span whose end starts this span; None at the beginning of the step.
         waits: True if compute waits for a wire.
     """
 
@@ -57,10 +57,11 @@ class _Ring:
     Attributes:
         op, lane, start, after: as in its span.
         index: index of its span.
-        seconds: time that it takes if it gets the share of the core that it asks for.
-        load: share of the core that it asks for.
-        launched: when it was launched.
-        end: when it ends if it gets its share from now on; once ``ended``, when it ended.
+        seconds: its time if it gets the share ``load`` of the core.
+        load: the share of the core that it needs.
+        launched: the time of its launch.
+        end: the time of its end, if it gets its share from now on.
+        ended: True if ``end`` is final.
     """
 
     op: int
@@ -77,18 +78,18 @@ class _Ring:
 
 @dataclass
 class Lanes:
-    """The lanes of a simulation that visits operations in order. ``shared`` are the lanes of one link."""
+    """The lanes of a simulation that visits operations in order. Lanes in ``_shared`` share one link."""
 
     _shared: frozenset[Lane] = frozenset()
     _spans: list[Span | _Ring] = field(default_factory=list)
-    _now: SpanEnd = (0.0, None)  # of compute
+    _now: SpanEnd = (0.0, None)  # the end of compute so far
     _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # the end of the last ring on each lane
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
-    _launched: dict[str, _Ring] = field(default_factory=dict)  # by handle
-    _quiet: float = 0.0  # until then no ring ends, and no running ring has a load or shares a link
+    _launched: dict[str, _Ring] = field(default_factory=dict)  # rings by handle
+    _quiet: float = 0.0  # before this time no ring ends, has a load or shares a link
 
     def spans(self) -> tuple[Span, ...]:
-        """End all rings, and return the spans of what ran."""
+        """End all rings, and return all spans."""
         self._advance(inf)
         return tuple(
             item if isinstance(item, Span) else Span(item.op, item.lane, item.start, item.end, item.after)
@@ -96,7 +97,7 @@ class Lanes:
         )
 
     def launch(self, op: int, handle: str, wire: tuple[Lane, float] | None, load: float) -> None:
-        """Queue the ring of a launch. Do nothing if nothing travels."""
+        """Queue the ring of a launch, unless no bytes are sent."""
         self._quiet = 0.0
         if wire is not None:
             lane, seconds = wire
@@ -105,7 +106,7 @@ class Lanes:
             self._queues.setdefault(lane, deque()).append(ring)
 
     def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
-        """Compute for some time. Zero seconds leave a span only with ``always``."""
+        """Advance compute by some seconds. A span of 0 seconds is recorded only with ``always``."""
         if not seconds and not always:
             return
         start, after = self._now
@@ -121,7 +122,7 @@ class Lanes:
         self._now = end, len(self._spans) - 1
 
     def wait(self, op: int, handle: str) -> None:
-        """Wait until a launch has ended."""
+        """Advance compute to the end of a launch."""
         ring, (start, after) = self._launched.get(handle), self._now
         if ring is None:
             return
@@ -134,38 +135,38 @@ class Lanes:
             self._now = ring.end, ring.index
 
     def _next_end(self) -> float:
-        """Return when the next ring ends while compute waits."""
+        """Return the time of the next end of a ring while compute waits."""
         self._begin_rings()
         running = self._running()
         speed = 1 / max(sum(ring.load for ring in running), 1.0)
         return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
-        """Advance the simulation to a time. With ``computes``, compute ends then, or later by the load of rings."""
+        """Advance the simulation to a time. With ``computes``, compute runs until then, longer if rings have loads."""
         while True:
             self._begin_rings()
             now, running = self._now[0], self._running()
             load = sum(ring.load for ring in running)
-            taken = min(load, HALF) if computes else 0.0
+            taken_share = min(load, HALF) if computes else 0.0
             speed = min(1.0, (HALF if computes else 1.0) / load) if load else 1.0
-            end_of_compute = _end_at(until, now, 1 - taken)
+            end_of_compute = _end_at(until, now, 1 - taken_share)
             ends = [_end_at(ring.end, now, speed / self._sharing(ring, running)) for ring in running]
             if not running and until == inf:
                 return
-            then = min([*ends, end_of_compute])
-            passed = then - now
+            next_time = min([*ends, end_of_compute])
+            elapsed = next_time - now
             for ring, end in zip(running, ends, strict=True):
-                if end <= then:
-                    ring.end, ring.ended = then, True
-                    self._free[ring.lane] = then, ring.index
+                if end <= next_time:
+                    ring.end, ring.ended = next_time, True
+                    self._free[ring.lane] = next_time, ring.index
                     self._queues[ring.lane].popleft()
                 else:
-                    ring.end += passed * (1 - speed / self._sharing(ring, running))
-            self._now = then, self._now[1]
-            if then == end_of_compute:
+                    ring.end += elapsed * (1 - speed / self._sharing(ring, running))
+            self._now = next_time, self._now[1]
+            if next_time == end_of_compute:
                 return
             if computes:
-                until += passed * taken
+                until += elapsed * taken_share
 
     def _running(self) -> list[_Ring]:
         return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now[0]]
@@ -175,7 +176,7 @@ class Lanes:
         return sum(other.lane in self._shared for other in running) if ring.lane in self._shared else 1
 
     def _begin_rings(self) -> None:
-        """Start the first ring in each lane's queue, unless it runs already."""
+        """Start the first ring in each lane's queue, if it does not run yet."""
         for lane, queue in self._queues.items():
             if not queue or queue[0].start < inf:
                 continue
@@ -185,5 +186,5 @@ class Lanes:
 
 
 def _end_at(end: float, now: float, speed: float) -> float:
-    """Return when something ends that runs at a lower speed from now on."""
+    """Return the new end of work that runs at a lower speed from now on."""
     return end if speed == 1 else now + (end - now) / speed

@@ -1,4 +1,4 @@
-"""Closed forms: bytes of collectives, tokens that hide them, memory of the state, FLOPs of a GPT."""
+"""Closed forms: bytes of collectives, tokens to hide them, memory of the state, FLOPs of a GPT."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import inf, prod
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.devices.device import Device
 
-FORWARD, BACKWARD = 2, 4  # FLOPs of a parameter and token in a product
-GATHER, SCATTER = 1, 1  # times that an all-gather, or a reduce-scatter, sends the model, with many ranks
+FORWARD, BACKWARD = 2, 4  # FLOPs for each parameter and token
+GATHER, SCATTER = 1, 1  # bytes sent, as multiples of the model, with many ranks
 
 
 def all_reduce_bytes(nbytes: float, ranks: float = inf) -> float:
@@ -23,28 +23,28 @@ def gather_bytes(nbytes: float, ranks: float = inf) -> float:
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Return the tokens of a rank's batch from which on compute hides communication in both phases, with many ranks.
+    """Return the least tokens of a rank's batch for which compute hides communication, with many ranks.
 
-    A parameter has 2 FLOPs a token in forward and 4 in backward. All-gathers and reduce-scatters send it once each,
-    in elements of ``itemsize`` bytes, over the device's links inside a node.
+    A parameter takes 2 FLOPs a token in forward and 4 in backward. Each all-gather and each reduce-scatter sends it
+    once, in elements of ``itemsize`` bytes, over the device's links inside a node.
     """
-    intensity = device.peak(dtype) / device.intra_node.bytes_per_second  # FLOPs in the time of a byte
+    intensity = device.peak(dtype) / device.intra_node.bytes_per_second  # FLOPs in the time to send a byte
     return max(times * itemsize * intensity / flops for flops, times in _phases(stage))
 
 
 def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return, for forward and backward, the FLOPs of a parameter and token, and how often the model travels."""
+    """Return FLOPs for each parameter and token, and bytes sent as a multiple of the model, by phase."""
     row = STAGES[stage]
     if not row.sharded:
-        return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is both
+        return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is a reduce-scatter and an all-gather
     return (FORWARD, GATHER), (BACKWARD, SCATTER if row.kept_unsharded else GATHER + SCATTER)
 
 
 def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: int = 2, optimizer: int = 12) -> float:
     """Return the bytes of parameters, gradients and optimizer state of a rank, in mixed precision with Adam.
 
-    An element takes ``resident`` bytes, and as many in its gradient. Its optimizer state takes ``optimizer`` bytes: a
-    float32 copy of the parameter, and two averages. The stage decides which of these are sharded.
+    An element takes ``resident`` bytes, and ``resident`` bytes for its gradient. Its optimizer state takes
+    ``optimizer`` bytes: a float32 copy of the parameter, and two averages. The stage decides about their sharding.
     """
     row = STAGES[stage]
     shares = {
@@ -63,7 +63,7 @@ def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
 @dataclass(frozen=True)
 class GptShape:
     """The sizes of a decoder-only transformer with a tied embedding, without biases and norms. ``hidden`` is the width
-    inside its MLPs of two layers."""
+    of its MLPs' hidden layer."""
 
     layers: int
     width: int
@@ -82,15 +82,15 @@ class GptShape:
         return (FORWARD + BACKWARD) * self.parameters * tokens
 
     def flops_with_attention(self, tokens: float) -> float:
-        """Return the FLOPs of a step with the products of attention, all scores included (PaLM, appendix B)."""
-        attention = 3 * 2 * 2 * self.layers * self.width * self.length  # two products of a token with all tokens
+        """Return the FLOPs of a step with attention, all scores included (PaLM, appendix B)."""
+        attention = 3 * 2 * 2 * self.layers * self.width * self.length  # each token has two products with all tokens
         return self.flops_6n(tokens) + attention * tokens
 
     def flops_megatron(self, tokens: float, passes: int = 3) -> float:
         """Return the FLOPs of a step by the formula of Narayanan et al., 2021.
 
-        ``passes`` is 4 if backward computes forward again, otherwise 3. The formula's bracket was made for 4 passes;
-        scripts use it with 3, too, which undercounts the head.
+        ``passes`` is 4 if backward recomputes forward, otherwise 3. The formula's bracket was derived for 4 passes.
+        Scripts also use it with 3 passes, which undercounts the head.
         """
         bracket = 1 + self.length / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 24 * passes * tokens * self.layers * self.width**2 * bracket

@@ -1,4 +1,4 @@
-"""``tz.tools.calibrate``: measures this machine, and the collectives of the ranks that call it.
+"""``tz.tools.calibrate``: measures this machine, and collectives of the calling ranks.
 
 ::
 
@@ -34,9 +34,9 @@ from thunder_zero.comm.small_collectives import all_gather_object, barrier, broa
 from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
 from thunder_zero.tools.devices.device import Link
 from thunder_zero.tools.devices.measures import (
+    BURST,
     SIZES,
     TIMES,
-    TRAIN,
     Collectives,
     enough_times,
     measures,
@@ -46,29 +46,29 @@ from thunder_zero.tools.devices.named import save_device
 from thunder_zero.tools.printing.progress import show_status
 
 DTYPES = (torch.float32, torch.bfloat16)
-Key = tuple[Any, ...]  # what was measured, such as ("launch", "gather", bytes sent)
+Key = tuple[Any, ...]  # the key of a measurement, such as ("launch", "gather", bytes sent)
 LEAST_ROUNDS = 3
 
 
 def calibrate(
     seconds: float = 30.0, *, process_group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Calibrated:
-    """Measure how long this machine computes and communicates, as curves over sizes, for ``tz.tools.estimate``.
+    """Measure times of compute and communication on this machine, as curves over sizes, for ``tz.tools.estimate``.
 
-    A process alone measures its CPU. With a process group every rank calls it: all compute at the same time, since they
-    share caches and memory, send through the transports of a step, and get equal devices. Threads are torch's: set them
-    as in training. Nothing else should run on the machine.
+    A process without a group measures its CPU. With a group every rank calls this function. All ranks compute at the
+    same time, since they share caches and memory. Collectives use the transports of a step. All ranks return equal
+    devices. Set torch's number of threads as in training. Nothing else should run on the machine.
 
     >>> device = tz.tools.calibrate(seconds=10)
     >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds
 
     Args:
-        seconds: how long to measure. At least three rounds are, so that a median can leave out a disturbed round.
+        seconds: how long to measure. There are at least three rounds, so that a median can ignore a disturbed round.
         process_group: a group of gloo (default: the default group, if there is one).
-        dtypes: dtypes of products.
+        dtypes: dtypes of matrix products.
 
     Raises:
-        ValueError: ``seconds`` is not above 0, there is no dtype, or the group's CPU tensors do not travel over gloo.
+        ValueError: ``seconds`` is not above 0, ``dtypes`` is empty, or the group does not use gloo for CPU tensors.
     """
     group = _group(process_group)
     if group is None:
@@ -82,11 +82,11 @@ def calibrate(
         return _measure(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
 
 
-def _group(asked: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group that is asked for, or the default group; None if a rank is alone."""
-    if asked is None and not has_groups():
+def _group(requested: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the requested group, or else the default group; None for a single rank."""
+    if requested is None and not has_groups():
         return None
-    group = process_group(asked)
+    group = process_group(requested)
     return group if group.size() > 1 else None
 
 
@@ -99,7 +99,7 @@ def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Calibrated:
-    """Run rounds for some time. By ``agree`` all ranks run as many."""
+    """Run rounds for some seconds. ``agree`` lets all ranks run an equal number of rounds."""
     rounds, end = 0, monotonic() + seconds
     with show_status("calibrating:") as show:
         while agree(rounds < LEAST_ROUNDS or monotonic() < end):
@@ -110,7 +110,7 @@ def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], b
 
 
 class Calibration:
-    """Measurements of one machine, or of all ranks of a gloo group at once. Every rank then calls each method."""
+    """Measurements of one process, or of all ranks of a gloo group, where every rank calls each method."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self._group = group if group is not None and group.size() > 1 else None
@@ -135,26 +135,26 @@ class Calibration:
                 self._seconds[name, kind, sent].append(seconds)
         for kind in TIMES:
             self._seconds["tensor", kind].append(collectives.seconds_a_tensor(kind))
-            launch, finish, train = (
-                median(self._seconds[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train")
+            launch, finish, burst = (
+                median(self._seconds[name, kind, SIZES[-1]]) for name in ("launch", "finish", "burst")
             )
-            slowdown = collectives.time_slowdown(kind, train / TRAIN, launch + finish)
+            slowdown = collectives.time_slowdown(kind, burst / BURST, launch + finish)
             self._seconds["taken", kind].append(slowdown)
 
     def device(self) -> Calibrated:
         """Return the device, equal on all ranks: the mean over ranks of the medians over rounds."""
         if not self._seconds:
             raise RuntimeError("there is no round of measurements yet; call round() first")
-        seconds = {key: median(of_rounds) for key, of_rounds in self._seconds.items()}
+        seconds = {key: median(rounds) for key, rounds in self._seconds.items()}
         if self._group is not None:
-            of_ranks = all_gather_object(seconds, self._group)
-            seconds = {key: mean(of_rank[key] for of_rank in of_ranks) for key in of_ranks[0]}
+            ranks_seconds = all_gather_object(seconds, self._group)
+            seconds = {key: mean(rank_seconds[key] for rank_seconds in ranks_seconds) for key in ranks_seconds[0]}
         ranks = 1 if self._group is None else self._group.size()
         return _measured_device(seconds, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
 
 
 def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
-    """Return the device with the measured seconds, by what was measured."""
+    """Return the device with the measured seconds."""
     products: dict[str, dict[str, Curve]] = defaultdict(dict)
     traffic: dict[str, Curve] = {}
     for work, dtype in dict.fromkeys(key[1:3] for key in seconds if key[0] == "compute"):
@@ -185,30 +185,30 @@ def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveCurves:
     def curve(name: str) -> Curve:
         return Curve.measured((sent, seconds[name, kind, sent]) for sent in SIZES)
 
-    taken = max(seconds["taken", kind], 0.0)
+    slowdown = max(seconds["taken", kind], 0.0)
     wires = []
     for sent in SIZES:
-        launch, finish, train = (seconds[name, kind, sent] for name in ("launch", "finish", "train"))
-        wires.append((sent, wire_seconds(train, launch + finish, taken * sent / SIZES[-1], TRAIN)))
-    proportional = Curve(((0.0, 0.0), (SIZES[-1], taken)))
+        launch, finish, burst = (seconds[name, kind, sent] for name in ("launch", "finish", "burst"))
+        wires.append((sent, wire_seconds(burst, launch + finish, slowdown * sent / SIZES[-1], BURST)))
+    proportional = Curve(((0.0, 0.0), (SIZES[-1], slowdown)))
     return CollectiveCurves(
         curve("launch"), Curve.measured(wires), curve("finish"), proportional, seconds["tensor", kind]
     )
 
 
-def wire_seconds(elapsed: float, held: float, taken: float, train: int) -> float:
-    """Return the seconds on the wire of one of ``train`` equal collectives that took ``elapsed`` seconds together.
+def wire_seconds(elapsed: float, held: float, taken: float, burst: int) -> float:
+    """Return the seconds on the wire of a collective, from a burst of ``burst`` collectives that took ``elapsed``.
 
-    The launch and the wait of each take ``held`` seconds of compute. All but one run beside the wire, and delay
-    it by the share of the core that it asks for: ``taken`` seconds of its time.
+    The launch and the wait of a collective take ``held`` seconds of compute. All of them but one overlap with the wire.
+    They delay it by the share of the core that it needs, which is ``taken`` seconds of its time.
 
-    >>> wire_seconds(11.0, held=1.0, taken=0.0, train=2), wire_seconds(12.0, held=1.0, taken=5.0, train=2)
+    >>> wire_seconds(11.0, held=1.0, taken=0.0, burst=2), wire_seconds(12.0, held=1.0, taken=5.0, burst=2)
     (5.0, 5.0)
     """
-    wire = elapsed / train
+    wire = elapsed / burst
     for _ in range(20):
         load = min(taken / wire, 1.0) if wire > 0 else 1.0
-        wire = (elapsed - held - load * (train - 1) * held) / train
+        wire = (elapsed - held - load * (burst - 1) * held) / burst
     return max(wire, 0.0)
 
 
@@ -217,7 +217,7 @@ def _best_rate(curve: Curve) -> float:
 
 
 def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
-    """Return the link that the curve of gathers amounts to, in the large."""
+    """Return the link that fits the curve of gathers at its largest size."""
     if not collectives:
         return Link(1e9)
     wire = collectives["gather"].wire
@@ -225,7 +225,7 @@ def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
 
 
 def about() -> dict[str, str]:
-    """Return the versions and the machine, in words."""
+    """Return versions of the software, and a description of the machine."""
     names = ("torch", "lightning-thunder", "thunder-zero")
     return {
         "cpu": _cpu(),
@@ -236,7 +236,7 @@ def about() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Return the processor's name, from Linux or else from Python."""
+    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -244,7 +244,7 @@ def _cpu() -> str:
 
 
 def calibrate_to(path: Path, seconds: float) -> None:
-    """Measure, write a file for :func:`thunder_zero.tools.load_device`, and print the device."""
+    """Measure a device, write it for :func:`thunder_zero.tools.load_device`, and print it."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
     with _ranks():
@@ -256,7 +256,7 @@ def calibrate_to(path: Path, seconds: float) -> None:
 
 @contextmanager
 def _ranks() -> Iterator[None]:
-    """Make the process group that torchrun's variables describe, if there are any."""
+    """Temporarily make the process group of torchrun's environment variables, if they are set."""
     if "RANK" not in os.environ:
         yield
         return

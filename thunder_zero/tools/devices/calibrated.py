@@ -1,4 +1,4 @@
-"""A device that was measured: curves over sizes, and the time that collectives take from compute.
+"""A measured device: curves over sizes, and the time that collectives take from compute.
 
 ::
 
@@ -24,7 +24,7 @@ from thunder_zero.tools.printing.words import WIDTH, count, folded
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over sizes, by points (size, seconds). Sizes ascend, and seconds do not descend."""
+    """A curve of seconds over sizes, with points (size, seconds). Sizes ascend, and seconds do not descend."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -37,19 +37,19 @@ class Curve:
 
     @staticmethod
     def measured(points: Iterable[tuple[float, float]]) -> Curve:
-        """Return the curve of measured points. A size that noise made faster than a smaller size takes as long."""
+        """Return the curve of measured points. Noise is removed, so that no size is faster than a smaller size."""
         sizes, seconds = zip(*sorted(points), strict=True)
         return Curve(tuple(zip(sizes, accumulate(seconds, max), strict=True)))
 
     def seconds(self, size: float) -> float:
-        """Return how long work of a size takes."""
+        """Return the seconds of work of a size."""
         index = bisect_left(self.points, size, key=lambda point: point[0])
         if index == 0:
             return self.points[0][1]
         if index == len(self.points):
             return size * self.seconds_per_unit if self.points[-1][0] else self.points[-1][1]
-        (left, before), (right, after) = self.points[index - 1 : index + 1]
-        return before + (after - before) * (size - left) / (right - left)
+        (left, left_seconds), (right, right_seconds) = self.points[index - 1 : index + 1]
+        return left_seconds + (right_seconds - left_seconds) * (size - left) / (right - left)
 
     @property
     def seconds_per_unit(self) -> float:
@@ -64,9 +64,9 @@ class CollectiveCurves:
 
     Attributes:
         launch: time that the launch takes from compute.
-        wire: time on the wire, of one collective among several that were launched together.
-        finish: time that the wait takes from compute once all has arrived, for sums and copies.
-        taken: time of the rank's core that it takes from compute while it is in flight.
+        wire: time on the wire of a collective in a burst of collectives.
+        finish: time that the wait takes from compute for sums and copies, after all messages have arrived.
+        taken: time that the collective takes from compute while it is in flight.
         tensor_seconds: time that each further tensor of a bucket adds to the launch.
     """
 
@@ -79,16 +79,16 @@ class CollectiveCurves:
 
 @dataclass(frozen=True, repr=False)
 class Calibrated(Device):
-    """A machine as :func:`thunder_zero.tools.calibrate` measured it, from one rank's view.
+    """A machine measured by :func:`thunder_zero.tools.calibrate`, from one rank's view.
 
-    The fields of ``Device`` are the best rates of its curves.
+    The fields of ``Device`` are the best rates of the curves.
 
     Attributes:
-        products: seconds over FLOPs, by class of work (``"matmul"``) and dtype.
-        traffic: seconds over bytes of traffic with memory, by class of work (``"pointwise"``).
-        collectives: times by kind: ``"gather"``, ``"scatter"``, ``"all_reduce"``; empty if one process was measured.
+        products: curves over FLOPs, by class of work (``"matmul"``) and dtype.
+        traffic: curves over bytes of memory traffic, by class of work (``"pointwise"``).
+        collectives: curves by kind: ``"gather"``, ``"scatter"``, ``"all_reduce"``; empty for a single process.
         ranks: number of ranks of the collectives.
-        about: versions and machine, in words.
+        about: versions of the software, and a description of the machine.
     """
 
     products: Mapping[str, Mapping[str, Curve]] = field(default_factory=dict, hash=False)
@@ -98,7 +98,7 @@ class Calibrated(Device):
     about: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        """Return the best rates of the curves."""
+        """Return the best rates of the curves as text."""
         rates = [f"{dtype} {count(rate)}FLOP/s" for dtype, rate in self.flops_per_second.items()]
         rates.append(f"memory {count(self.memory_bytes_per_second)}B/s")
         rates += [f"{kind} {count(8 / times.wire.seconds_per_unit)}bit/s" for kind, times in self.collectives.items()]
@@ -127,10 +127,10 @@ class Calibrated(Device):
         return text_of_table(table_of(("", "from", "takes", "to", "takes"), rows), WIDTH)
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Return the seconds of one operation: by its FLOPs if it has any, otherwise by its traffic with memory.
+        """Return the seconds of an operation, by its FLOPs or, without FLOPs, by its memory traffic.
 
         Raises:
-            ValueError: products of the dtype were not measured.
+            ValueError: matrix products of the dtype were not measured.
         """
         if flops:
             self.peak(dtype)
@@ -141,7 +141,7 @@ class Calibrated(Device):
         """Return the time of a collective.
 
         Raises:
-            ValueError: collectives of so many ranks were not measured.
+            ValueError: collectives of this number of ranks were not measured.
         """
         if ranks != self.ranks or stride != 1 or kind not in self.collectives:
             raise ValueError(
@@ -149,10 +149,10 @@ class Calibrated(Device):
                 f"{_ranks(ranks)}{f', {stride} apart' if stride > 1 else ''}; calibrate under torchrun with as many"
             )
         times = self.collectives[kind]
-        more = max(tensors - 1, 0) * times.tensor_seconds
+        bucket_seconds = max(tensors - 1, 0) * times.tensor_seconds
         curves = (times.wire, times.launch, times.finish, times.taken)
         seconds, launch, finish, taken = (curve.seconds(nbytes) for curve in curves)
-        return CollectiveTime(seconds, launch + more, finish, taken)
+        return CollectiveTime(seconds, launch + bucket_seconds, finish, taken)
 
 
 def _ranks(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Describes a machine: FLOP/s, memory, links. Frozen data; ready-made for some, with their sources."""
+"""Describes a machine: FLOP/s, memory, links. Frozen data, with ready-made devices and their sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from thunder_zero.tools.printing.words import count, folded, summed_up
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The speed at which one device sends, while it receives as much.
+    """The speed at which a device sends while it receives at equal speed.
 
     Attributes:
-        bytes_per_second: bytes that it sends in a second, over all links that a ring uses.
+        bytes_per_second: bytes sent in a second, over all links that a ring uses.
         latency_seconds: latency of one step of a ring.
     """
 
@@ -40,8 +40,8 @@ class CollectiveTime:
     Attributes:
         seconds: time on the wire.
         launch_seconds: time that its launch takes from compute.
-        finish_seconds: time that its wait takes from compute, once all has arrived.
-        taken_seconds: time of compute's core that it uses while it is in flight.
+        finish_seconds: time that its wait takes from compute, after all messages have arrived.
+        taken_seconds: time that it takes from compute while it is in flight.
     """
 
     seconds: float
@@ -52,17 +52,17 @@ class CollectiveTime:
 
 @dataclass(frozen=True, repr=False)
 class Device:
-    """One device of a machine, and its links to the others.
+    """A device of a machine, and its links to other devices.
 
     Attributes:
         name: name for messages and tables.
-        flops_per_second: FLOP/s of dense products, by the name of a dtype (``"bfloat16"``).
+        flops_per_second: FLOP/s of dense matrix products, by the name of a dtype (``"bfloat16"``).
         memory_bytes_per_second: speed of reading and writing the device's memory.
         memory_bytes: size of its memory.
-        intra_node: link to the devices of its node.
-        inter_node: link to other nodes, one for each device of a node; None if there are no other nodes.
+        intra_node: the link to the devices of its node.
+        inter_node: the device's link to other nodes; None without other nodes.
         devices_per_node: number of devices of a node.
-        overlaps: True if collectives run while the device computes; otherwise compute waits for each at once.
+        overlaps: True if collectives run while the device computes. Otherwise compute waits at each launch.
 
     Raises:
         ValueError: a number is not above 0.
@@ -98,9 +98,9 @@ class Device:
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Return the seconds of one operation: of its FLOPs or its traffic with memory, whichever takes longer.
+        """Return the seconds of an operation: of its FLOPs, or of its memory traffic if that takes longer.
 
-        A calibrated device also reads ``work``, the operation's class of work.
+        ``work``, the class of work, matters only for calibrated devices.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
@@ -109,7 +109,7 @@ class Device:
         return max(flop_seconds, traffic_bytes / self.memory_bytes_per_second)
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s of products in a dtype.
+        """Return the FLOP/s of matrix products in a dtype.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
@@ -125,8 +125,8 @@ class Device:
     def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
         """Return the time of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
 
-        A calibrated device also reads ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and the number of
-        ``tensors``.
+        ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and ``tensors``, the number of tensors in the bucket,
+        matter only for calibrated devices.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -134,11 +134,12 @@ class Device:
         return CollectiveTime(self.ring(ranks, stride).seconds(nbytes, steps))
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
-        """Return the link of one device in a ring of ranks that are ``stride`` apart. A node has successive ranks.
+        """Return the link of a device in a ring of ranks that are ``stride`` apart. A node has successive ranks.
 
-        A ring that leaves the node uses the ``inter_node`` links of all its members in the node, up to the speed of
-        ``intra_node``: as many rings run in parallel, each leaving the node over another link. A message on its way
-        round has the latency of ``inter_node`` once a node, otherwise that of ``intra_node``; the link has the mean.
+        A ring that leaves the node uses the ``inter_node`` links of all members in the node, up to the speed of
+        ``intra_node``. In effect parallel rings leave the node, each over its own link. The latency is the mean over
+        the ring: a step out of a node has the latency of ``inter_node``, and all other steps have the latency of
+        ``intra_node``.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -152,7 +153,7 @@ class Device:
             )
         members = max(1, self.devices_per_node // stride)
         fastest = min(self.intra_node.bytes_per_second, members * self.inter_node.bytes_per_second)
-        leaving = -(-ranks // members) - 1  # of ranks - 1 steps
+        leaving = -(-ranks // members) - 1  # steps that leave a node, among ranks - 1 steps
         on_the_way = (ranks - 1 - leaving) * self.intra_node.latency_seconds + leaving * self.inter_node.latency_seconds
         return Link(fastest, on_the_way / (ranks - 1))
 
@@ -227,7 +228,7 @@ TPU_V5P = Device(
 
 
 class Devices(dict[str, Device]):
-    """Devices by name, which print one a line."""
+    """Devices by name, which print a device on each line."""
 
     def __repr__(self) -> str:
         return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())

@@ -1,4 +1,4 @@
-"""Measures compute, and collectives through the transport of a step, for calibration.
+"""Measures compute and collectives for calibration.
 
 ::
 
@@ -29,16 +29,16 @@ from thunder_zero.schedule.timeline import Work
 
 Call = Callable[[], object]
 
-ROWS = 256  # tokens of a product's batch
-WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a product's square weight
+ROWS = 256  # tokens of a batch
+WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a square weight
 LENGTHS = (16, 64, 256, 512)  # tokens of a sequence
-HEADS, HEAD = 8, 64  # of attention
+HEADS, HEAD = 8, 64  # heads of attention, and their size
 IMAGES = (4, 16, 64)  # height and width of an image
 CHANNELS = 32
-ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # of a tensor in float32
-COLUMNS = 512  # of a tensor whose rows are reduced or looked up
-POOL = 16 << 20  # elements of all tensors of one size together, at most
-SHORTEST = 0.002  # seconds of a measurement, at least
+ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # elements of a float32 tensor
+COLUMNS = 512  # columns of a tensor whose rows are reduced or looked up
+POOL = 16 << 20  # the most elements of all tensors of one size
+SHORTEST = 0.002  # the least seconds of a measurement
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Measure:
     """One point of a curve.
 
     Attributes:
-        work: class of work.
-        dtype: dtype of products; "" for other work.
-        size: FLOPs of a product, or bytes of traffic of other work, of one line.
-        run: does the work once.
-        lines: lines of a trace that a run does, all of one size.
+        work: the class of work.
+        dtype: the dtype of matrix products; "" for other work.
+        size: FLOPs of a line with matrix products, or bytes of memory traffic of another line.
+        run: a function that does the work once.
+        lines: number of lines of a trace in a run, all of one size.
     """
 
     work: Work
@@ -61,7 +61,7 @@ class Measure:
 
 
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
-    """Yield the points of compute: products in each of the dtypes, other work in float32."""
+    """Yield the points of compute: matrix products in each dtype, and other work in float32."""
     for dtype in dtypes:
         yield from (_product(width, dtype) for width in WIDTHS)
         yield from (_attention(length, dtype) for length in LENGTHS)
@@ -81,7 +81,7 @@ def seconds_of(run: Call, times: int) -> float:
 
 
 def enough_times(run: Call) -> int:
-    """Return how often to run something, so that a clock can measure it. It has run before."""
+    """Return the number of runs that a clock can measure, after a first run for warm-up."""
     run()
     for times in (1 << power for power in count()):
         if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
@@ -90,7 +90,7 @@ def enough_times(run: Call) -> int:
 
 
 def _product(width: int, dtype: torch.dtype) -> Measure:
-    """Measure the three products of a linear layer: forward, and the gradients of input and weight."""
+    """Measure the three matrix products of a linear layer: forward, and the gradients of input and weight."""
     x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
 
     def run() -> None:
@@ -100,7 +100,7 @@ def _product(width: int, dtype: torch.dtype) -> Measure:
 
 
 def _attention(length: int, dtype: torch.dtype) -> Measure:
-    """Measure causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
+    """Measure causal attention, forward and backward: 2 + 5 matrix products of all queries with all keys."""
     query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
     gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
 
@@ -124,36 +124,36 @@ def _convolution(side: int, dtype: torch.dtype) -> Measure:
 
 
 def _traffic(elements: int) -> Iterator[Measure]:
-    """Yield the measures of work whose time depends on the bytes that it reads and writes.
+    """Yield the measures of work whose time depends on its memory traffic.
 
-    Successive runs read different tensors, as a step does, as far as these fit into the pool.
+    Successive runs read different tensors, as in a step, up to the size of the pool.
     """
-    number = max(1, min(16, POOL // (2 * elements)))
-    tensors, others = ([torch.randn(elements) for _ in range(number)] for _ in range(2))
+    tensor_count = max(1, min(16, POOL // (2 * elements)))
+    tensors, second_tensors = ([torch.randn(elements) for _ in range(tensor_count)] for _ in range(2))
     nbytes, columns = tensors[0].nbytes, min(COLUMNS, elements)
     rows = [tensor.view(-1, columns) for tensor in tensors]
     table = torch.randn(4096, columns)
-    places = torch.randint(4096, (len(rows[0]),))
-    pairs, matrices = cycle(zip(tensors, others, strict=True)), cycle(rows)
-    yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(pairs)))
+    indices = torch.randint(4096, (len(rows[0]),))
+    tensor_pairs, matrices = cycle(zip(tensors, second_tensors, strict=True)), cycle(rows)
+    yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(tensor_pairs)))
     yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(matrices), (columns,)))
-    yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(places, table))
+    yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(indices, table))
     yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
 
 
 CPU = torch.device("cpu")
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the busiest rank sends
 SENT_COLUMNS = 64
-TRAIN = 4  # collectives launched together, as in a step
+BURST = 4  # collectives in a burst, as in a step
 OVERLAPPED = 2  # collectives launched together while a rank computes
-OVERLAPPED_WIDTH = 1024  # of the products that run meanwhile: 4 MiB, as a step's weights pass through caches
-SMALL = 8  # tensors of a bucket of many small tensors
-TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # times that (W - 1) / W of the bytes are sent
+OVERLAPPED_WIDTH = 1024  # of the products beside collectives: weights of 4 MiB pass through caches, as in a step
+SMALL = 8  # number of tensors of a bucket of small tensors
+TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # bytes sent, as multiples of (W - 1) / W of the payload
 
 
 class Collectives:
-    """Measures the collectives of a group. Every rank calls each method. ``points`` are pairs of a kind and bytes sent;
-    all ranks measure them in this order."""
+    """Measures the collectives of a group. Every rank calls each method. All ranks measure ``points``, pairs of a kind
+    and bytes sent, in order."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -162,31 +162,31 @@ class Collectives:
         self.points = tuple(self._starts)
 
     def time(self, kind: str, sent: int) -> dict[str, float]:
-        """Measure collectives of one size while nothing computes.
+        """Measure collectives of one size without compute. Return seconds by name.
 
-        Return the seconds of ``launch``, the call that starts one; of ``finish``, its wait once all has arrived; and of
-        ``train``, several that are launched together, until the last wait returns.
+        ``launch`` is the call that starts a collective. ``finish`` is its wait after all messages have arrived.
+        ``burst`` is a burst of ``BURST`` collectives until the end of the last wait.
         """
         start = self._starts[kind, sent]
         barrier(self._group)
         alone, _ = _clocked(lambda: start().wait())
         barrier(self._group)
         launch, handle = _clocked(start)
-        sleep(1.3 * alone + 0.002)  # until all has arrived
+        sleep(1.3 * alone + 0.002)  # until all messages have arrived
         finish, _ = _clocked(handle.wait)
         barrier(self._group)
-        train, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(TRAIN)]])
-        return {"launch": launch, "finish": finish, "train": train}
+        burst, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]])
+        return {"launch": launch, "finish": finish, "burst": burst}
 
     def time_slowdown(self, kind: str, wire: float, held: float) -> float:
-        """Return the seconds by which a collective of the largest size lengthens compute that runs beside it.
+        """Return the seconds that a collective of the largest size adds to compute beside it.
 
-        The collective takes ``wire`` seconds. The ``held`` seconds of its launch and wait do not count.
+        The collective takes ``wire`` seconds on the wire. The ``held`` seconds of its launch and wait do not count.
         """
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
-        once = seconds_of(lambda: left @ right, 4)
-        times = ceil(1.5 * OVERLAPPED * (wire + held) / once)
+        product_seconds = seconds_of(lambda: left @ right, 4)
+        times = ceil(1.5 * OVERLAPPED * (wire + held) / product_seconds)
 
         def compute() -> None:
             for _ in range(times):
@@ -199,16 +199,16 @@ class Collectives:
                 handle.wait()
 
         barrier(self._group)
-        alone, _ = _clocked(compute)
+        alone_seconds, _ = _clocked(compute)
         barrier(self._group)
-        together, _ = _clocked(overlapped)
-        return (together - alone) / OVERLAPPED - held
+        overlapped_seconds, _ = _clocked(overlapped)
+        return (overlapped_seconds - alone_seconds) / OVERLAPPED - held
 
     def seconds_a_tensor(self, kind: str) -> float:
-        """Return the seconds that each further tensor of a bucket adds to its launch and wait, at the least bytes."""
-        one, many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
+        """Return the seconds that each further tensor of a small bucket adds to its launch and wait."""
+        start_one, start_many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
         seconds = []
-        for start in (one, many):
+        for start in (start_one, start_many):
             barrier(self._group)
             launch, handle = _clocked(start)
             sleep(0.005)
@@ -216,10 +216,10 @@ class Collectives:
         return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
-        """Return a function that launches a bucket of which the busiest rank sends ``sent`` bytes."""
+        """Return a function that launches a bucket. The busiest rank then sends ``sent`` bytes."""
         world = self._group.size()
-        full = sent * world / (TIMES[kind] * (world - 1)) / 4  # elements of float32
-        rows = ceil(full / SENT_COLUMNS / tensors / world) * world
+        elements = sent * world / (TIMES[kind] * (world - 1)) / 4  # of float32, in the full payload
+        rows = ceil(elements / SENT_COLUMNS / tensors / world) * world
         shapes = [(rows, SENT_COLUMNS)] * tensors
         shape = (rows // world, SENT_COLUMNS) if kind == "gather" else (rows, SENT_COLUMNS)
         sources: list[Tensor] = [torch.ones(shape) for _ in shapes]

@@ -1,4 +1,4 @@
-"""Finds the device that an argument names: a key of ``DEVICES``, or a file, which is JSON.
+"""Finds the device that an argument names: a key of ``DEVICES``, or a JSON file.
 
 ::
 
@@ -24,12 +24,12 @@ CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote
 def device_of(device: Device | str | PathLike[str]) -> Device:
     """Return the device that an argument names.
 
-    It is a device; a key of ``tz.tools.DEVICES``, such as ``"h100"`` or ``"H100"``; or the path of a file that
-    :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote.
+    The argument is a device, a key of ``tz.tools.DEVICES`` such as ``"h100"`` or ``"H100"``, or the path of a file from
+    :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate``.
 
     Raises:
-        ValueError: there is no such device.
-        TypeError: the argument is of another type.
+        ValueError: the key or the path is unknown.
+        TypeError: the argument has another type.
     """
     if isinstance(device, Device):
         return device
@@ -47,7 +47,7 @@ FORMAT = "thunder_zero device 1"
 
 
 def load_device(path: str | Path) -> Calibrated:
-    """Read a device from a file that :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate`` wrote.
+    """Read a device from a file of :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate``.
 
     Raises:
         OSError: the file cannot be read.
@@ -83,7 +83,7 @@ def save_device(device: Calibrated, path: str | Path) -> None:
 
 
 def to_data(device: Calibrated) -> dict[str, Any]:
-    """Return a device as data that JSON can hold. A curve becomes the list of its points."""
+    """Return a device as JSON data, with curves as lists of points."""
     return {"format": FORMAT, **_plain({field.name: getattr(device, field.name) for field in fields(device)})}
 
 
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_data(data: Mapping[str, Any]) -> Calibrated:
-    """Return the device of such data. Damaged data raise KeyError, TypeError, ValueError or AttributeError."""
+    """Return the device of JSON data. Raise KeyError, TypeError, ValueError or AttributeError for damaged data."""
     products = {
         work: {dtype: _curve(points) for dtype, points in by_dtype.items()}
         for work, by_dtype in data["products"].items()

@@ -1,15 +1,14 @@
-"""Chooses what each unit keeps for backward, so that a step fits into memory at the least cost.
+"""Chooses the tensors that each unit keeps for backward, so that a step fits into memory at the least cost.
 
-Schedules in which all units choose alike tell what each choice for a unit leaves, needs and costs. When backward comes
-to a unit, all earlier units still hold what they left for backward. So the choices of units a, b, c, in the order of
+The bytes and the cost of a choice for a unit come from a schedule in which all units make this choice. In the backward
+of a unit, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the order of
 forward, fit if::
 
     a.peak                       <= budget
     a.left + b.peak              <= budget
     a.left + b.left + c.peak     <= budget
 
-The units are visited in this order. Of the choices so far, only those are kept that no other beats in both bytes left
-and cost.
+The units are visited in this order. A partial choice is dropped if another leaves fewer bytes at a lower cost.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from functools import cached_property
 from thunder_zero.plan.params import ROOT
 from thunder_zero.tools.fitting.candidate import Candidate
 
-MOST_PARTIAL = 20_000  # partial choices; if there are more, bytes are rounded up to a thousandth of the budget
+MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What one choice for a unit costs.
+    """The bytes and the cost of one choice for a unit.
 
     Attributes:
         left: bytes that the unit holds from its forward to its backward.
-        peak: the most bytes alive in its backward, without those that earlier units have left.
+        peak: the most bytes alive in its backward, without bytes left by earlier units.
         cost: cost of the work, in bytes on the wire.
     """
 
@@ -41,7 +40,7 @@ class UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """Choices for the first units: their numbers, the bytes that they leave, and their cost."""
+    """Choices for the first units, as indices ``chosen``, with the bytes that they leave and their cost."""
 
     left: int
     cost: float
@@ -49,13 +48,13 @@ class _Partial:
 
 
 def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...] | None:
-    """Return the number of a choice for each unit that together fit and cost least; None if no choices fit."""
+    """Return the index of a choice for each unit, at the least cost within the budget; None if no choices fit."""
     partial = [_Partial(0, 0.0, ())]
     for choices in units:
         longer = [
-            _Partial(start.left + choice.left, start.cost + choice.cost, (*start.chosen, number))
+            _Partial(start.left + choice.left, start.cost + choice.cost, (*start.chosen, index))
             for start in partial
-            for number, choice in enumerate(choices)
+            for index, choice in enumerate(choices)
             if start.left + choice.peak <= budget
         ]
         partial = _unbeaten(longer, 1)
@@ -65,7 +64,7 @@ def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...
 
 
 def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
-    """Return the choices that no other beats in both bytes left, rounded up to ``grain``, and cost."""
+    """Drop partial choices if another leaves no more bytes, rounded up to ``grain``, at no higher cost."""
     unbeaten: list[_Partial] = []
     least = float("inf")
     rounded = (replace(choices, left=-(-choices.left // grain) * grain) for choices in partial)
@@ -78,8 +77,8 @@ def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """A choice for one unit: ``kept`` gathered for backward (``Policy.keep_unsharded``), or ``recomputed`` there as a
-    whole (``Policy.recompute_units``)."""
+    """A choice for one unit. ``kept`` units stay gathered for backward (``Policy.keep_unsharded``), and backward
+    recomputes ``recomputed`` units as a whole (``Policy.recompute_units``)."""
 
     kept: bool = False
     recomputed: bool = False
@@ -96,8 +95,8 @@ class Parts:
     Attributes:
         units: the units, in the order of forward.
         options: the choices for each unit.
-        choices: for each part, what each option leaves, needs and costs. The beginning of backward belongs to the last
-            unit. The end of backward, and forward, have one option.
+        choices: the bytes and the cost of each option, for each part. The beginning of backward belongs to the last
+            unit. The end of backward and forward have a single option.
         most_too_high: the most bytes by which the sum of a candidate's parts exceeds its peak.
     """
 
@@ -108,14 +107,14 @@ class Parts:
 
     @classmethod
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:
-        """Return the parts, read off a candidate for each option in which all units choose that option."""
+        """Return the parts, measured on one candidate for each option. All units of a candidate choose the option."""
         end = max(_peak(candidate, candidate.segments[ROOT]) for candidate in alike)
         forward = max(
             _peak(candidate, range(candidate.timeline.backward_start)) - sum(candidate.left.values())
             for candidate in alike
         )
         choices: list[tuple[UnitCost, ...]] = []
-        earlier = [0] * len(alike)  # bytes that the units before have left
+        earlier = [0] * len(alike)  # bytes left by earlier units
         for unit in units:
             choices.append(
                 tuple(
@@ -138,16 +137,16 @@ class Parts:
         return {choice: number for number, choice in enumerate(self.options)}
 
     def by_unit(self, numbers: Sequence[int]) -> dict[str, UnitChoice]:
-        """Return the choice of each unit, from the numbers of the options of all parts."""
+        """Return the choice of each unit, from the option indices of all parts."""
         return {unit: self.options[number] for unit, number in zip(self.units, numbers[1:-1], strict=True)}
 
     def numbers(self, keep_unsharded: Sequence[str], recompute_units: Sequence[str]) -> tuple[int, ...]:
-        """Return the number of the option of each part, from the fields of a policy."""
+        """Return the option index of each part, from the fields of a policy."""
         choices = (UnitChoice(unit in keep_unsharded, unit in recompute_units) for unit in self.units)
         return (0, *(self._number[choice] for choice in choices), 0)
 
     def sums(self, numbers: Sequence[int]) -> tuple[int, float]:
-        """Return the most bytes alive, and the cost, of a step with the options of these numbers."""
+        """Return the most bytes alive and the cost of a step with these option indices."""
         left = peak = 0
         cost = 0.0
         for options, number in zip(self.choices, numbers, strict=True):

@@ -17,15 +17,15 @@ from thunder_zero.schedule.units import backward_ends
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the work of a step costs in bytes on the wire, for :func:`thunder_zero.tools.fit`.
+    """Prices of work, in bytes on the wire, for :func:`thunder_zero.tools.fit`.
 
     Attributes:
-        flops_per_byte: FLOPs of recomputed work that cost as much as one byte. The default of 1,000 is about FLOP/s
-            over B/s of an H100 with NVLink, and of a CPU on 1 Gbit/s.
-        launch_bytes: cost of a collective besides its bytes. The default of 128 KiB is about a millisecond of 1 Gbit/s.
+        flops_per_byte: FLOPs of recomputed work at the price of one byte. The default of 1,000 is about FLOP/s over B/s
+            of an H100 with NVLink, and of a CPU on 1 Gbit/s.
+        launch_bytes: price of a launch beside its bytes. The default of 128 KiB takes about a millisecond at 1 Gbit/s.
 
     Raises:
-        ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
+        ValueError: ``flops_per_byte`` is not a number above 0, or ``launch_bytes`` is below 0.
     """
 
     flops_per_byte: float = 1000.0
@@ -44,7 +44,7 @@ USUAL_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy on a lifted timeline, which its schedule starts from, and the prices of its work."""
+    """A policy for a lifted timeline, with the prices of its work."""
 
     lifted: Timeline
     policy: Policy
@@ -82,14 +82,14 @@ class Candidate:
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """The units whose gradients backward makes, in the order of forward, without the root."""
+        """The units with gradients, in the order of forward, without the root."""
         return tuple(reversed(self._ends))
 
     @cached_property
     def kept(self) -> frozenset[str]:
         """The units that stay gathered from forward to backward, without the root.
 
-        The policy names some by ``keep_unsharded``; with ``reshard_after_forward=None`` the schedule chooses more.
+        The policy names units in ``keep_unsharded``. With ``reshard_after_forward=None`` the schedule adds units.
         """
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
@@ -100,7 +100,7 @@ class Candidate:
 
     @cached_property
     def segments(self) -> dict[str, range]:
-        """The positions of each unit's operations in backward. The root has those after the last unit's."""
+        """The positions of each unit's operations in backward. The root has the positions after the last unit."""
         begin = self.timeline.backward_start
         segments: dict[str, range] = {}
         for unit, end in self._ends.items():
@@ -119,14 +119,14 @@ class Candidate:
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """Return the cost of a unit's backward: reductions and recomputed work there, and the gathers of the unit."""
+        """Return the cost of a unit's backward: its reductions, recomputed work and gathers."""
         ops = self.timeline.ops
         others = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
         return sum(others) + self._gathers[unit]
 
     @cached_property
     def _gathers(self) -> defaultdict[str, float]:
-        """The cost of each unit's gathers for backward, which may start before its backward."""
+        """The cost of each unit's gathers for backward. They may start in another unit's backward."""
         costs: defaultdict[str, float] = defaultdict(float)
         for op, cost in zip(self.timeline.ops, self._costs, strict=True):
             if op.kind is Kind.GATHER and op.backward:
@@ -150,13 +150,13 @@ class Candidate:
 
 
 def under(plan: Plan, policy: Policy) -> Plan:
-    """Return a plan with another policy, which differs only in its choices of units and bytes."""
+    """Return a plan with another policy, which differs only in choices for units and in bytes."""
     kept = {param.path for param in plan.params if param.unit in policy.keep_unsharded}
     return replace(plan.keeping(kept), policy=policy)
 
 
 def flops_to_repeat(op: Op, timeline: Timeline) -> int:
-    """Return the FLOPs to repeat an operation. Work other than products counts once for each element written."""
+    """Return the FLOPs to repeat an operation. An operation without FLOPs counts its written elements."""
     return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 
 

@@ -1,7 +1,7 @@
-"""``tz.tools.fit``: the cheapest policy whose step fits into memory.
+"""``tz.tools.fit``: finds the cheapest policy whose step fits into memory.
 
-A candidate is a policy, evaluated on the lifted timeline: the passes run with the policy, and ``alive_bytes`` estimates
-the bytes. Few are compiled and forecast exactly (``tz.tools.memory``); the difference corrects the estimates.
+A candidate is a policy, evaluated on the lifted timeline: the passes run, and ``alive_bytes`` estimates the memory. Few
+candidates are compiled and forecast exactly (``tz.tools.memory``). The differences correct the estimates.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
-COMPILATIONS = 3  # at most, to confirm a choice
-STEPS = 7  # rows of the printed trade-off, at most
+COMPILATIONS = 3  # the most compilations to confirm a choice
+STEPS = 7  # the most rows of the printed trade-off
 
 CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
 
@@ -50,7 +50,7 @@ Forecast = Callable[[Policy], tuple[Traces, Memory]]
 
 
 class DoesNotFit(ValueError):
-    """No policy fits. The message says how many bytes are missing, what makes the peak, and what would help.
+    """Raised if no policy fits. The message has the missing bytes, the content of the peak, and possible remedies.
 
     Attributes:
         least_bytes: the smallest exact peak of the compiled policies.
@@ -81,30 +81,30 @@ def fit(
 ) -> Policy:
     """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
-    Chooses the units that stay gathered (``Policy.keep_unsharded``), the units that are recomputed as a whole
-    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, plus
-    launches and recomputed work at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
-    calls it, and rank 0 decides.
+    The search chooses ``Policy.keep_unsharded``, ``Policy.recompute_units``, and the bytes of buckets and in flight.
+    The cost is the bytes that a rank sends, plus launches and recomputed work at ``prices``. A table shows the cost for
+    other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
 
     Args:
         module: a plain module; it may be on the meta device.
         args, kwargs: the arguments of its forward.
-        memory_bytes: memory of a rank for the peak of a step, the optimizer's step included, such as ``"24GiB"``.
-        world_size: number of ranks (default: those of the default process group).
-        policy: the other fields, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
-        file: where to print (default: standard output).
+        memory_bytes: memory of a rank for a step, including the optimizer's step, such as ``"24GiB"``.
+        world_size: number of ranks (default: the size of the default process group).
+        policy: a policy for all other fields, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes
+            ``"cheap"``.
+        file: the file to print to (default: the standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
-        prices: the cost of recomputed work and of launches, in bytes on the wire (default: ``Prices()``).
+        prices: prices of recomputed work and of launches (default: ``Prices()``).
 
     Raises:
         DoesNotFit: no policy fits; a subclass of ValueError.
         TypeError: ``module`` is not a plain module.
-        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid; ``world_size`` or ``replicas`` is given
-            beside a mesh; the module is sliced over another mesh.
-        RuntimeError: the module is sliced, and there is no ``mesh``.
+        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid, ``world_size`` or ``replicas`` is given
+            beside ``mesh``, or the module is sliced over another mesh.
+        RuntimeError: the module is sliced, and ``mesh`` is not given.
     """
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
@@ -122,7 +122,7 @@ def fit(
 
             def tell(what: str) -> None:
                 show(what)
-                go_on()  # so that the other ranks, which wait, do not time out
+                go_on()  # so that waiting ranks do not time out
 
             def forecast(policy: Policy) -> tuple[Traces, Memory]:
                 tell("compiles a choice")
@@ -134,13 +134,13 @@ def fit(
             compiled, best = _choose(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)
-        return {name: getattr(best, name) for name in CHOSEN}  # a policy may have functions, which cannot be sent
+        return {name: getattr(best, name) for name in CHOSEN}  # a whole policy may have functions, which cannot be sent
 
     return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decide))
 
 
 def _by_unit(asked: Policy) -> Policy:
-    """Return the policy with ``recompute="cheap"`` in place of ``"units"``: the search chooses ``recompute_units``."""
+    """Replace ``recompute="units"`` by ``"cheap"``, since the search chooses ``recompute_units``."""
     return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
 
 
@@ -163,7 +163,7 @@ def _require(module: nn.Module, prices: Prices) -> None:
 def _choose(
     forecast: Forecast, asked: Policy, memory_bytes: int, prices: Prices, tell: Callable[[str], None]
 ) -> tuple[_Compiled, Policy]:
-    """Search, and confirm by compilations, which correct the estimates. Return the compiled policies and the best."""
+    """Search, and confirm choices by compilation. Return the compiled policies and the best policy."""
     traces, as_asked = forecast(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
@@ -180,7 +180,7 @@ def _choose(
 
 
 def _confirm(compiled: _Compiled, memory_bytes: int) -> Policy | None:
-    """Compile what the search finds best, and return the cheapest compiled policy that fits; None if none fits."""
+    """Compile the best policies of the search. Return the cheapest compiled policy that fits, if any."""
     for _ in range(COMPILATIONS):
         policy = compiled.search.best(memory_bytes, compiled.overhead)
         if policy is None or policy in compiled.exact:
@@ -190,10 +190,10 @@ def _confirm(compiled: _Compiled, memory_bytes: int) -> Policy | None:
 
 
 def _fit_least(compiled: _Compiled, memory_bytes: int) -> Policy | None:
-    """Compile policies that should take the fewest bytes, until one fits; return the cheapest that fits, or None.
+    """Compile policies of low memory until a policy fits. Return the cheapest compiled policy that fits, if any.
 
-    All units alike come first, since a wrong correction of the estimates could hide them. With units, the policy as
-    asked for with all units recomputed is compiled too: a refusal names its exact peak.
+    Policies with one choice for all units come first, since a wrong correction could hide them. The requested policy
+    with all units recomputed is also compiled, because the error names its exact peak.
     """
     search = compiled.search
     finders = [partial(search.alike, choice, search.sized[-1]) for choice in (RECOMPUTED, PLAIN)]
@@ -206,12 +206,12 @@ def _fit_least(compiled: _Compiled, memory_bytes: int) -> Policy | None:
 
 
 def _all_recomputed(compiled: _Compiled) -> Policy:
-    """Return the policy as asked for with all units recomputed."""
+    """Return the requested policy with all units recomputed."""
     return replace(next(iter(compiled.exact)), recompute_units=compiled.search.units)
 
 
 def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
-    """Return the error that no policy fits, with the smallest exact peak of the compiled policies."""
+    """Return the error for the case that no policy fits, with the smallest exact peak."""
     if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
         _fit_least(compiled, memory_bytes)  # the message compares its peak with the optimizer's step
     least = _least(compiled, as_asked.optimizer_step or 0)
@@ -220,7 +220,7 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The policies that were compiled, with their exact peaks. The first is the policy as asked for."""
+    """The compiled policies with their exact peaks, beginning with the requested policy."""
 
     forecast: Forecast
     search: Search
@@ -234,10 +234,11 @@ class _Compiled:
     def overhead(self, policy: Policy) -> int:
         """Return the bytes that the estimate leaves out: at rest, the loss, and buffers of transports.
 
-        Buffers depend on buckets. So the last compiled policy with equal sizes is asked, or else the first of all.
+        Buffers depend on sizes of buckets. So the bytes come from the last compiled policy with equal sizes, or else
+        from the first policy.
         """
-        alike = [known for known in self.exact if _sizes(known) == _sizes(policy)]
-        known = alike[-1] if alike else next(iter(self.exact))
+        equal_sized = [known for known in self.exact if _sizes(known) == _sizes(policy)]
+        known = equal_sized[-1] if equal_sized else next(iter(self.exact))
         return self.exact[known] - self.search.candidate(known).peak
 
     def peak(self, policy: Policy) -> int:
@@ -247,7 +248,7 @@ class _Compiled:
         return self.search.candidate(policy).peak + self.overhead(policy)
 
     def cheapest(self, memory_bytes: int) -> Policy | None:
-        """Return the cheapest compiled policy that fits; None if none fits."""
+        """Return the cheapest compiled policy that fits, if any."""
         fitting = [policy for policy, peak in self.exact.items() if peak <= memory_bytes]
         return min(fitting, key=self.search.cost, default=None)
 
@@ -257,7 +258,7 @@ def _sizes(policy: Policy) -> tuple[int | None, int | None]:
 
 
 def _least(compiled: _Compiled, optimizer_step: int) -> LeastMemory:
-    """Return the least memory of the compiled policies, and what ``recompute`` saves."""
+    """Return the least memory of the compiled policies, and the savings of ``recompute``."""
     policy, peak = min(compiled.exact.items(), key=lambda item: item[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked, plan = search.candidate(first), search.candidate(policy).timeline.plan
@@ -272,7 +273,7 @@ def _least(compiled: _Compiled, optimizer_step: int) -> LeastMemory:
 
 
 def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[TradeOffRow]:
-    """Yield policies from the least memory to the least cost, the chosen policy among them."""
+    """Yield policies from the least memory to the least cost, including the chosen policy."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best
     least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)

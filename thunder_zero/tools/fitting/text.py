@@ -1,4 +1,4 @@
-"""Prints what ``tz.tools.fit`` found: the trade-off between memory and work, or why nothing fits.
+"""Prints the result of ``tz.tools.fit``: the trade-off between memory and work, or why no policy fits.
 
 ::
 
@@ -27,7 +27,7 @@ TradeOffRow = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, an
 
 
 def print_trade_off(rows: Sequence[TradeOffRow], console: Console) -> None:
-    """Print the candidates, least memory first, with the cost of each over the least cost. Bars show the difference.
+    """Print the candidates from the least memory, with costs relative to the least cost. Bars show the differences.
 
     Rows with equal figures are printed once.
     """
@@ -43,7 +43,7 @@ def print_trade_off(rows: Sequence[TradeOffRow], console: Console) -> None:
 
 
 def _figures(peak: int, candidate: Candidate, least: float) -> tuple[str, ...]:
-    """Return the cells of a row. The last is the cost over the least cost."""
+    """Return the cells of a row. The last cell is the cost relative to the least cost."""
     plan = candidate.timeline.plan
     flops = f"{candidate.flops / 1e9:.2f} GFLOP" if candidate.flops else ""
     counts = str(len(candidate.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
@@ -57,8 +57,9 @@ class LeastMemory:
     Attributes:
         nbytes: bytes at its peak.
         recomputed: number of units that are recomputed as a whole; None for a model without units.
-        saved_by_units: bytes by which recomputing all units lowers the peak as asked for; below 0 if it raises it.
-        saved_by_cheap: bytes that ``recompute="cheap"`` saves, if the policy asks for ``"none"``; otherwise 0.
+        saved_by_units: bytes that recomputing all units removes from the requested policy's peak; below 0 if it adds
+            bytes.
+        saved_by_cheap: bytes that ``recompute="cheap"`` saves if the requested policy has ``"none"``; otherwise 0.
         in_flight_bytes: bytes in flight.
     """
 
@@ -70,35 +71,35 @@ class LeastMemory:
 
 
 def refusal(as_asked: Memory, least: LeastMemory, memory_bytes: int) -> str:
-    """Return a sentence that says what is missing, what makes the peak, and what would help."""
-    where = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
+    """Return a sentence with the missing bytes, the content of the peak, and possible remedies."""
+    step_text = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
     at_peak = as_asked.by_kind
     kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at_peak.items())[:3])
     sharded, batch = (sum(at_peak.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
-    helps = {
+    remedies = {
         "twice the ranks": sharded // 2,
         "half the batch": batch // 2,
         "cpu_offload on GPUs": 0 if as_asked.plan.policy.cpu_offload or as_asked.plan.mesh.is_sliced else sharded,
         'recompute="cheap"': max(least.saved_by_cheap, 0),
     }
-    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
+    offers = ", ".join(f"{remedy} (about {size(nbytes)} less)" for remedy, nbytes in remedies.items() if nbytes)
     return (
-        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{step_text}, "
         f"{size(least.nbytes - memory_bytes)} more, with {_choices_of(least)}; "
         f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )
 
 
 def _choices_of(least: LeastMemory) -> str:
-    """Return the choices that take the least memory, and what recomputing units changes, in words."""
+    """Describe the choices that take the least memory, and the effect of recomputing units."""
     in_flight = f"{size(least.in_flight_bytes)} in flight"
     if least.recomputed is None:
         return in_flight
     gain = least.saved_by_units
-    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
+    comparison = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
     units = (
         f"{least.recomputed} unit{'s' * (least.recomputed > 1)} computed again"
         if least.recomputed
         else "no unit computed again"
     )
-    return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'
+    return f'{units} (recompute="units" {comparison} the policy as asked for) and {in_flight}'

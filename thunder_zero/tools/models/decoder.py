@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BASE = 500_000.0  # of Llama 3's rotary frequencies
+BASE = 500_000.0  # the base of Llama 3's rotary frequencies
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position, (length, size of a head)
 
@@ -28,12 +28,12 @@ class DecoderSizes:
 
     Attributes:
         blocks: number of blocks.
-        width: elements of a token between blocks.
-        heads: heads of queries.
-        key_heads: heads of keys and values, each shared by ``heads / key_heads`` heads of queries.
-        hidden: elements of a token inside an MLP.
-        vocabulary: number of tokens that the embedding knows.
-        length: tokens of a sequence.
+        width: size of a token's vector between blocks.
+        heads: number of query heads.
+        key_heads: number of key and value heads. Each is shared by ``heads / key_heads`` query heads.
+        hidden: size of a token's vector inside an MLP.
+        vocabulary: number of rows of the embedding.
+        length: number of tokens of a sequence.
     """
 
     blocks: int
@@ -57,9 +57,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Attend within (batch, length, width)."""
+        """Return the attention of ``x`` (batch, length, width), in the shape of ``x``."""
         batch, length, _ = x.shape
-        # Under tensor parallelism, a rank has some of the heads: -1.
+        # -1: under tensor parallelism a rank has a part of the heads.
         query, key, value = (
             linear(x).view(batch, length, -1, self.head).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return out
 
     def _repeat(self, x: Tensor) -> Tensor:
-        """Repeat each head of keys or values for the heads of queries that share it."""
+        """Repeat each key or value head for the query heads that share it."""
         if self.key_heads == self.heads:
             return x
         batch, heads, length, head = x.shape
@@ -112,7 +112,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Attention and an MLP, each after a norm."""
 
     def __init__(self, sizes: DecoderSizes, norm: Callable[[int], nn.Module], mlp: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(sizes), mlp(sizes)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Compute (batch, length, width) from as much."""
+        """Return the block's output for ``x`` (batch, length, width), in the shape of ``x``."""
         x = x + self.attention(self.attention_norm(x), rotation)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out

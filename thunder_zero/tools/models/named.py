@@ -1,13 +1,13 @@
-"""Models by name: how each is made, which loss trains it, and how torch slices it.
+"""Named models, with functions that make them, losses, and plans for tensor parallelism.
 
 ::
 
     attention.query, key, value    columns: each rank has some heads           mlp.gate, up    columns
     attention.out                  rows: the outputs of all ranks are summed   mlp.down        rows
 
-Between the layers of a Llama, each rank has a part of the sequence (sequence parallelism). So its norms, and the
-tensors that they save, are in slices, too. Its logits are sliced by words, as torch's ``loss_parallel`` reads them.
-A GPT-2 has whole activations between its layers, since its embedding is its head.
+Between the layers of a Llama, each rank has a part of the sequence (sequence parallelism). So norms and their saved
+tensors are also sharded. Logits are sharded over the vocabulary, for torch's ``loss_parallel``. Between the layers of a
+GPT-2, each rank has the whole activations, since the embedding is also the head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thunder_zero.tools.models.decoder import DecoderSizes, Gpt2, Llama
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
-    """Return the mean cross entropy of tokens, in float32. All targets are 0: a plan has no data."""
+    """Return the mean cross entropy of tokens, in float32. All targets are 0, since a plan has no data."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
@@ -43,11 +43,11 @@ class NamedModel:
     """A model that :func:`thunder_zero.tools.plan_training` makes itself, for sequences of any length.
 
     Attributes:
-        name: for tables and messages.
-        make: from the tokens of a sequence to a module, whose forward takes tokens (batch, length).
-        sequence_length: tokens of a sequence, unless ``plan_training`` is asked for others.
-        loss: from what forward returns to the loss (default: cross entropy of logits).
-        tp_plan: styles of torch's ``parallelize_module``, by names of submodules; None: the model is never sliced.
+        name: a name for tables and messages.
+        make: a function from the length of a sequence to a module, whose forward takes tokens (batch, length).
+        sequence_length: the default number of tokens of a sequence.
+        loss: a function from the result of forward to the loss (default: cross entropy of logits).
+        tp_plan: styles of torch's ``parallelize_module``, by names of submodules; None if the model is never sliced.
     """
 
     name: str
@@ -59,7 +59,7 @@ class NamedModel:
 
 COLUMNS = tuple(f"blocks.*.{name}" for name in ("attention.query", "attention.key", "attention.value"))
 UP, GATE, DOWN, OUT = (f"blocks.*.{name}" for name in ("mlp.up", "mlp.gate", "mlp.down", "attention.out"))
-PART, WHOLE = Shard(1), Replicate()  # of a sequence; of activations
+PART, WHOLE = Shard(1), Replicate()  # a part of the sequence; whole activations
 LLAMA_STYLES: dict[str, ParallelStyle] = {
     "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
     **{f"blocks.*.{name}": SequenceParallel() for name in ("attention_norm", "mlp_norm")},

@@ -25,11 +25,11 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 BORDER = "-- backward --"
-VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared line by line
+VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line by line
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """Return the operations in order, a line each: kind, writes, reads, parameters.
+    """Return a line for each operation, in order: kind, writes, reads, parameters.
 
     Recomputed operations end with "again". A border separates the phases. Long names make long lines.
     """
@@ -51,14 +51,14 @@ PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward"
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One line of a trace.
+    """A line of a trace.
 
     Attributes:
         code: its Python statement.
         position: its position in the trace of its phase, as in ``Op.source``.
         origin: the line of the user's program that it comes from; "" if unknown.
-        alive: forecast bytes of all tensors alive after it; None if there is no forecast.
-        peak: the most bytes alive while it runs, if that is the peak of the step; else None.
+        alive: forecast bytes of all tensors alive after it; None without a forecast.
+        peak: the most bytes alive while it runs, if they are the peak of the step; otherwise None.
     """
 
     code: str
@@ -74,15 +74,15 @@ class Row:
 
     Attributes:
         line: the line.
-        kind: the kind of its operation; None for lines without one (unpacking, the ``del`` of an activation, codes).
-        does: its kind, "encode" or "decode", or "tensor" for a collective of torch's tensor parallelism and the wait
-            for it; "" for lines outside the schedule.
-        params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
-        gradients: True if it handles the gradients of the parameters, not the parameters.
+        kind: the kind of its operation; None without an operation (unpacking, the ``del`` of an activation, codes).
+        does: the kind; "encode" or "decode"; "tensor" for collectives and waits of torch's tensor parallelism; or ""
+            for lines outside the schedule.
+        params: paths of the parameters that it moves, frees or reads, or whose gradients it computes.
+        gradients: True if it handles gradients of the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
         deferred: bytes of full gradients that are held until a later backward reduces them.
         gathered: bytes of gathered parameters alive after the line.
-        form: the format in which a collective sends bytes, such as "int8/128"; "" if it sends what it reads.
+        form: the format of a collective's messages, such as "int8/128"; "" without an encoding.
     """
 
     line: SourceLine
@@ -96,7 +96,7 @@ class Row:
     form: str = ""
 
     def label(self, plan: Plan) -> str:
-        """Return the parameters in a few words, with the format in which they are sent."""
+        """Return a short name of the parameters, with the format of their messages."""
         names = label(self.params, plan, gradients=self.gradients)
         return f"{names} as {self.form}" if self.form else names
 
@@ -111,13 +111,13 @@ ONLY: Mapping[str, Callable[[Row], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Lines that are not shown, by their number."""
+    """A number of lines that are not shown."""
 
     lines: int
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """Return the lines of one phase of a timeline, each with its meaning.
+    """Return the lines of one phase with their meanings.
 
     Raises:
         ValueError: the timeline has an operation whose line is missing.
@@ -141,17 +141,20 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         ops = [timeline.ops[index] for index in indices]
         gathered = alive[indices[-1]] if indices else gathered
         read = _merged(op.params if op.kind is not Kind.COMPUTE else _lookup(op.reads, params_of_value) for op in ops)
-        made = _merged(_lookup(op.writes, params_of_gradient) for op in ops if op.kind is Kind.COMPUTE)
+        computed = _merged(_lookup(op.writes, params_of_gradient) for op in ops if op.kind is Kind.COMPUTE)
         reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
         is_torchs = any(op.is_torchs for op in ops)
         launches = any(op.kind in LAUNCHES or op.sends for op in ops)
         sent = sum(map(timeline.bytes_sent, ops)) if launches else None
         deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
-        gradients = reduces or (not read and bool(made))
-        kind, forms = ops[0].kind if ops else None, {form for op in ops if (form := format_of(op, timeline))}
-        form = ", ".join(sorted(forms))
-        does = TENSOR if is_torchs else str(kind or "")
-        result.append(Row(line, kind, does, read or made, gradients, sent, deferred, gathered, form))
+        gradients = reduces or (not read and bool(computed))
+        kind, formats = (
+            ops[0].kind if ops else None,
+            {format_text for op in ops if (format_text := format_of(op, timeline))},
+        )
+        format_text = ", ".join(sorted(formats))
+        verb = TENSOR if is_torchs else str(kind or "")
+        result.append(Row(line, kind, verb, read or computed, gradients, sent, deferred, gathered, format_text))
     if ops_of_line:
         missing = sorted(ops_of_line)
         raise ValueError(f"the timeline has operations at positions {missing}, but the trace has no lines there")
@@ -159,7 +162,7 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
 
 
 def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
-    """Return the row of a line that encodes what a launch sends, or decodes what a wait returns."""
+    """Return the row of a line that encodes a launch's payload, or decodes a wait's result."""
     launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
     is_gradient = launch.kind is Kind.REDUCE
@@ -167,7 +170,7 @@ def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Ro
 
 
 def format_of(op: Op, timeline: Timeline) -> str:
-    """Return the format in which a launch sends bytes; "" if it sends what it reads."""
+    """Return the format of a launch's messages; "" without an encoding."""
     if op.kind not in LAUNCHES:
         return ""
     encoding = timeline.travels_as(op, timeline.params_of(op)[0])
@@ -175,10 +178,10 @@ def format_of(op: Op, timeline: Timeline) -> str:
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
-    """Return the rows of a unit (of all if it is None) that ``ONLY[only]`` selects (all if it is None).
+    """Return the rows of a unit that ``ONLY[only]`` selects. None selects all units, or all lines.
 
-    A unit has the rows from the first to the last that waits for its parameters or computes with them. Its collectives
-    and frees elsewhere belong to it as well. Rows that are left out become gaps.
+    The rows of a unit are the range from its first to its last wait for parameters or compute with them. The unit's
+    collectives and frees outside the range are included. Omitted rows become gaps.
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
@@ -187,35 +190,35 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) 
     candidates = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
     chosen = [index for index in candidates if only is None or ONLY[only](rows[index])]
     shown: list[Row | Gap] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
-    for before, index in pairwise(chosen):
-        between = rows[before + 1 : index]
-        gap = between if len(between) < 2 else [Gap(len(between))]  # a gap takes a line, too
+    for previous, index in pairwise(chosen):
+        between = rows[previous + 1 : index]
+        gap = between if len(between) < 2 else [Gap(len(between))]  # a gap of one line would save nothing
         shown += [*gap, rows[index]]
     return tuple(shown)
 
 
 def total(rows: Iterable[Row | Gap]) -> str:
-    """Return a line with the number of collectives, the bytes that this rank sends and the peak of gathered bytes.
+    """Return a line with the number of collectives, the bytes that this rank sends, and the most gathered bytes.
 
-    Collectives of tensor parallelism, and deferred gradients, have a line each.
+    A further line counts collectives of tensor parallelism, and another line deferred gradients.
     """
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
     sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.does == TENSOR and row.sent]
-    torchs = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
+    slices_text = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
     peak = max((row.gathered for row in shown), default=0)
     count = gathers + reduces
     deferred = sum(row.deferred for row in shown)
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
-        + torchs * bool(slices)
+        + slices_text * bool(slices)
         + (f"\n{deferred:,} B of full gradients are held for a later backward" if deferred else "")
     )
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
-    """Return parameters in a few words: a path, two names of one module, or a unit and a number."""
+    """Return a short name of parameters: a path, two names of one module, or a unit and a number."""
     units = {plan.by_name[path].unit for path in params}
     parents = {path.rpartition(".")[0] for path in params}
     grad = "grad " if gradients else ""
@@ -240,7 +243,7 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return the parameters on which each gathered value, replicated input and derived value depends."""
+    """Return the parameters behind each gathered value, replicated input and derived value."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
@@ -252,7 +255,7 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return the parameters whose full gradient each value is; several if one value is the gradient of all of them."""
+    """Return the parameters whose full gradient is in each value. One value may hold several gradients."""
     gradients: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
         if op.kind in (Kind.REDUCE, Kind.DEFER):

@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a bar, or lines that say what is done now."""
+"""Shows progress on stderr: a bar, or lines with the current work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rich.table import Column
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar if stderr is a terminal. Yield a function that takes the bytes done since its last call."""
+    """Show a bar if stderr is a terminal. Yield a function that takes the bytes since its last call."""
     console = Console(stderr=True)
     if not console.is_terminal:  # rich would print an empty line
         yield lambda count: None
@@ -36,7 +36,7 @@ def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]
 
 @contextmanager
 def show_status(what: str) -> Iterator[Callable[[str], None]]:
-    """Show one line if stderr is a terminal. Yield a function that takes what is done now."""
+    """Show one line if stderr is a terminal. Yield a function that takes a description of the current work."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda now: None
@@ -47,17 +47,17 @@ def show_status(what: str) -> Iterator[Callable[[str], None]]:
 
 @dataclass
 class Steps:
-    """Long work: it shows what is done now, and how many steps are done."""
+    """The progress of long work: the current work, and the number of finished steps."""
 
     show: Callable[[str, int], None]
     done: int = 0
 
     def tell(self, now: str) -> None:
-        """Show what is done now."""
+        """Show the current work."""
         self.show(now, self.done)
 
     def advance(self) -> None:
-        """Count one more step as done."""
+        """Count a finished step."""
         self.done += 1
 
 

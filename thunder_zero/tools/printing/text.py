@@ -23,7 +23,7 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.printing.words import WIDTH
 
-INDENT = " " * 4  # of continuation lines
+INDENT = " " * 4  # indent of continuation lines
 WHOLE_LINES = 2  # a statement of at most this many lines is shown whole
 OPERATOR_ITEMS = 4  # at least this many items of each collection in a call of an operator are shown
 TOKENS = re.compile(
@@ -31,12 +31,12 @@ TOKENS = re.compile(
     r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
-METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # as in x.view(
-MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
+METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # matches x.view(
+MOST_ITEMS = 12  # the most items of a collection in a shortened statement
 
 
 def stdout_console() -> Console:
-    """Return a console on the standard output; without a terminal it is 100 columns wide."""
+    """Return a console on the standard output. Without a terminal it is 100 columns wide."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -68,7 +68,7 @@ def text_of_table(table: Table, width: int) -> str:
 
 
 def place_of(plan: Plan) -> str:
-    """Return whose program it is, such as ``ZeRO-3, rank 0 of 8, one of 2 copies``."""
+    """Return a description of the rank, such as ``ZeRO-3, rank 0 of 8, one of 2 copies``."""
     copies = f", one of {count} copies" if (count := plan.mesh.replicate.size) > 1 else ""
     return f"{STAGES[plan.policy.stage].name}, {plan.mesh}{copies}"
 
@@ -81,8 +81,8 @@ def short(code: str) -> str:
 def fold(code: str, widths: Sequence[int]) -> list[str]:
     """Return lines that show the statements of ``code``, without its comments.
 
-    A long statement shows the first items of its collections and arguments, and how many are left out: as many as fit
-    into the least number of lines. Operators show all arguments.
+    A long statement takes the fewest lines. It shows as many first items of its collections and arguments as fit, and
+    the number of items left out. Operators show all arguments.
 
     Args:
         code: Python statements.
@@ -95,12 +95,12 @@ def fold(code: str, widths: Sequence[int]) -> list[str]:
 
 
 def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list[str]:
-    """Join pieces into lines. Pieces stay whole, unless one is longer than any line.
+    """Join pieces into lines. Only pieces longer than any line are clipped.
 
     Args:
         pieces: parts of a text.
         widths: the most characters of each line; the last width holds for all lines after it.
-        indent: begins each line but the first.
+        indent: the beginning of each line except the first.
     """
     lines: list[str] = []
     line = ""
@@ -115,7 +115,7 @@ def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list
 
 
 def clip(text: str, width: int) -> str:
-    """Return the text; if it is too long, its beginning and an ellipsis."""
+    """Return the text, or its beginning and an ellipsis if it is too long."""
     return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
@@ -168,11 +168,11 @@ def _unparse(statement: ast.stmt) -> str:
 def _pieces(code: str, widths: Sequence[int]) -> list[str]:
     """Return the parts between which a line may break.
 
-    It may break after "del", the equals sign, and arguments of the outermost call. Arguments that fit into no line
+    A line may break after "del", the equals sign, and arguments of the outermost call. Arguments longer than any line
     break between their items. The arguments of a method stay together.
     """
     breaks = [(len("del "), 1)] if code.startswith("del ") else []  # position, depth
-    methods: list[bool] = []  # for each open parenthesis, whether a method opened it
+    methods: list[bool] = []  # for each open parenthesis: True if a method opened it
     for token in TOKENS.finditer(code):
         kind = token.lastgroup
         if kind == "opens":
@@ -184,10 +184,14 @@ def _pieces(code: str, widths: Sequence[int]) -> list[str]:
             breaks.append((token.end(), len(methods) or 1))
 
     def split(start: int, stop: int, depth: int) -> list[str]:
-        part, room = code[start:stop], (min(widths) if depth < 2 else max(widths)) - len(INDENT)
-        if len(part.rstrip()) <= room or all(deep < depth for _, deep in breaks):
+        part, limit = code[start:stop], (min(widths) if depth < 2 else max(widths)) - len(INDENT)
+        if len(part.rstrip()) <= limit or all(deep < depth for _, deep in breaks):
             return [part]
-        ends = [start, *(position for position, deep in breaks if deep == depth and start < position < stop), stop]
+        ends = [
+            start,
+            *(position for position, deep in breaks if deep == depth and start < position < stop),
+            stop,
+        ]
         return [piece for span in pairwise(ends) for piece in split(*span, depth + 1)]
 
     return split(0, len(code), 0)

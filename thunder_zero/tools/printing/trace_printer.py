@@ -51,7 +51,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Conso
         rows: the rows and gaps of a phase.
         plan: the plan of the traces.
         phase: the phase for the title, such as "backward under no_sync".
-        console: decides about colours, and on a terminal about the width.
+        console: the console, which decides about colours, and on a terminal about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
@@ -87,12 +87,12 @@ class Columns:
 def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
     alive = BYTES if any(isinstance(row, Row) and row.line.alive is not None for row in rows) else 0
     parameters = PARAMETERS - bool(alive)
-    spaces = 4 + bool(alive)  # one before each column but the first
+    spaces = 4 + bool(alive)  # a space before each column except the first
     return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
 
 
 def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> None:
-    """Print the title of a phase, on a line of its own if it is long, and the heads of the columns."""
+    """Print the title of a phase and the heads of the columns. A long title gets its own line."""
     title = Text(f"# {phase}, {place_of(plan)}", "bold")
     if len(title) > columns.code:
         _print(console, title)
@@ -104,15 +104,15 @@ def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> 
 
 
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
-    """Print the line that sums up the rows of one phase or of both."""
+    """Print a summary of the rows of one phase or of both."""
     _print(console, Text(total(rows), "bold"))
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *, changed: bool) -> Iterator[Text]:
     """Yield the lines of a row: code on the left, its meaning on the right. Both sides may need several lines.
 
-    Lines without a meaning on the right use the width ``whole`` for code. If nothing is sent, the parameters use that
-    column as well.
+    Code uses the width ``whole`` on lines without a meaning. If nothing is sent, parameters also use the column of
+    bytes sent.
     """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
@@ -122,8 +122,8 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *
     folded = fold(row.line.code, [columns.code] * len(labels) + [whole])
     code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
     style = STYLES[row.does] if row.params else QUIET
-    for number, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
-        first = number == 0
+    for index, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
+        first = index == 0
         text = left.copy() if left else Text()
         if params or first:
             text.pad_right(columns.code - len(text))

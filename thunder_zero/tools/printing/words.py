@@ -1,4 +1,4 @@
-"""Makes short texts of at most 100 columns, without rich: ``<Estimate: step 3 ms>``, ``1.23 T``."""
+"""Formats short texts of at most 100 columns, without rich: ``<Estimate: step 3 ms>``, ``1.23 T``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WIDTH = 100  # columns, without a terminal
 
 
 def summed_up(thing: object, words: str) -> str:
-    """Return ``<Estimate: step 3 ms on H100>``, folded: the ``repr`` of large data."""
+    """Return the ``repr`` of large data, folded: ``<Estimate: step 3 ms on H100>``."""
     return folded(f"<{type(thing).__name__}: {words}>")
 
 

@@ -1,11 +1,11 @@
-"""Measures the steps of every model that a script trains, while the script runs unchanged.
+"""Measures the steps of all models that an unchanged script trains.
 
 ::
 
     optimizer.step()    data, forward, loss, backward    optimizer.step()    data, ...
                     begin()   the model's clock runs                      end() -> MeasuredStep; begin()
 
-Torch's hooks around each optimizer's step say where a step ends.
+Torch's hooks around each optimizer's step mark the end of a step.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class MeasuredStep:
     """A measured step.
 
     Attributes:
-        seconds: how long the step took.
-        optimizer: how long the optimizer's step took, in seconds.
-        core: seconds in which the process had a core.
-        waits: seconds of waits, keyed by whether the wait ends a gather and by the first parameter's path.
+        seconds: seconds of the step.
+        optimizer: seconds of the optimizer's step.
+        core: CPU seconds of the process.
+        waits: seconds of waits. A key is a pair: True for a gather, and the path of the bucket's first parameter.
         forwards: the number of forwards.
-        peak: the most bytes of CUDA tensors, or of the process's resident memory; 0 if the system does not tell.
+        peak: the most bytes of CUDA tensors, or of the process's resident memory; 0 if unknown.
     """
 
     seconds: float
@@ -63,11 +63,11 @@ class Followed:
     """A model whose steps are measured, from one step of its first optimizer to the next.
 
     Attributes:
-        steps: the steps that were measured.
-        programs: what the model has compiled.
-        traces: two lists with the traces of each graph: of programs that reduce gradients, and that defer them.
+        steps: the measured steps.
+        programs: the compiled programs of the model.
+        traces: two lists with the traces of each graph: programs that reduce gradients, and programs that defer them.
         at_rest: bytes of the optimizer's states.
-        open: is closed when a step ends; it stops the model's clock.
+        open: a stack that is closed when a step ends, to stop the model's clock.
     """
 
     model: ref[ZeroModule]
@@ -137,7 +137,7 @@ def _forget_peak(device: torch.device) -> None:
 
 @contextmanager
 def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
-    """Measure each model that an optimizer steps; call ``show`` after ``steps`` steps or at the end of the block."""
+    """Measure each model that an optimizer steps. Call ``show`` after ``steps`` steps or at the end of the block."""
     followed_models: dict[State, Followed] = {}
     shown: WeakSet[State] = WeakSet()
 
@@ -152,11 +152,11 @@ def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
         followed = followed_models[owner[0]]
         return followed if followed.optimizer() is optimizer else None
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (followed := stepped_by(optimizer)) is not None:
             followed.stepping = followed.state.clock.now()
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (followed := stepped_by(optimizer)) is not None:
             followed.end()
             if len(followed.steps) == steps:
@@ -165,7 +165,7 @@ def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
             else:
                 followed.begin()
 
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
     try:
         yield
     finally:

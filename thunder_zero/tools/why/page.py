@@ -1,7 +1,7 @@
 """``thunder-zero why``: runs a training script and prints its measured step beside the forecast.
 
-In: a script with its arguments, on every rank. Out: on rank 0 a page for each model that an optimizer of the script
-steps: seconds and bytes of a step, forecast and measured; the programs; and the largest difference, in a sentence.
+In: a script with its arguments, on every rank. Out: on rank 0 a page for each model that an optimizer steps. A page has
+the seconds and bytes of a step, forecast and measured, the programs, and a sentence about the largest difference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
     """Run a script as Python does. Rank 0 prints a page for each model, after ``steps`` steps or at the end.
 
     Raises:
-        SystemExit: there is no such script; ``steps`` is out of range; there is no such device; the script fails.
+        SystemExit: ``script`` or ``device`` does not exist, ``steps`` is out of range, or the script fails.
     """
     if not script.is_file():
         raise SystemExit(f"thunder-zero: there is no file {script}; give a script that trains, and its arguments")
@@ -53,10 +53,10 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
         raise SystemExit(f"thunder-zero: {error}") from None
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent.resolve()))
-    before, pages = resident_bytes(), list[str]()
+    resident_before, pages = resident_bytes(), list[str]()
 
     def show(followed: Followed) -> None:
-        pages.append(page(followed, before, described or _device_here()))
+        pages.append(page(followed, resident_before, described or _device_here()))
         print(pages[-1], flush=True)
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -70,15 +70,15 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
         print(f"why: in {script} no optimizer stepped a model of thunder_zero; tz.compile(module, ...) makes one")
 
 
-def page(followed: Followed, before: int, device: Device | None) -> str:
-    """Return the page of a model; ``before`` is the resident memory of the process before the script, in bytes."""
+def page(followed: Followed, resident_before: int, device: Device | None) -> str:
+    """Return the page of a model. ``resident_before`` has the process's resident bytes before the script."""
     plan, steps, (synced, deferred) = followed.state.plan, followed.steps, followed.traces or ((), ())
     name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     more = round(median(step.forwards for step in steps)) - 1
-    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the programs of one step
-    forecast, cannot = _forecast(runs, device)
+    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the traces that run in one step
+    forecast, no_forecast = _forecast(runs, device)
     measured = {
         COMPUTE: median(step.seconds - step.optimizer - sum(step.waits.values()) for step in steps),
         WAITS: median(sum(step.waits.values()) for step in steps),
@@ -97,22 +97,24 @@ def page(followed: Followed, before: int, device: Device | None) -> str:
             size(sum(traces.timeline.bytes_sent(op) for traces in runs for op in traces.timeline.ops)),
             "",
         ),
-        ("most memory of tensors", *_memory(followed, synced, before)),
+        ("most memory of tensors", *_memory(followed, synced, resident_before)),
     ]
-    head = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}" + f" of {more + 1} forwards each" * (more > 0)
+    title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}" + f" of {more + 1} forwards each" * (
+        more > 0
+    )
     table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
     programs = f"programs\n{ProgramTable(followed.programs)!r}" if followed.programs else ""
-    return "\n".join(filter(None, (head, table, folded(cannot), _largest(forecast, measured, steps), programs)))
+    return "\n".join(filter(None, (title, table, folded(no_forecast), _largest(forecast, measured, steps), programs)))
 
 
 def _device_here() -> Device | None:
-    """Return the description of this GPU; None if there is none."""
+    """Return the description of this GPU; None if it is unknown."""
     gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((device for name, device in DEVICES.items() if name in gpu), None)
 
 
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return the forecast seconds of the parts of a step, and "", or nothing and why there is no forecast."""
+    """Return the forecast seconds of the parts of a step, or no seconds and the reason why."""
     if device is None:
         return {}, (
             "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
@@ -120,7 +122,7 @@ def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, 
         )
     try:
         estimates = [estimate(traces, device) for traces in runs]
-    except ValueError as error:  # calibrated with other ranks, or without a dtype
+    except ValueError as error:  # the device was calibrated with other ranks or dtypes
         return {}, f"no forecast of time: {error}"
     return {
         COMPUTE: sum(forecast.compute_seconds for forecast in estimates),
@@ -128,24 +130,24 @@ def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, 
     }, ""
 
 
-def _memory(followed: Followed, traces: Sequence[Traces], before: int) -> tuple[str, str]:
-    """Return the most bytes, forecast and measured, as text.
+def _memory(followed: Followed, traces: Sequence[Traces], resident_before: int) -> tuple[str, str]:
+    """Return the forecast peak and the measured peak of memory as text.
 
-    On a CPU the resident memory before the script, and what compiling has left, are subtracted.
+    On a CPU the resident memory before the script and the memory of compilations are subtracted.
     """
     peak = round(median(step.peak for step in followed.steps))
     if peak and followed.state.device.type == "cpu":
-        peak = max(peak - before - sum(program.nbytes for program in followed.programs), 0)
+        peak = max(peak - resident_before - sum(program.nbytes for program in followed.programs), 0)
     try:
         forecast = size(memory(traces[0]).peak + followed.at_rest) if len(traces) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"
-    where = ", the process" if followed.state.device.type == "cpu" else ""
-    return forecast, f"{size(peak)}{where}" if peak else "unknown"
+    scope = ", the process" if followed.state.device.type == "cpu" else ""
+    return forecast, f"{size(peak)}{scope}" if peak else "unknown"
 
 
 def _largest(forecast: Mapping[str, float], measured: Mapping[str, float], steps: Sequence[MeasuredStep]) -> str:
-    """Return the largest difference from the forecast (without one the longest part), and the longest wait."""
+    """Describe the largest difference from the forecast, or else the longest part, and the longest wait."""
     differences = {part: measured[part] - seconds for part, seconds in forecast.items()}
     part = max(differences or measured, key=lambda part: abs((differences or measured)[part]))
     if not differences:
