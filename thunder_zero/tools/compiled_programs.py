@@ -1,4 +1,4 @@
-"""``tz.tools.programs``: lists the compiled programs of a model of ``tz.compile``, with time and memory."""
+"""``tz.tools.programs``: lists the compiled programs of a model of ``tz.compile``."""
 
 from __future__ import annotations
 

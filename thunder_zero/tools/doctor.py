@@ -127,8 +127,8 @@ def _available(backends: dict[str, bool]) -> str:
 
 def _executors() -> str:
     default, always = thunder.get_default_executors(), thunder.get_always_executors()
-    others = [executor for executor in thunder.get_all_executors() if executor not in (*default, *always)]
-    names = (", ".join(executor.name for executor in executors) for executors in (default, always, others))
+    other_executors = [executor for executor in thunder.get_all_executors() if executor not in (*default, *always)]
+    names = (", ".join(executor.name for executor in executors) for executors in (default, always, other_executors))
     return "by default {}, then {}; also registered, if their libraries are there: {}".format(*names)
 
 

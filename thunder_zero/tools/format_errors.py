@@ -46,7 +46,7 @@ class WireError:
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the parameter's row in a table."""
-        formats = ", ".join(form or "exact" for form in self.formats)
+        formats = ", ".join(format_name or "exact" for format_name in self.formats)
         return self.path, formats, f"{self.gather:.2e}", f"{self.gradient:.2e}", f"{self.cosine:.6f}"
 
 

@@ -52,7 +52,7 @@ class Figures:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a rank sends in all launches."""
+        """The bytes that the rank sends in all launches."""
         return self.gather_bytes + self.reduce_bytes + self.slice_bytes
 
 
@@ -100,17 +100,17 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 }
 
 
-def _lines(difference: Difference, most: int) -> Iterator[str]:
+def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
     yield from wrap(_title(*difference.plans), WIDTH, subsequent_indent="  ")
     groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
-    shown = groups[:most]
+    shown = groups[:max_groups]
     cells = [*(_cells(pair) for pair, _ in shown), _cells(difference.total)]
     room_for_names = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *cells, strict=True))
     names = [*(_names(units, room_for_names) for _, units in shown), "all"]
     rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
     lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
-    if len(groups) > most:
-        lines.insert(-1, f"... {len(groups) - most} more: table() has them")
+    if len(groups) > max_groups:
+        lines.insert(-1, f"... {len(groups) - max_groups} more: table() has them")
     yield from lines
     if difference.peaks is not None and difference.at_rest is not None:
         at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
@@ -135,9 +135,9 @@ def _title(first: Plan, second: Plan) -> str:
 def _changed(first: Policy, second: Policy) -> Iterator[str]:
     """Yield the changed fields of the policy, such as ``prefetch 2 -> 0``. Long values are left out."""
     for name in [field.name for field in fields(Policy) if field.name != "stage"]:
-        before, after = getattr(first, name), getattr(second, name)
-        if before != after:
-            change = _change(str(before), str(after))
+        old_value, new_value = getattr(first, name), getattr(second, name)
+        if old_value != new_value:
+            change = _change(str(old_value), str(new_value))
             yield f"{name} {change}" if len(change) <= SHORT else name
 
 

@@ -161,7 +161,7 @@ class Explanation:
         return "\n".join(_lines(self, len(self.gathers)))
 
 
-def _lines(explanation: Explanation, most: int) -> Iterator[str]:
+def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
     param, plan = explanation.param, explanation.plan
     yield from wrap(f"{_name(param)}; {place_of(plan)}", WIDTH)
     if plan.mesh.is_sliced:
@@ -170,10 +170,10 @@ def _lines(explanation: Explanation, most: int) -> Iterator[str]:
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
         yield from _part("gathers", "none: this program does not read it")
-    for gathered in explanation.gathers[:most]:
+    for gathered in explanation.gathers[:max_gathers]:
         yield from _gather_lines(gathered, explanation)
-    if more := len(explanation.gathers[most:]):
-        yield f"... and {more} more gathers: table() has them"
+    if hidden_gathers := len(explanation.gathers[max_gathers:]):
+        yield f"... and {hidden_gathers} more gathers: table() has them"
     if explanation.gradient is None:
         yield from _part("gradient", f"none: {explanation.why_no_gradient}")
     else:
@@ -202,19 +202,19 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _at_rest(explanation: Explanation) -> str:
     param = explanation.param
-    where = " in host memory" if explanation.plan.rests_on_host(param) else ""
+    place = " in host memory" if explanation.plan.rests_on_host(param) else ""
     if explanation.rows is None:
-        return f"all of it on this rank, {size(explanation.resting_bytes)}{where}"
+        return f"all of it on this rank, {size(explanation.resting_bytes)}{place}"
     first, stop = explanation.rows
     count = param.shape[0]
     padded = explanation.plan.geometry(param).padding
     padding = f", with {padded} row{'s' * (padded > 1)} of padding" if padded else ""
     whole = size(param.rest_bytes)
     if first == stop:
-        return f"no rows of {count:,} on this rank; {size(explanation.resting_bytes)} of padding{where}"
+        return f"no rows of {count:,} on this rank; {size(explanation.resting_bytes)} of padding{place}"
     padding += f", as {param.frozen_format}" if param.frozen_format else ""
     rows = f"row {first:,}" if stop - first == 1 else f"rows {first:,} to {stop - 1:,}"
-    return f"{rows} of {count:,} on this rank, {size(explanation.resting_bytes)} of {whole}{padding}{where}"
+    return f"{rows} of {count:,} on this rank, {size(explanation.resting_bytes)} of {whole}{padding}{place}"
 
 
 def _gather_lines(gathered: Gathered, explanation: Explanation) -> Iterator[str]:
@@ -279,10 +279,10 @@ def _traffic(step: Gathered | Reduced, encoding: Format | None, rounds: str) -> 
 
 
 def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:
-    others = len(bucket) - 1
-    if not others:
+    count = len(bucket) - 1
+    if not count:
         return "alone"
-    return f"in a bucket of {size(nbytes)} with {others} other{'s' * (others > 1)} of {param.unit or 'the root unit'}"
+    return f"in a bucket of {size(nbytes)} with {count} other{'s' * (count > 1)} of {param.unit or 'the root unit'}"
 
 
 def _time(step: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
@@ -308,9 +308,9 @@ def _totals(explanation: Explanation) -> str:
     )
 
 
-def _code(name: str, line: Line, before: Line | None = None) -> Iterator[str]:
-    """Yield a line of the trace, with its phase if it differs from the phase of ``before``."""
-    phase = f"  (in {line.phase})" if before is not None and line.phase != before.phase else ""
+def _code(name: str, line: Line, previous: Line | None = None) -> Iterator[str]:
+    """Yield a line of the trace, with its phase if it differs from the phase of ``previous``."""
+    phase = f"  (in {line.phase})" if previous is not None and line.phase != previous.phase else ""
     yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
 
 

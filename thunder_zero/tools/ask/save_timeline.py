@@ -107,15 +107,14 @@ def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: i
 
 
 def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
-    """Yield a counter of the bytes of gathered parameters."""
     ends = {span.op: span.end for span in forecast.spans if span.lane is Lane.COMPUTE}
-    now, before = 0.0, None
+    time, previous = 0.0, None
     for index, nbytes in enumerate(gathered_bytes(forecast.timeline)):
-        now = ends.get(index, now)
-        if nbytes != before:
+        time = ends.get(index, time)
+        if nbytes != previous:
             counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": nbytes}}
-            yield counter | {"ts": now * MICRO}
-        before = nbytes
+            yield counter | {"ts": time * MICRO}
+        previous = nbytes
 
 
 def events_of(path: Path) -> list[Event]:
@@ -144,9 +143,11 @@ def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
     names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
-    first = min((event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None)
+    first_launch = min(
+        (event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None
+    )
     start = min((event["ts"] for event in timed), default=0.0)
-    offset = -start if first is None else names[first["name"]] - first["ts"]
+    offset = -start if first_launch is None else names[first_launch["name"]] - first_launch["ts"]
     return [
         event | {"ts": event["ts"] + offset} if isinstance(event.get("ts"), int | float) else event for event in events
     ]

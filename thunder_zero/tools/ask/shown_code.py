@@ -199,8 +199,8 @@ def _line(bsym: BoundSymbol) -> str:
         args += [f"over={axis!r}" for axis in axes]
         return f"{prettyprint(bsym.output)} = {bsym.sym.name}({', '.join(args)})"
     if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
-        result, (tensors, numbers) = bsym.args
-        return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *numbers))}"
+        result, (tensors, saved_numbers) = bsym.args
+        return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *saved_numbers))}"
     return _python(bsym)
 
 

@@ -96,11 +96,11 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     """
     if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
-    written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
-    read = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
+    written_bytes = sum(timeline.nbytes(name) for name in op.updates or op.writes)
+    read_bytes = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
     if op.work is Work.INDEX:
-        read = [min(nbytes, written) for nbytes in read]
-    return written + sum(read)
+        read_bytes = [min(nbytes, written_bytes) for nbytes in read_bytes]
+    return written_bytes + sum(read_bytes)
 
 
 def _read_bytes(name: str, timeline: Timeline) -> int:
@@ -252,18 +252,20 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 
 
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
-    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is true if it is a kernel of its own."""
+    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is False if another line runs its kernel."""
     if op.is_torchs:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
         one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)
         cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire=one_wire), _coding(op, timeline)
-        before, after = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
+        encode_seconds, decode_seconds = (
+            device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding
+        )
         return replace(
             cost,
             traffic_bytes=sum(coding),
-            launch_seconds=cost.launch_seconds + before,
-            finish_seconds=cost.finish_seconds + after,
+            launch_seconds=cost.launch_seconds + encode_seconds,
+            finish_seconds=cost.finish_seconds + decode_seconds,
         )
     if op.kind is not Kind.COMPUTE or not runs:
         return Cost()

@@ -75,8 +75,8 @@ def estimate(
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    around = traces.backward is not None and (loss is not None or optimizer is not None)
-    timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
+    has_extra_phases = traces.backward is not None and (loss is not None or optimizer is not None)
+    timeline = whole_step(traces, loss, optimizer) if has_extra_phases else traces.timeline
     on = device_of(device)
     return step_time(timeline, on, fused=counts_fused(traces, on, fused), model=traces.lifted)
 
@@ -144,7 +144,7 @@ class Estimate:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of computations and rings that ends with the step. The end of each starts the next."""
+        """The chain of computations and rings up to the end of the step. Each span starts when its predecessor ends."""
         on_compute = [index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
         index = max(on_compute, key=lambda number: self.spans[number].end, default=None)
         path: list[Span] = []

@@ -1,4 +1,4 @@
-"""Derives the range of seconds to expect from a forecast, which is a bound, by published runs.
+"""Corrects a forecast, which is a bound, to the range of seconds that published runs suggest.
 
 FSDP2 trained Llama 3.1 8B on 8 H100 at 5,762 tokens/s a device, and with ``torch.compile`` at 6,667
 (https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md). The forecast is 10,044

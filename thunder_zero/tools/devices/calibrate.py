@@ -154,7 +154,6 @@ class Calibration:
 
 
 def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
-    """Return the device with the measured seconds."""
     products: dict[str, dict[str, Curve]] = defaultdict(dict)
     traffic: dict[str, Curve] = {}
     for work, dtype in dict.fromkeys(key[1:3] for key in seconds if key[0] == "compute"):
@@ -236,7 +235,6 @@ def about() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

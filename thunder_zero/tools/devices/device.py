@@ -1,4 +1,4 @@
-"""Describes a machine: FLOP/s, memory, links. Frozen data, with ready-made devices and their sources."""
+"""Describes a machine: FLOP/s, memory, links. Has ready-made devices, with sources."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Device:
             f"{self.name}: {size(self.memory_bytes)} at {count(self.memory_bytes_per_second)}B/s",
             *(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in self.flops_per_second.items()),
             f"{self.devices_per_node} in a node",
-            *(f"{count(link.bytes_per_second)}B/s {where}" for where, link in links.items() if link),
+            *(f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link),
         ]
         return folded(", ".join(parts))
 

@@ -216,7 +216,7 @@ class Collectives:
         return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
-        """Return a function that launches a bucket. The busiest rank then sends ``sent`` bytes."""
+        """Return a function that launches a bucket for which the busiest rank sends ``sent`` bytes."""
         world = self._group.size()
         elements = sent * world / (TIMES[kind] * (world - 1)) / 4  # of float32, in the full payload
         rows = ceil(elements / SENT_COLUMNS / tensors / world) * world

@@ -1,4 +1,4 @@
-"""Chooses the tensors that each unit keeps for backward, so that a step fits into memory at the least cost.
+"""Chooses tensors to keep for backward, so that a step fits into memory at the least cost.
 
 The bytes and the cost of a choice for a unit come from a schedule in which all units make this choice. In the backward
 of a unit, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the order of

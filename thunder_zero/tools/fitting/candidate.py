@@ -121,8 +121,8 @@ class Candidate:
     def costs_of(self, unit: str) -> float:
         """Return the cost of a unit's backward: its reductions, recomputed work and gathers."""
         ops = self.timeline.ops
-        others = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
-        return sum(others) + self._gathers[unit]
+        other_costs = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
+        return sum(other_costs) + self._gathers[unit]
 
     @cached_property
     def _gathers(self) -> defaultdict[str, float]:
@@ -135,7 +135,6 @@ class Candidate:
 
     @cached_property
     def _costs(self) -> tuple[float, ...]:
-        """The cost of each operation."""
         return tuple(
             self.timeline.bytes_sent(op)
             + self.prices.launch_bytes * (op.kind in LAUNCHES)

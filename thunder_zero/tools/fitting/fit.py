@@ -169,8 +169,8 @@ def _choose(
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, _by_unit(asked), prices, lambda count: tell(f"evaluates schedule {count + 1}"))
     recomputed = tuple(unit for unit in traces.plan.units if unit in traces.plan.recomputed)
-    first = replace(search.sized[0], recompute_units=recomputed)
-    compiled = _Compiled(forecast, search, {first: as_asked.peak})
+    requested = replace(search.sized[0], recompute_units=recomputed)
+    compiled = _Compiled(forecast, search, {requested: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         best = _confirm(compiled, memory_bytes) or _fit_least(compiled, memory_bytes)
@@ -206,7 +206,6 @@ def _fit_least(compiled: _Compiled, memory_bytes: int) -> Policy | None:
 
 
 def _all_recomputed(compiled: _Compiled) -> Policy:
-    """Return the requested policy with all units recomputed."""
     return replace(next(iter(compiled.exact)), recompute_units=compiled.search.units)
 
 
@@ -237,9 +236,9 @@ class _Compiled:
         Buffers depend on sizes of buckets. So the bytes come from the last compiled policy with equal sizes, or else
         from the first policy.
         """
-        equal_sized = [known for known in self.exact if _sizes(known) == _sizes(policy)]
-        known = equal_sized[-1] if equal_sized else next(iter(self.exact))
-        return self.exact[known] - self.search.candidate(known).peak
+        equal_sized = [compiled for compiled in self.exact if _sizes(compiled) == _sizes(policy)]
+        compiled = equal_sized[-1] if equal_sized else next(iter(self.exact))
+        return self.exact[compiled] - self.search.candidate(compiled).peak
 
     def peak(self, policy: Policy) -> int:
         """Return the exact peak of a compiled policy, or else the corrected estimate."""
@@ -276,8 +275,8 @@ def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[TradeOffRow]:
     """Yield policies from the least memory to the least cost, including the chosen policy."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best
-    least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
-    targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
+    least_bytes, most_bytes = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
+    targets = [least_bytes + (most_bytes - least_bytes) * step // (STEPS - 1) for step in range(STEPS)]
     policies = {policy for target in targets if (policy := search.about(target, overhead)) is not None}
     cost = float("inf")
     for policy in sorted({*policies, best}, key=lambda policy: (peak_of(policy), search.cost(policy))):

@@ -87,7 +87,6 @@ class Search:
         return min(tried, key=lambda policy: self._total(policy, overhead))
 
     def _total(self, policy: Policy, overhead: Overhead) -> int:
-        """Return the bytes that a step takes."""
         return self.candidate(policy).peak + overhead(policy)
 
     @cached_property
@@ -118,7 +117,6 @@ class Search:
         return with_choices(dict.fromkeys(self.units, choice), sized)
 
     def _alike(self, sized: Policy) -> list[Policy]:
-        """Return the policies with one choice for all units, for each option."""
         return [self.alike(choice, sized) for choice in self._options]
 
     def _fitting(self, memory_bytes: int, overhead: Overhead) -> list[Policy]:

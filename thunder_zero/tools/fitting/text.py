@@ -1,4 +1,4 @@
-"""Prints the result of ``tz.tools.fit``: the trade-off between memory and work, or why no policy fits.
+"""Prints the result of ``tz.tools.fit``: memory against work, or why no policy fits.
 
 ::
 
@@ -43,7 +43,7 @@ def print_trade_off(rows: Sequence[TradeOffRow], console: Console) -> None:
 
 
 def _figures(peak: int, candidate: Candidate, least: float) -> tuple[str, ...]:
-    """Return the cells of a row. The last cell is the cost relative to the least cost."""
+    """Return the cells of a candidate's row. The last cell is the cost relative to the least cost."""
     plan = candidate.timeline.plan
     flops = f"{candidate.flops / 1e9:.2f} GFLOP" if candidate.flops else ""
     counts = str(len(candidate.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)

@@ -44,7 +44,7 @@ def memory_and_timeline(
     """
     backend, operators = backend_of(traces), _Around()
     with Watch(Holds.PARAMETER) as watch:
-        replay = begin_replay(traces, backend, optimizer, watch, around=(operators.loss, operators.optimizer))
+        replay = begin_replay(traces, backend, optimizer, watch, contexts=(operators.loss, operators.optimizer))
         memory = run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)))
         is_alone = traces.backward is None or (loss is None and optimizer is None)
         return memory, traces.timeline if is_alone else operators.timeline(replay)
@@ -56,7 +56,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     operators = _Around()
     with Watch(Holds.PARAMETER) as watch:
         contexts = operators.loss, operators.optimizer
-        replay = begin_replay(traces, backend_of(traces), optimizer, watch, around=contexts)
+        replay = begin_replay(traces, backend_of(traces), optimizer, watch, contexts=contexts)
         replay.run_without_phases(loss)
         return operators.timeline(replay)
 
@@ -65,7 +65,7 @@ def loss_traffic(traces: Traces, loss: Loss) -> int:
     """Return the bytes that the loss and its gradient read and write, operator by operator, as in eager torch."""
     operators = Operators("loss")
     with Watch(Holds.PARAMETER) as watch:
-        begin_replay(traces, "gloo", None, watch, around=(operators, nullcontext())).run_without_phases(loss)
+        begin_replay(traces, "gloo", None, watch, contexts=(operators, nullcontext())).run_without_phases(loss)
     return sum(value.nbytes for value in operators.values.values())
 
 
@@ -86,21 +86,21 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        read = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        written = [item for item in tree_iter(out) if isinstance(item, Tensor)]
-        written += [
-            item for item in read if not written and func._schema.is_mutable
+        result = func(*args, **kwargs)
+        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        outputs = [item for item in tree_iter(result) if isinstance(item, Tensor)]
+        outputs += [
+            item for item in inputs if not outputs and func._schema.is_mutable
         ]  # foreach operators return nothing
-        if not func._schema.is_mutable and _are_views(written, read):
-            return out
+        if not func._schema.is_mutable and _are_views(outputs, inputs):
+            return result
         name = func.overloadpacket.__name__
         if name.startswith(ALLOCATORS):
-            return out
+            return result
         flops = flop_registry.get(func.overloadpacket)
-        op = Op(Kind.COMPUTE, self._names(read), self._names(written), backward=self._backward, work=_work_of(name))
-        self.ops.append(replace(op, flops=flops(*args, **kwargs, out_val=out)) if flops else op)
-        return out
+        op = Op(Kind.COMPUTE, self._names(inputs), self._names(outputs), backward=self._backward, work=_work_of(name))
+        self.ops.append(replace(op, flops=flops(*args, **kwargs, out_val=result)) if flops else op)
+        return result
 
     def _names(self, tensors: list[Tensor]) -> tuple[str, ...]:
         names = tuple(f"{self._name} {len(self.values) + index}" for index in range(len(tensors)))
@@ -130,10 +130,10 @@ class _Around:
         return timeline.with_ops(all_ops, digests.values | self.loss.values | self.optimizer.values)
 
 
-def _are_views(written: list[Tensor], read: list[Tensor]) -> bool:
+def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
     """Return whether all results of an operator are views of its inputs."""
-    storages = {tensor.untyped_storage()._cdata for tensor in read}
-    return bool(written) and all(tensor.untyped_storage()._cdata in storages for tensor in written)
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return bool(outputs) and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
 
 
 def _work_of(name: str) -> Work:

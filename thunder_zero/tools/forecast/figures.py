@@ -187,14 +187,14 @@ class Memory:
         return tuple(line.highest for line in self.lines)
 
 
-def _text_of(memory: Memory, most: int) -> str:
+def _text_of(memory: Memory, max_tensors: int) -> str:
     line = memory.peak_line
-    out = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line.code)}", WIDTH)]
-    out += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
-    out += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
-    out.append(f"the largest of {len(memory.at_peak)} tensors")
-    out += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:most]]
-    return "\n".join([*out, *(part for line in outside_of_the_peak(memory) for part in wrap(line, WIDTH))])
+    lines = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line.code)}", WIDTH)]
+    lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
+    lines += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
+    lines.append(f"the largest of {len(memory.at_peak)} tensors")
+    lines += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:max_tensors]]
+    return "\n".join([*lines, *(part for line in outside_of_the_peak(memory) for part in wrap(line, WIDTH))])
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:

@@ -91,9 +91,9 @@ def begin_replay(
     watch: Watch,
     *,
     accumulating: bool = False,
-    around: tuple[Context, Context] | None = None,
+    contexts: tuple[Context, Context] | None = None,
 ) -> Replay:
-    """Allocate the memory at rest, and return the step. ``around`` has contexts for the loss and the optimizer."""
+    """Allocate the memory at rest, and return the step. ``contexts`` surround the loss and the optimizer."""
     rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in rehearsal.at_rest():
         watch.record(tensor).name = path
@@ -108,7 +108,7 @@ def begin_replay(
         watch.kind = Holds.DEFERRED
         for path in rehearsal.accumulate():
             watch.name_new(path)
-    return Replay(traces, watch, rehearsal, built_optimizer, *(around or (nullcontext(), nullcontext())))
+    return Replay(traces, watch, rehearsal, built_optimizer, *(contexts or (nullcontext(), nullcontext())))
 
 
 def run_step(replay: Replay, loss: Loss | None, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
@@ -229,11 +229,13 @@ def require_forecast_of(traces: Traces, memory: Memory) -> None:
         forecast_place, traces_place = map(place_of, (memory.plan, traces.plan))
         traces_place = traces_place if traces_place != forecast_place else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {forecast_place}, the traces are of {traces_place}; {action}")
-    forecast = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
+    forecast_codes = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
     phases = [("forward", traces.forward), ("backward", traces.backward)]
-    shown = {(phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)[1]}
-    for phase, position in sorted(forecast.keys() | shown.keys()):
-        codes = (forecast.get((phase, position), "missing"), shown.get((phase, position), "missing"))
+    trace_codes = {
+        (phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)[1]
+    }
+    for phase, position in sorted(forecast_codes.keys() | trace_codes.keys()):
+        codes = (forecast_codes.get((phase, position), "missing"), trace_codes.get((phase, position), "missing"))
         expected, actual = (code.partition("\n")[0] for code in codes)
         if expected != actual:
             raise ValueError(

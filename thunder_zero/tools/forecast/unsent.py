@@ -75,7 +75,7 @@ class _UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
 
 
 class _UnsentPerTensor(_NotLaunched, PerTensor):
-    """The transport of other backends without its collectives."""
+    """The transport for all other backends, without its collectives."""
 
 
 TRANSPORTS: Mapping[str, Callable[[ProcessGroup], Transport]] = {

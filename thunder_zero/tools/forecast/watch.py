@@ -194,7 +194,6 @@ class WithoutValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on meta tensors."""
         if func is torch.ops.aten._local_scalar_dense.default:
             return torch.ones((), dtype=args[0].dtype).item()
         args, kwargs = on_meta(func, args, kwargs, to_meta)

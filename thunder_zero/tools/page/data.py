@@ -121,7 +121,6 @@ def top_of(programs: Sequence[PageProgram]) -> list[Data]:
 
 
 def _memory_note(program: PageProgram) -> str:
-    """Return a note that compares the peak with the device's memory."""
     device, memory = program.estimate.device, program.memory
     if memory is not None and memory.peak > device.memory_bytes:
         return f"does not fit: {device.name} has {size(device.memory_bytes)}"

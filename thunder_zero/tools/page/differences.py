@@ -38,14 +38,14 @@ def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
     names = [name for name in WORDS if name != "slices" or any(program_figures[name] for program_figures in figures)]
     rows = [[WORDS[name], *(text_of(name, program_figures[name]) for program_figures in figures)] for name in names]
     tables = [{"title": "A step", "heads": ["", *(program.name for program in programs)], "rows": rows}]
-    others = [program for program in programs if program.traces is not programs[0].traces]
+    other_programs = [program for program in programs if program.traces is not programs[0].traces]
     return tables + [
         {
             "title": f"{programs[0].name} \N{RIGHTWARDS ARROW} {other.name}, by unit",
             "heads": ["unit", *COLUMNS],
             "rows": list(_rows_by_unit(programs[0], other)),
         }
-        for other in others
+        for other in other_programs
     ]
 
 

@@ -73,7 +73,7 @@ def _wire_factor(forecast: Estimate, times: Times) -> float:
 
 
 def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
-    """Return a cost with scaled seconds. Load, launch and finish are 0, since measured compute includes them."""
+    """Return a cost with scaled seconds. Load, launch and finish become 0, since measured compute includes them."""
     scaled = cost.wire and (cost.wire[0], cost.wire[1] * wire)
     return replace(cost, seconds=cost.seconds * compute, wire=scaled, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
@@ -153,6 +153,6 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
 def _mean_factor(busy: Sequence[float], measured: Mapping[int, tuple[float, float]]) -> float:
     """Return the ratio of measured to forecast seconds of the lines between measured moments."""
     marked = list(measured)
-    between = sum(measured[after][0] - measured[before][1] for before, after in pairwise(marked))
+    between = sum(measured[next_mark][0] - measured[mark][1] for mark, next_mark in pairwise(marked))
     seconds = sum(busy[marked[0] : marked[-1]])
     return between / seconds if seconds else 1.0

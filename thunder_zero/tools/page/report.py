@@ -134,7 +134,6 @@ def page_of(
 
 
 def _measured(first: PageProgram, measured: Measured) -> PageProgram:
-    """Return a program with measured times in place of forecast times."""
     if isinstance(measured, Times):
         return replace(first, name="measured times", estimate=by_times(first.estimate, measured), note=BY_TIMES)
     time = estimate(first.traces, first.estimate.device)  # launches in a profile do not delimit the loss

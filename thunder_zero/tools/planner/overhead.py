@@ -54,6 +54,5 @@ def shard_and_adamw_bytes(plan: Plan) -> int:
 
 
 def _trained_bytes(plan: Plan) -> int:
-    """Return the bytes of a rank's shards of trained parameters."""
     trained = [param for param in plan.params if param.requires_grad]
     return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -70,7 +70,7 @@ def plan_training(
 
     Args:
         model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``, a
-            plain module, which may be on the meta device, or ``FILE.py:function``. The function returns ``(module,
+            plain module, or ``FILE.py:function``. A module may be on the meta device. The function returns ``(module,
             input, ...)``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
         world_size: number of ranks that train, such as 128 for 16 nodes of 8.
@@ -80,8 +80,8 @@ def plan_training(
         devices_per_node: number of devices of a node (default: the device's).
         sequence_length: tokens of a sequence, for a named model (default: the model's).
         micro_batch: sequences of a rank in a step, for a named model.
-        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. Then every value of ``tp`` trains
-            one batch. With ``micro_batch``, twice the ``tp`` halves the batch of all ranks.
+        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. The batch of all ranks is then
+            equal for every ``tp``. With ``micro_batch``, doubling ``tp`` halves it.
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32). Parameters and the
             optimizer's state keep their dtypes.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).

@@ -100,7 +100,7 @@ class SubjectPrograms:
     def evaluate(self, policy: Policy, mesh: MeshShape) -> StepForecast:
         """Return the memory and the time of a step of the whole model.
 
-        Few blocks are traced at first, more if they do not repeat, and at last all blocks.
+        The number of traced blocks grows until the blocks repeat, up to all blocks.
         """
         blocks = self.subject.blocks
         for count in [count for count in (*TRACED, blocks) if count >= self.enough.get(policy, 0)]:
@@ -184,5 +184,5 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """Return an AdamW without the temporaries of torch's ``foreach``, which a fused AdamW does not have."""
+    """Return an AdamW without ``foreach``, whose temporaries a fused AdamW does not have either."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]

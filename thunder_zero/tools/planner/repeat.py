@@ -266,7 +266,6 @@ def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: i
 
 
 def _before(memory: Memory) -> Counter[Holds]:
-    """Return the bytes alive before the step, by kind."""
     alive = Counter[Holds]()
     for storage in memory.storages:
         if storage.line < 0:
@@ -288,7 +287,6 @@ def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequen
 
 
 def _changes(memory: Memory) -> list[_Change]:
-    """Return the change of each line of a forecast."""
     born, freed = Counter[int](), Counter[int]()
     for storage in memory.storages:
         if storage.line >= 0:

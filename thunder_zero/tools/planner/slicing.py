@@ -15,15 +15,15 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 Slicing = Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object]
 
 
-def sliced_copy(module: nn.Module, mesh: DeviceMesh, how: Slicing) -> nn.Module:
+def sliced_copy(module: nn.Module, mesh: DeviceMesh, slicing: Slicing) -> nn.Module:
     """Return a copy of the module on the meta device, sliced over a mesh of one dimension."""
     tensors = chain(module.parameters(), module.buffers())
     memo: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in tensors}
     copy = deepcopy(module, memo)
-    if callable(how):
-        how(copy, mesh)
+    if callable(slicing):
+        slicing(copy, mesh)
     else:
-        parallelize_module(copy, mesh, dict(how))
+        parallelize_module(copy, mesh, dict(slicing))
     return copy
 
 

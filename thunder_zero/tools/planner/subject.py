@@ -37,7 +37,7 @@ class Subject:
 
     Attributes:
         name: a name for tables and messages.
-        module: the module, perhaps on the meta device. Its values are never read.
+        module: the module, which may be on the meta device, since its values are never read.
         args, kwargs: the arguments of its forward, for one rank's share of a batch.
         loss: a function from the outputs of forward to the loss; None without a loss.
         tokens: number of tokens of one rank in a step.
@@ -180,15 +180,15 @@ def of_module(
 
 def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
     """Return the successive blocks of a list, equal except for values, with the most parameters."""
-    best, most = None, 0
+    best, best_count = None, 0
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):
             continue
         for _, run in groupby(parent.named_children(), key=lambda child: _structure(child[1])):
             members = list(run)
             count = sum(param.numel() for _, child in members for param in child.parameters())
-            if len(members) > 1 and count > most:
-                best, most = AlikeBlocks(path, tuple(name for name, _ in members)), count
+            if len(members) > 1 and count > best_count:
+                best, best_count = AlikeBlocks(path, tuple(name for name, _ in members)), count
     return best
 
 

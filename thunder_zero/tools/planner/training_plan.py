@@ -282,7 +282,7 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
 
 
 def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
-    """Return the advantage of the chosen row."""
+    """Describe the advantage of the chosen row over all other rows."""
     if len(rows) == 1:
         return f"the only one that was compared, and fits into {memory}"
     if len(fitting) == 1:
@@ -307,20 +307,20 @@ def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
     slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
     if not slower:
         return ""
-    other = max(slower, key=lambda row: row.tokens_per_second)
-    less = 1 - other.tokens_per_second / chosen.tokens_per_second
+    next_row = max(slower, key=lambda row: row.tokens_per_second)
+    less = 1 - next_row.tokens_per_second / chosen.tokens_per_second
     parts = {
-        "{} more of communication are exposed": other.exposed_seconds - chosen.exposed_seconds,
-        "it computes {} longer": other.compute_seconds - chosen.compute_seconds,
-        "the loss takes {} longer": other.loss_seconds - chosen.loss_seconds,
-        "the optimizer takes {} longer": other.optimizer_seconds - chosen.optimizer_seconds,
+        "{} more of communication are exposed": next_row.exposed_seconds - chosen.exposed_seconds,
+        "it computes {} longer": next_row.compute_seconds - chosen.compute_seconds,
+        "the loss takes {} longer": next_row.loss_seconds - chosen.loss_seconds,
+        "the optimizer takes {} longer": next_row.optimizer_seconds - chosen.optimizer_seconds,
     }
     largest = max(parts, key=parts.__getitem__)
     recompute_text = ""
-    if RECOMPUTE.index(other.recompute) > RECOMPUTE.index(chosen.recompute):
+    if RECOMPUTE.index(next_row.recompute) > RECOMPUTE.index(chosen.recompute):
         conjunction = "as" if "computes" in largest else "and"
-        recompute_text = f", {conjunction} it has to recompute={other.recompute!r} to fit"
-    return f"{other.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{recompute_text}"
+        recompute_text = f", {conjunction} it has to recompute={next_row.recompute!r} to fit"
+    return f"{next_row.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{recompute_text}"
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:

@@ -114,7 +114,7 @@ def _device_here() -> Device | None:
 
 
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return the forecast seconds of the parts of a step, or no seconds and the reason why."""
+    """Return the forecast seconds of the parts of a step and "", or {} and the reason for no forecast."""
     if device is None:
         return {}, (
             "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
