@@ -529,13 +529,13 @@ def save_ignored(rank: int, world_size: int, root: Path) -> None:
     take_step(model, optimizer)
     model._model.note = "saved"
     tz.save(root / "apart", model, optimizer)
-    other, other_optimizer = build(rank, 50)
-    tz.load(root / "apart", other, other_optimizer)
-    assert differing(state_of(other, other_optimizer), state_of(model, optimizer)) == []
-    experts = [trained.get_parameter("expert.weight") for trained in (model, other)]
+    loaded, loaded_optimizer = build(rank, 50)
+    tz.load(root / "apart", loaded, loaded_optimizer)
+    assert differing(state_of(loaded, loaded_optimizer), state_of(model, optimizer)) == []
+    experts = [trained.get_parameter("expert.weight") for trained in (model, loaded)]
     assert torch.equal(*experts), experts
-    assert torch.equal(optimizer.state[experts[0]]["exp_avg"], other_optimizer.state[experts[1]]["exp_avg"])
-    assert other._model.note == "saved"
+    assert torch.equal(optimizer.state[experts[0]]["exp_avg"], loaded_optimizer.state[experts[1]]["exp_avg"])
+    assert loaded._model.note == "saved"
 
 
 def load_ignored_from_torch(rank: int, world_size: int, root: Path) -> None:
@@ -572,10 +572,10 @@ def save_copies(rank: int, world_size: int, root: Path) -> None:
     optimizer = adamw(model)
     take_step(model, optimizer)
     tz.save(root / "copies", model, optimizer, extra={"rng": torch.get_rng_state()})
-    other = sharded(Zoo(), 3)
-    other_optimizer = adamw(other)
-    assert len(tz.load(root / "copies", other, other_optimizer).of_rank) == world_size
-    assert differing(state_of(other, other_optimizer), state_of(model, optimizer)) == []
+    loaded = sharded(Zoo(), 3)
+    loaded_optimizer = adamw(loaded)
+    assert len(tz.load(root / "copies", loaded, loaded_optimizer).of_rank) == world_size
+    assert differing(state_of(loaded, loaded_optimizer), state_of(model, optimizer)) == []
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from tests.harness.tiers import is_left_out
 
 @pytest.fixture(scope="module")
 def ranks_pool() -> Iterator[RanksPool]:
-    """A pool for these tests alone, which often kill it."""
+    """Yield a pool for these tests alone, which often kill it."""
     with RanksPool() as pool:
         yield pool
 
