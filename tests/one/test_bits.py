@@ -28,7 +28,7 @@ def loss_of(output: Any, tokens: Tensor) -> Tensor:
     return cross_entropy(output.flatten(0, 1), tokens.flatten()) if loss is None else loss
 
 
-MODELS: dict[str, tuple[Make, int]] = {  # and how many words they know
+MODELS: dict[str, tuple[Make, int]] = {  # and the size of their vocabulary
     "the tests' GPT": (GptShape, VOCABULARY),
     "the GPT": (lambda: GPT(GPTConfig(2, 16, 2, 32)), 256),
     "the Llama": (lambda: Llama(LlamaConfig(vocab_size=32, tie_word_embeddings=True)), 32),
@@ -50,15 +50,15 @@ def test_a_step_equals_eagers_bit_for_bit(name: str, optimizer: str) -> None:
         tokens = torch.randint(words, (2, 16), generator=torch.Generator().manual_seed(step))
         losses = []
         for side in sides:
-            given = [tokens] * (1 + isinstance(plain, Llama))
-            losses.append(loss_of(side(*given), tokens))
+            inputs = [tokens] * (1 + isinstance(plain, Llama))
+            losses.append(loss_of(side(*inputs), tokens))
             losses[-1].backward()
         assert losses[0].equal(losses[1]), f"loss of step {step}"
-        for (path, mine), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
-            assert (mine.grad is None) == (expected.grad is None), path
-            assert expected.grad is None or mine.grad.equal(expected.grad), f"gradient of {path} in step {step}"
+        for (path, param), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
+            assert (param.grad is None) == (expected.grad is None), path
+            assert expected.grad is None or param.grad.equal(expected.grad), f"gradient of {path} in step {step}"
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad()
-        for (path, mine), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
-            assert mine.equal(expected), f"{path} after step {step}"
+        for (path, param), expected in zip(sides[0].named_parameters(), sides[1].parameters(), strict=True):
+            assert param.equal(expected), f"{path} after step {step}"

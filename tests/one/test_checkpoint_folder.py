@@ -1,4 +1,4 @@
-"""The manifest, and the names of checkpoints in a folder."""
+"""Manifests are checked, and checkpoints in a folder are published, counted, pruned and cleaned up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pid_of_a_dead_process() -> int:
 # The manifest
 
 
-def test_a_manifest_comes_back_or_is_refused() -> None:
+def test_a_manifest_is_read_back_or_refused() -> None:
     text = manifest.to_text(written())
     assert manifest.from_text(text) == written()
     for number in range(0, 240, 20):
@@ -67,8 +67,7 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
         fails(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")
 
 
-def test_faults_are_named(tmp_path: Path) -> None:
-    """Sizes are also compared without reading."""
+def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
     path, files, read = tmp_path / "a.distcp", written().files, list[int]()
     sizes, contents = (partial(manifest.require_no_faults, tmp_path, files, contents=reads) for reads in (False, True))
     for check in (sizes, contents):
@@ -87,37 +86,37 @@ def test_faults_are_named(tmp_path: Path) -> None:
 # The folder
 
 
-def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
+def test_latest_moves_only_if_asked(tmp_path: Path) -> None:
     save(tmp_path / "a")
     folder.prepare(tmp_path / "b")
     folder.publish(tmp_path / "b", 1, (), latest=False)
     assert folder.locate(tmp_path / "latest") == tmp_path / "a"
 
 
-def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_last_moment_leaves_latest(tmp_path: Path) -> None:
     save(tmp_path / "a")
     with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         fails(lambda: save(tmp_path / "b"), "json: the disk is full")
     assert names(tmp_path) == [".b.saving", "a", "latest"]
     save(tmp_path / "c")
-    assert names(tmp_path) == [".b.saving", "a", "c", "latest"]  # its process lives
+    assert names(tmp_path) == [".b.saving", "a", "c", "latest"]  # the saving process is alive
 
 
-def test_what_is_surely_dead_is_deleted_whatever_its_name(tmp_path: Path) -> None:
-    """A note proves a death, unless it is damaged, or of another machine."""
+def test_folders_of_dead_processes_are_deleted(tmp_path: Path) -> None:
+    # A note proves a death, unless it is damaged or of another machine.
     for name in ("replaced", "aside"):
         save(tmp_path / name)
     shutil.copytree(tmp_path / "replaced", tmp_path / ".replaced.replaced")
     (tmp_path / "aside").rename(tmp_path / ".aside.replaced")  # the only copy
     (tmp_path / ".step.replaced.removed").mkdir()
-    own = note_of_this_process(tmp_path)
+    own_note = note_of_this_process(tmp_path)
     for name, note in {
-        "lives": own,
-        "dead": {**own, "pid": pid_of_a_dead_process()},
-        "dead-too": {**own, "start": "1"},
-        "elsewhere": {**own, "pid": pid_of_a_dead_process(), "place": "another machine"},
-        "damaged": {**own, "pid": "no number"},
-        "group": {**own, "pid": 0},  # to the system, all processes
+        "lives": own_note,
+        "dead": {**own_note, "pid": pid_of_a_dead_process()},
+        "dead-too": {**own_note, "start": "1"},
+        "elsewhere": {**own_note, "pid": pid_of_a_dead_process(), "place": "another machine"},
+        "damaged": {**own_note, "pid": "no number"},
+        "group": {**own_note, "pid": 0},  # for kill, 0 means a whole group
     }.items():
         (tmp_path / f".{name}.saving").mkdir()
         (tmp_path / f".{name}.saving" / owner.NAME).write_text(json.dumps(note))
@@ -129,7 +128,7 @@ def test_what_is_surely_dead_is_deleted_whatever_its_name(tmp_path: Path) -> Non
     (tmp_path / ".lives.saving").rename(tmp_path / ".b1.saving")
     save(tmp_path / "b2")
     folder.prune(tmp_path / "b2", max_to_keep=1)
-    assert (tmp_path / ".b1.saving").is_dir()  # of the same series, but alive
+    assert (tmp_path / ".b1.saving").is_dir()  # of this series, but alive
 
 
 def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_what_is_at_the_path_before(tmp_path: Path) -> None:
     assert manifest.read(tmp_path / "a").number == 2
 
 
-def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
+def test_reserved_names_links_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").touch()
@@ -175,7 +174,7 @@ def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["link", "thesis"]
 
 
-def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
+def test_files_that_rank_0_does_not_see_are_refused(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
     fails(
         lambda: folder.publish(tmp_path / "a", 3, written().files),

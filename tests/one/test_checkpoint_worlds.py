@@ -1,7 +1,7 @@
-"""A checkpoint goes from any number of ranks and any stage to any other, with simulated ranks.
+"""A checkpoint loads into any number of ranks and any stage. The ranks are simulated.
 
-The reference is one plain module that trains without interruption; optimizers work element by element, so that every
-number is equal bit for bit. Real ranks: ``tests/ranks/test_checkpoints.py``.
+The reference is a plain module that trains without interruption. Optimizers work element by element, so every number is
+equal bit for bit. Real ranks: ``tests/ranks/test_checkpoints.py``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def backward(module: nn.Module, step: int) -> None:
 
 
 def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[str, Tensor]:
-    """Train as ranks do: gather, compute, cut the gradients, step the shards; return the weights at the end."""
+    """Train as ranks do: gather, compute, cut the gradients, step the shards. Return the weights at the end."""
     for step in steps:
-        put_together(ranks, module)
+        gather_weights(ranks, module)
         backward(module, step)
         for rank in ranks:
             for name, param in rank.contents.params.items():
@@ -59,12 +59,12 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
                     grad = part_of(grad, param.device_mesh)
                 param.grad = grad
             rank.optimizer.step()
-    put_together(ranks, module)
+    gather_weights(ranks, module)
     return dict(module.state_dict())
 
 
 @torch.no_grad()
-def put_together(ranks: Sequence[Simulated], module: nn.Module) -> None:
+def gather_weights(ranks: Sequence[Simulated], module: nn.Module) -> None:
     for name in ranks[0].contents.params:
         parts = [local(rank.contents.params[name].detach()) for rank in ranks]
         module.get_parameter(name).copy_(torch.cat(parts) if is_cut(ranks[0].contents.params[name]) else parts[0])
@@ -115,7 +115,7 @@ def test_the_next_steps_equal_an_uninterrupted_run(
     module = fresh(Small)
     with torch.no_grad():
         for param in module.parameters():
-            param.fill_(7)  # what is not loaded is seen
+            param.fill_(7)  # a value that is not loaded stays 7
     ranks = simulated_ranks(module, to_world, to_stage, adamw)
     for rank in ranks:
         for group in rank.optimizer.param_groups:
@@ -127,7 +127,7 @@ def test_the_next_steps_equal_an_uninterrupted_run(
 
 @pytest.mark.parametrize(("world", "stage"), [(3, 3), (2, 1), *slow((4, 2), (3, 0)), *deep((4, 1), (2, 3), (1, 0))])
 def test_no_padding_and_no_copy_is_written(saved: Saved, expected: dict[str, Tensor], world: int, stage: int) -> None:
-    """Shapes are whole, each row is written once, and a tied weight has one place under both names."""
+    # Shapes are whole, each row is written once, and both names of a tied weight have one place.
     metadata = read_metadata(saved(world, stage))
     stored = metadata.state_dict_metadata
     assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == expected.keys()
@@ -145,12 +145,12 @@ def test_no_padding_and_no_copy_is_written(saved: Saved, expected: dict[str, Ten
         of_file = {
             place.offset: place.length for place in metadata.storage_data.values() if place.relative_path == file.name
         }
-        assert sum(of_file.values()) == file.stat().st_size, "something is written twice"
+        assert sum(of_file.values()) == file.stat().st_size, "no byte is written twice"
     assert stored["optim.state.embed.weight.exp_avg"].size == (9, 5)
     assert manifest.read(saved(world, stage)).ranks == world
 
 
-def test_the_extras_of_each_rank(saved: Saved) -> None:
+def test_each_rank_gets_its_extras_if_the_world_is_unchanged(saved: Saved) -> None:
     (rank, *_) = simulated_ranks(fresh(Small), 3, 3, adamw)
     extras = read_checkpoint(saved(3, 3), read_metadata(saved(3, 3)), [rank.contents], []).of_rank
     assert extras == ({"position": 100}, {"position": 101}, {"position": 102})

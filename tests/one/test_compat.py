@@ -1,4 +1,4 @@
-"""Versions of torch and Thunder that were not tested warn; a Thunder that failed to import is found out."""
+"""Untested versions of torch and Thunder raise a warning, and a failed import of Thunder an error."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from tests.harness.errors import refused
 from thunder_zero.compat import imports
 
-VERSIONS = {  # those that were tested, and others
+VERSIONS = {  # tested and untested versions
     "torch": (("2.13", "2.13.0+cpu", "2.15.1"), ("2.12.1", "2.16.0", "3.0")),
     "lightning-thunder": (("0.2.6", "0.2.6.post1"), ("0.2.5", "0.3.0")),
 }
 
 
 @pytest.mark.parametrize("package", VERSIONS)
-def test_a_version_outside_of_what_was_tested(package: str) -> None:
-    tested, others = VERSIONS[package]
+def test_untested_versions_are_named(package: str) -> None:
+    tested, untested = VERSIONS[package]
     assert [imports.untested(package, version) for version in tested] == [None] * len(tested)
-    for version in others:
+    for version in untested:
         sentence = imports.untested(package, version) or ""
         for word in (package, version, *imports.TESTED[package], "install a tested version"):
             assert word in sentence, (version, sentence)
@@ -37,7 +37,7 @@ def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, recwa
     assert [str(warning.message) for warning in caught] == [imports.untested("torch", "9.9")]
 
 
-def test_half_of_thunder_is_told_from_thunder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_imported_thunder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not imports.half_imported({"thunder": None, "thunder.core": None})
     assert not imports.half_imported({"thunder_zero": None, "thunderstorm.core": None})
     monkeypatch.setattr(imports, "sys", SimpleNamespace(modules={"thunder.core": None}))
@@ -59,12 +59,11 @@ for name in ("thunder", "thunder_zero", "thunder_zero"):
 @pytest.mark.skipif(
     all(hasattr(torch.Tensor, name) for name in imports.DROPPED_METHODS), reason="this torch lets Thunder import"
 )
-def test_thunder_imported_first_where_it_cannot_be() -> None:
-    """Thunder raises its own error; importing thunder_zero raises ours, at each attempt."""
+def test_each_import_after_a_failed_import_of_thunder_is_refused() -> None:
     command = [sys.executable, "-W", "ignore", "-c", THUNDER_FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    theirs, *local = done.stdout.strip().splitlines()
-    assert theirs.startswith(("AttributeError", "RuntimeError")), theirs
-    assert len(local) == 2, local
-    for line in local:
-        assert line.startswith("ImportError an earlier `import thunder` failed"), local
+    first, *rest = done.stdout.strip().splitlines()
+    assert first.startswith(("AttributeError", "RuntimeError")), first
+    assert len(rest) == 2, rest
+    for line in rest:
+        assert line.startswith("ImportError an earlier `import thunder` failed"), rest

@@ -1,4 +1,4 @@
-"""Digests of shards: they depend on the bytes alone, and on every one of them."""
+"""Digests of shards depend only on the bytes, and on every byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thunder_zero.sharded import writes
 from thunder_zero.sharded.writes import BLOCK, digests_of
 
 MIB = 1 << 20
-SIZES = (0, 1, 7, 8, 8 * BLOCK, 8 * BLOCK + 3, 8 * MIB + 8 * BLOCK + 5)  # bytes: of no block, one, blocks of blocks
+SIZES = (0, 1, 7, 8, 8 * BLOCK, 8 * BLOCK + 3, 8 * MIB + 8 * BLOCK + 5)  # bytes: no block, one block, blocks of blocks
 
 
 def random_bytes(size: int) -> Tensor:
@@ -20,7 +20,7 @@ def random_bytes(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_digest_depends_on_every_byte_and_not_on_where_they_lie(size: int) -> None:
+def test_a_digest_depends_on_every_byte_but_not_on_the_address(size: int) -> None:
     there = torch.empty(size + 3, dtype=torch.uint8)[3:].copy_(random_bytes(size))
     (expected,) = digests_of([random_bytes(size)]).tolist()
     assert digests_of([there, there]).tolist() == [expected, expected]

@@ -1,4 +1,4 @@
-"""docs/reference.md names every public name; what it and the pages on training show runs."""
+"""docs/reference.md names every public name, and the programs of the pages run."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def test_the_reference_shows_every_public_name_and_its_examples_run(capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch names operators, and what they save")
-def test_the_start_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_page_shows_the_output_of_its_programs(capsys: pytest.CaptureFixture[str]) -> None:
     section = START.read_text().partition("\n## Read a trace\n")[2].partition("\n## ")[0]
     names: dict[str, Any] = {"torch": torch, "tz": tz}
     shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", section, flags=re.DOTALL)
     assert len(shown) == 2
     for program, output in shown:
         exec(compile(program, str(START), "exec"), names)
-        _, _, lines = capsys.readouterr().out.partition("\n\n")  # after how to read it
+        _, _, lines = capsys.readouterr().out.partition("\n\n")  # without the explanation at its top
         assert lines == output
 
 
 @pytest.mark.slow
 def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bytes at rest are arithmetic; names of values and the peak may differ between versions."""
+    # Versions may differ in the peak and in names of values, but not in the bytes at rest.
     page = DOCS / "memory.md"
     program, fit = blocks(page)
     names: dict[str, Any] = {"__name__": "page"}
@@ -73,7 +73,9 @@ def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]
     assert printed[0].startswith("peak ")
     assert printed[-1] in page.read_text().splitlines(), "run python -m examples.bench.memory --no-rows"
     with torch.device("meta"):
-        names["model"] = names["GPT"](names["GPTConfig"](blocks=1, width=64, heads=2, context=128))  # as it fits sooner
+        names["model"] = names["GPT"](
+            names["GPTConfig"](blocks=1, width=64, heads=2, context=128)
+        )  # a small model, which is fitted faster
     loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), names["targets"].flatten())  # noqa: E731
     exec(compile(fit, str(page), "exec"), names | {"loss": loss})
     assert "<- chosen" in capsys.readouterr().out
@@ -102,7 +104,7 @@ def test_the_page_on_front_ends_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("group")
 def test_the_pages_on_training_run(tmp_path: Path) -> None:
-    """One after the other, with a model, its optimizer, an input and a loss of the reader's."""
+    # The blocks share a model, an input and a loss, which the reader has.
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
     torch.save(module.state_dict(), tmp_path / "model.pt")
@@ -124,9 +126,8 @@ def test_the_pages_on_training_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("block", [FABRIC[0], *slow(*FABRIC[1:])], ids=["reference", "lightning"])
-@mock.patch.dict(os.environ)  # Fabric's launcher writes to it
+@mock.patch.dict(os.environ)  # Fabric's launcher writes to the environment
 def test_the_fabric_examples_run(block: str) -> None:
-    """Each by itself, after the reference's imports, with a module and an optimizer of the reader's."""
     names: dict[str, Any] = {"W": 1}
     exec(compile(BLOCKS[0], str(REFERENCE), "exec"), names)
     names["module"] = names["build"]()
@@ -160,13 +161,13 @@ def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as under torchrun; the group exists
     (block,) = (block for block in blocks(LIGHTNING) if "lightning.pytorch" in block)
-    rows: Any = torch.ones(4, 4)  # indexed by row, as a dataset is
+    rows: Any = torch.ones(4, 4)  # indexed by row, like a dataset
     names: dict[str, Any] = {"W": 1, "lightning_module": Lit(), "loader": DataLoader(rows, batch_size=2)}
     exec(compile(block, str(LIGHTNING), "exec"), names)
     assert names["trainer"].strategy.sharded.state.plan.policy.stage == 3
 
 
-def test_without_lightning_its_room_says_what_to_install() -> None:
+def test_without_lightning_an_error_says_what_to_install() -> None:
     missing = dict.fromkeys(("lightning", "lightning.fabric", "lightning.fabric.plugins"))
     with mock.patch.dict(sys.modules, missing):
         sys.modules.pop("thunder_zero.lightning", None)

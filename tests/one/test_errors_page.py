@@ -1,4 +1,4 @@
-"""docs/errors.md: the messages of torch that it lists are what its users meet, and what it says mends them."""
+"""Torch raises the messages that docs/errors.md lists, and the page's remedies work."""
 
 from __future__ import annotations
 
@@ -31,28 +31,32 @@ class Embedded(nn.Module):
 
 
 @pytest.mark.usefixtures("group")
-def test_the_messages_of_torch() -> None:
+def test_torch_raises_the_listed_messages_and_the_remedies_work() -> None:
     plain = fresh(Embedded)
     full = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     normed = fresh(nn.Sequential, nn.Linear(4, 4), nn.BatchNorm1d(4))
-    half, own = tz.MixedPrecision(torch.bfloat16), {"1": tz.MixedPrecision()}
-    said = []
-    wrongs: tuple[Callable[[], object], ...] = (
+    half, overrides = tz.MixedPrecision(torch.bfloat16), {"1": tz.MixedPrecision()}
+    messages = []
+    calls: tuple[Callable[[], object], ...] = (
         lambda: plain.out(torch.ones(2, 4)),
         lambda: model(torch.full((1, 3), 8)),
         lambda: plain.load_state_dict(full),
         lambda: tz.compile(normed, stage=3, mixed_precision=half)(torch.ones(2, 4)),
     )
-    for wrong in wrongs:
+    for call in calls:
         with pytest.raises((RuntimeError, IndexError)) as caught:
-            wrong()
-        said.append(str(caught.value) + "".join(getattr(caught.value, "__notes__", ())))
-    assert [text for text in OF_TORCH if not any(holds(one, text) for one in said)] == []
-    assert "tokens.weight" in said[1]
-    assert "'1.weight'" in said[3]
+            call()
+        messages.append(str(caught.value) + "".join(getattr(caught.value, "__notes__", ())))
+    assert [text for text in OF_TORCH if not any(holds(message, text) for message in messages)] == []
+    assert "tokens.weight" in messages[1]
+    assert "'1.weight'" in messages[3]
     mended = fresh(nn.Sequential, nn.Linear(4, 4), nn.BatchNorm1d(4))
-    assert tz.compile(mended, stage=3, mixed_precision=replace(half, overrides=own))(torch.ones(2, 4)).isfinite().all()
+    assert (
+        tz.compile(mended, stage=3, mixed_precision=replace(half, overrides=overrides))(torch.ones(2, 4))
+        .isfinite()
+        .all()
+    )
 
     model.load_state_dict(full)
     assert model.get_parameter("out.weight").full_tensor().eq(1).all()
@@ -60,5 +64,5 @@ def test_the_messages_of_torch() -> None:
         assert module.out(torch.ones(2, 4)).eq(5).all()
 
 
-def holds(text: str, listed: str) -> bool:
-    return re.search(".*".join(map(re.escape, listed.split("…"))), text, re.DOTALL) is not None
+def holds(message: str, listed: str) -> bool:
+    return re.search(".*".join(map(re.escape, listed.split("…"))), message, re.DOTALL) is not None

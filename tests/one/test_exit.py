@@ -1,4 +1,4 @@
-"""How a process ends."""
+"""A process ends without threads of gloo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENDS = {"destroyed": ("dist.destroy_process_group()", 0), "left by an error": (F
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads from Linux")
 @pytest.mark.parametrize("end", ENDS)
 def test_gloo_has_no_threads_when_the_interpreter_ends(end: str) -> None:
-    """One that drops the tensors of the last collective then would abort the process; the model is still alive."""
+    # A thread that drops the tensors of the last collective at that time would abort the process.
     last_lines, code = ENDS[end]
     command = [sys.executable, "-c", SCRIPT + last_lines]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""Devices and named models of the user's own: docs/extending.md."""
+"""The programs of docs/extending.md, for a user's own devices and named models, run and print what they should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.examples import program_of
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
 
-def test_an_estimate_on_a_device_of_the_users_is_bound_by_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_on_a_users_device_follows_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(program_of(PAGE, "A device"), names)
     slow, fast = (tz.tools.estimate(names["traces"], names[device]) for device in ("cluster", "faster"))
@@ -26,7 +26,7 @@ def test_an_estimate_on_a_device_of_the_users_is_bound_by_its_numbers(capsys: py
 
 
 @pytest.mark.slow
-def test_a_named_model_of_the_users_is_planned_and_sliced_by_its_own_styles() -> None:
+def test_a_users_named_model_is_planned_and_sliced_by_its_styles() -> None:
     names: dict[str, Any] = {}
     exec(program_of(PAGE, "A named model"), names)
     plan, named = names["plan"], names["named"]

@@ -27,7 +27,7 @@ from thunder_zero.checkpoint.read import read_checkpoint
 
 
 class Wide(nn.Module):
-    """Large beside a page, so that a second read of any entry is seen."""
+    """Larger than a page, so that a second read of any entry shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Wide(nn.Module):
 
 @contextmanager
 def bytes_read() -> Iterator[Counter[str]]:
-    """Count the bytes that files give inside the block, by name."""
+    """Count the bytes that are read from files inside the block, by name."""
     counts = Counter[str]()
 
     class Counting(io.FileIO):
@@ -67,7 +67,7 @@ def bytes_read() -> Iterator[Counter[str]]:
 
 
 def test_tz_load_reads_each_file_once(tmp_path: Path) -> None:
-    """The manifest is read again at the end, to see that no other save has replaced the checkpoint."""
+    # Except for the manifest: a second read shows whether another save has replaced the checkpoint.
     with group_of_one("cpu"):
         model = tz.compile(fresh(Wide), tz.ZERO3)
         optimizer = adamw(model)
@@ -113,11 +113,11 @@ def test_another_world_reads_each_file_once_on_a_rank(tmp_path: Path, world: int
             load(tmp_path / "run", rank)
         assert all(counts[name] <= size for name, size in sizes.items()), counts
         in_full.update(name for name, size in sizes.items() if counts[name] == size)
-    assert in_full.keys() == sizes.keys(), "some rank has hashed each file"
+    assert in_full.keys() == sizes.keys(), "each file is hashed by some rank"
 
 
-def test_a_changed_byte_is_told_by_its_hash_wherever_it_is(tmp_path: Path) -> None:
-    """Also where it cannot be decoded: a header, a directory of torch's zip, a value that is pickled."""
+def test_any_changed_byte_is_found_by_its_hash(tmp_path: Path) -> None:
+    # Even bytes that cannot be decoded then: a header, a directory of torch's zip, a pickled value.
     save_simulated(tmp_path / "run", simulated(1))
     rank, path = simulated(1)[0], tmp_path / "run" / "__0_0.distcp"
     expected = path.read_bytes()
@@ -127,4 +127,4 @@ def test_a_changed_byte_is_told_by_its_hash_wherever_it_is(tmp_path: Path) -> No
         assert "__0_0.distcp was changed: its SHA-256 differs; use another" in error_of(lambda: load(path.parent, rank))
         metadata = read_metadata(path.parent)
         undecodable += error_of(lambda: read_checkpoint(path.parent, metadata, [rank.contents], [])) != "nothing"  # noqa: B023
-    assert undecodable, "otherwise this shows nothing"
+    assert undecodable, "some changes cannot be decoded"

@@ -189,11 +189,11 @@ class OneSize(Search):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)], ids=["buckets", "none"])
-def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
+@pytest.mark.parametrize("start", [tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)], ids=["buckets", "none"])
+def test_the_search_is_no_worse_than_all_choices(start: tz.Policy) -> None:
     lifted = traced(net, SHORT).lifted
     assert lifted is not None
-    search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
+    search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=start)), start)
     options = product((PLAIN, RECOMPUTED, KEPT, KEPT_AND_RECOMPUTED), repeat=BLOCKS)
     every = [Candidate(lifted, with_choices(dict(zip(UNITS, one, strict=True)), search.sized[0])) for one in options]
     least, most = min(one.peak for one in every), max(one.peak for one in every)

@@ -1,4 +1,4 @@
-"""Bytes with a scale a block: what is read is within the printed bound, and right in the mean. Formats in plans."""
+"""Int8 values with a scale for each block are within the printed bound and right in the mean; formats in plans."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from thunder_zero.schedule import Kind
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def travelled(form: Int8, x: Tensor, key: str = "", piece: int = PIECE) -> Tensor:
+def send(form: Int8, x: Tensor, key: str = "", piece: int = PIECE) -> Tensor:
     payload = torch.empty(form.nbytes(x.numel()), dtype=torch.uint8).fill_(255)
     assert form.encode(x, out=payload, key=key, piece=piece) is payload
     return form.decode(payload, torch.full(x.shape, 7.0), piece=piece)
 
 
 def scales(x: Tensor, form: Int8) -> Tensor:
-    """Of each element, in float64: the step that is printed."""
+    """Return the step of each element's block in float64, as ``explain`` prints it."""
     blocks = nn.functional.pad(x.double(), (0, -x.numel() % form.block)).view(-1, form.block)
     return (blocks.abs().amax(1) / 127).clamp(min=2.0**-126).repeat_interleave(form.block)[: len(x)]
 
@@ -46,7 +46,6 @@ def scales(x: Tensor, form: Int8) -> Tensor:
 def test_each_element_is_within_the_bound(
     numel: int, block: int, dtype: torch.dtype, exponent: int, seed: int, key: str, piece: int
 ) -> None:
-    """Zeros, denormals, and blocks of different magnitudes among them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator) * 10.0 ** (
         exponent + torch.randint(-3, 3, (numel,), generator=generator)
@@ -54,11 +53,11 @@ def test_each_element_is_within_the_bound(
     x = x.masked_fill(torch.rand(numel, generator=generator) < 0.1, 0.0).to(dtype)
     x = torch.where(x.isfinite(), x, 0).float()
     step = scales(x, Int8(block))
-    error = (travelled(Int8(block), x.to(dtype), key, piece).double() - x.double()).abs()
+    error = (send(Int8(block), x.to(dtype), key, piece).double() - x.double()).abs()
     assert bool((error <= step * (1.001 if key else 0.5005)).all())
 
 
-def test_a_cast_is_an_encoding_and_what_is_exact_is_not_copied() -> None:
+def test_a_cast_is_an_encoding_and_exact_values_are_not_copied() -> None:
     x, exact, cast = torch.tensor([[1.0, 1 / 3]]), Encoding(torch.float32), Encoding(torch.bfloat16)
     assert exact.encode(x) is x
     payload = cast.encode(x)
@@ -67,36 +66,36 @@ def test_a_cast_is_an_encoding_and_what_is_exact_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_block_that_is_not_finite_arrives_so(value: float) -> None:
+def test_a_block_that_is_not_finite_becomes_nan(value: float) -> None:
     x = torch.ones(300)
     x[130] = value
-    result = travelled(Int8(128), x)
+    result = send(Int8(128), x)
     assert bool(result[128:256].isnan().all())
     assert bool((result[:128] == 1).all() and (result[256:] == 1).all())
 
 
-def test_reductions_are_right_in_the_mean_and_the_same_again() -> None:
-    """4,000 keys: the mean of uniform errors of one step is within 4 standard deviations of 0, of 1,000 elements."""
+def test_reductions_are_right_in_the_mean_and_repeatable() -> None:
+    # The mean of 4,000 uniform errors of one step is within 4 standard deviations of 0, for 1,000 elements.
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     total, count = torch.zeros_like(x), 4000
     for number in range(count):
         Int8().decode(Int8().encode(x, key=f"w {number} 0"), total, add=True)
-    off = (total / count - x) / scales(x, Int8())
-    assert off.abs().max() < 4.5 * 0.5 / count**0.5
-    assert abs(off.mean()) < 1e-3
-    assert torch.equal(travelled(Int8(), x, "w 1 0"), travelled(Int8(), x, "w 1 0"))
-    assert not torch.equal(travelled(Int8(), x, "w 1 0"), travelled(Int8(), x, "w 2 0"))
+    error = (total / count - x) / scales(x, Int8())
+    assert error.abs().max() < 4.5 * 0.5 / count**0.5
+    assert abs(error.mean()) < 1e-3
+    assert torch.equal(send(Int8(), x, "w 1 0"), send(Int8(), x, "w 1 0"))
+    assert not torch.equal(send(Int8(), x, "w 1 0"), send(Int8(), x, "w 2 0"))
 
 
-def test_the_largest_of_a_block_does_not_wrap_around() -> None:
-    """127 and the largest numbers of the sequence are less than 128, also where 127 is rounded up."""
+def test_the_largest_value_of_a_block_does_not_wrap_around() -> None:
+    # 127 plus the largest random number is below 128, even if 127 is rounded up.
     x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(0)).add_(0.5).repeat_interleave(Int8().block)
-    error = (travelled(Int8(), x, "a").double() - x.double()).abs()
+    error = (send(Int8(), x, "a").double() - x.double()).abs()
     assert bool((error <= scales(x, Int8()) * 1.001).all())
 
 
-def test_bytes_and_names() -> None:
-    assert [str(each) for each in (Encoding(torch.bfloat16), Int8(64))] == [
+def test_formats_have_bytes_and_names() -> None:
+    assert [str(encoding) for encoding in (Encoding(torch.bfloat16), Int8(64))] == [
         "bfloat16",
         "int8/64",
     ]
@@ -106,7 +105,7 @@ def test_bytes_and_names() -> None:
 
 
 class Net(nn.Module):
-    """An embedding, a norm, two layers, a table of integers."""
+    """An embedding, a norm, two layers and a table of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,11 +127,11 @@ def formatted(**fields: object) -> dict[str, str]:
     }
 
 
-def test_embeddings_and_what_has_one_dimension_are_exact_unless_asked_for() -> None:
-    both = "int8/128, int8/128"
-    assert formatted(gather_format=Int8(), reduce_format=Int8()) == {"a.weight": both, "b.weight": both}
-    asked = {"*": Int8(16), "table": None, "norm": None, "a": Int8(32), "b.weight": None}
-    assert formatted(gather_format=asked) == {
+def test_embeddings_and_vectors_are_exact_by_default() -> None:
+    formats = "int8/128, int8/128"
+    assert formatted(gather_format=Int8(), reduce_format=Int8()) == {"a.weight": formats, "b.weight": formats}
+    by_pattern = {"*": Int8(16), "table": None, "norm": None, "a": Int8(32), "b.weight": None}
+    assert formatted(gather_format=by_pattern) == {
         "embedding.weight": "int8/16, None",
         "a.weight": "int8/32, None",
         "a.bias": "int8/32, None",
@@ -140,7 +139,7 @@ def test_embeddings_and_what_has_one_dimension_are_exact_unless_asked_for() -> N
     }
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_formats_are_refused() -> None:
     fails(lambda: formatted(gather_format={"*": Int8()}), "asks for Int8(block=128) of 'table'", "torch.int64")
     fails(lambda: formatted(gather_format={"c": Int8()}), "gather_format 'c', which fits no parameter")
     fails(lambda: tz.Policy(0, reduce_format=Int8()), "stage 0 gathers nothing", "take stage 1, 2 or 3")
@@ -149,8 +148,8 @@ def test_what_cannot_be_is_refused() -> None:
     fails(lambda: Int8(-1), "block is -1")
 
 
-def test_a_bucket_has_one_format_and_its_bytes_are_the_plans() -> None:
-    """A weight and a bias of 8 elements for each of 4 ranks; exact ones travel apart."""
+def test_a_bucket_has_one_format_and_the_bytes_of_the_plan() -> None:
+    # Each of 4 ranks has 16 elements of the weight and 2 of the bias, which is exact and travels alone.
     policy = replace(tz.ZERO3, gather_format=Int8(), reduce_format=Int8(), reshard_after_forward=True)
     timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4).timeline
     sent = {op.params: timeline.bytes_sent(op) for op in timeline.ops if timeline.bytes_sent(op)}
@@ -161,7 +160,6 @@ def test_a_bucket_has_one_format_and_its_bytes_are_the_plans() -> None:
 
 
 def test_a_bucket_has_one_format_on_each_axis() -> None:
-    """Inside of a copy weights and biases are reduced alike, and between copies not."""
     policy = replace(tz.ZERO3, reduce_format=Int8())
     timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, replicas=2).timeline
     reduced = [(op.params, op.over) for op in timeline.ops if op.kind is Kind.REDUCE]

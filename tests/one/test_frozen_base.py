@@ -1,4 +1,4 @@
-"""A frozen base in 4 bits: its levels, the bound, bytes that stay when they are decoded and encoded; plans, reports."""
+"""A frozen base in 4 bits: levels, error bound, bytes that survive decoding and encoding; plans and reports."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WIDEST = max(high - low for low, high in pairwise(LEVELS)) / 2
 
 
 def test_the_levels_are_those_of_the_paper() -> None:
-    """Appendix E of QLoRA: quantiles of a normal distribution, eight above 0 and seven below, scaled to 1."""
+    # Appendix E of QLoRA: quantiles of a normal distribution, eight above 0 and seven below, scaled to 1.
     tail = 0.9677083
     above = torch.special.ndtri(torch.linspace(tail, 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(tail, 0.5, 8, dtype=torch.float64)[:-1])
     levels = torch.cat([above, below, torch.zeros(1)]).sort().values / above.max()
     torch.testing.assert_close(torch.tensor(LEVELS, dtype=torch.float64), levels, rtol=0, atol=1e-6)
-    assert f"{WIDEST:.1%}" == "15.2%", "which NF4 says in words"
+    assert f"{WIDEST:.1%}" == "15.2%", "as in the docstring of NF4"
 
 
 @given(
@@ -45,10 +45,9 @@ def test_the_levels_are_those_of_the_paper() -> None:
     st.integers(-3, 3),
     st.integers(0, 99),
 )
-def test_each_element_is_the_nearest_level_and_encodes_alike(
+def test_each_element_becomes_the_nearest_level_and_encodes_to_equal_bytes(
     rows: int, more: list[int], width: int, block: int, dtype: torch.dtype, exponent: int, seed: int
 ) -> None:
-    """Rows of odd sizes and of several dimensions, zeros and blocks of other magnitudes among them."""
     form, shape = tz.NF4(block), (rows, *more, width)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 10.0**exponent
@@ -58,14 +57,14 @@ def test_each_element_is_the_nearest_level_and_encodes_alike(
     expected = nearest(x.float().view(rows, prod(shape[1:])), block).view(shape)
     result = form.decode(payload, torch.empty(shape, dtype=torch.float32))
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=0)
-    again = form.decode(payload, torch.empty(shape, dtype=dtype))
-    assert torch.equal(form.encode(again), payload), "decoded values have the same bytes"
+    decoded = form.decode(payload, torch.empty(shape, dtype=dtype))
+    assert torch.equal(form.encode(decoded), payload), "decoded values have the same bytes"
     if rows:
-        assert torch.equal(form.encode(x[-1:]), payload[-1:]), "whichever rank has the row"
+        assert torch.equal(form.encode(x[-1:]), payload[-1:]), "the bytes of a row do not depend on its rank"
 
 
 def nearest(x: Tensor, block: int) -> Tensor:
-    """Of each element, a level times the largest magnitude of its block, by all distances."""
+    """Return the nearest level of each element times the largest magnitude of its block, by all distances."""
     padded = nn.functional.pad(x, (0, -x.shape[1] % block))
     blocks = padded.view(len(x), padded.shape[1] // block, block)
     scale = blocks.abs().amax(2, keepdim=True)
@@ -84,7 +83,7 @@ def test_a_block_that_is_not_finite_is_decoded_as_nan(value: float) -> None:
     assert torch.equal(form.encode(result), payload)
 
 
-def test_bytes_and_names() -> None:
+def test_formats_have_bytes_and_names() -> None:
     assert [tz.NF4(64).nbytes(numel) for numel in (0, 1, 64, 65, 1000)] == [0, 8, 36, 44, 564]
     assert (str(tz.NF4()), repr(tz.NF4(32))) == ("nf4/64", "NF4(block=32)")
     first_is_upper = tz.NF4(2).encode(torch.tensor([[1.0, -1.0]]))
@@ -92,7 +91,7 @@ def test_bytes_and_names() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen base: an embedding, a norm, two layers, one with rows of one element; and a layer that trains."""
+    """A frozen base, with an embedding, a norm and three layers, one of which is narrow; and a trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,17 +113,20 @@ def formats(**fields: object) -> dict[str, str]:
     return {param.path: str(param.frozen_format) for param in plan(**fields).params if param.frozen_format}
 
 
-def test_frozen_matrices_that_get_smaller_are_chosen() -> None:
+def test_only_frozen_matrices_that_get_smaller_are_encoded() -> None:
     assert formats(frozen_format=tz.NF4()) == {"a.weight": "nf4/64", "b.weight": "nf4/64"}
-    asked = {"*": tz.NF4(), "embedding": tz.NF4(4), "a": None}
-    assert formats(frozen_format=asked) == {"embedding.weight": "nf4/4", "b.weight": "nf4/64"}
+    by_pattern = {"*": tz.NF4(), "embedding": tz.NF4(4), "a": None}
+    assert formats(frozen_format=by_pattern) == {"embedding.weight": "nf4/4", "b.weight": "nf4/64"}
     assert formats(frozen_format=tz.NF4(), replicated=("a",)) == {"b.weight": "nf4/64"}
-    both = plan(frozen_format=tz.NF4(), gather_format=tz.Int8())
-    assert [param.path for param in both.params if param.gather_format] == ["narrow.weight", "adapter.weight"]
+    with_gather_format = plan(frozen_format=tz.NF4(), gather_format=tz.Int8())
+    assert [param.path for param in with_gather_format.params if param.gather_format] == [
+        "narrow.weight",
+        "adapter.weight",
+    ]
 
 
 def test_the_plan_has_the_bytes_of_rows() -> None:
-    """Three of eight rows of rank 0, each of 4 bytes for a scale and 4 for eight elements; of rank 2 two."""
+    # Rank 0 has three of eight rows, rank 2 two. A row has 4 bytes for its scale and 4 for eight elements.
     result = plan(frozen_format=tz.NF4())
     param = result.by_name["a.weight"]
     assert (param.rest_shape, param.rest_dtype, param.rest_bytes) == ((8, 8), torch.uint8, 64)
@@ -134,7 +136,7 @@ def test_the_plan_has_the_bytes_of_rows() -> None:
     assert plan().state_bytes - result.state_bytes == 2 * 3 * (32 - 8)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_formats_are_refused() -> None:
     fails(lambda: tz.Policy(1, frozen_format=tz.NF4()), "stage 1 keeps all parameters in full", "take stage 2 or 3")
     fails(lambda: tz.Policy(0, frozen_format=tz.NF4()), "stage 0 gathers nothing")
     fails(lambda: tz.Policy(3, frozen_format=tz.Int8()), "give thunder_zero.NF4()")
@@ -156,7 +158,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 class Frozen(nn.Sequential):
-    """A layer of 128 x 128 that is frozen, and one that trains."""
+    """A frozen layer of 128 x 128, and a trained one."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
@@ -171,7 +173,9 @@ def test_traces_and_reports_have_the_format() -> None:
     assert gathers == {("0.weight",): 3 * 32 * 72, ("1.weight",): 3 * 32 * 512}
     costs = costs_of(timeline, tz.tools.DEVICES["h100"])
     (cost,) = [cost for op, cost in zip(timeline.ops, costs, strict=True) if op.reads == ("t_0_weight",)]
-    assert (cost.sent_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), "read, and written decoded"
+    assert (cost.sent_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), (
+        "reads encoded bytes, writes decoded values"
+    )
     text = str(tz.explain(traces, "0.weight"))
     assert "rows 0 to 31 of 128 on this rank, 2.25 KiB of 9.00 KiB, as nf4/64" in text
     assert "as nf4/64: rounded to nearest, off by at most 15.2% of" in " ".join(text.split())

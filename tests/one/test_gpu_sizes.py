@@ -1,4 +1,4 @@
-"""The schedule of a large model for GPUs, from a dry run: whole units travel, each behind the compute of another."""
+"""In the schedule of a large model for GPUs, whole units travel, each behind the compute of another unit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from thunder_zero.tools.forecast.figures import Holds
 # A GPT with the width and the vocabulary of Llama-3 8B; its blocks, 384 MiB in bfloat16, are about as large.
 SIZE = Size(blocks=3, width=4096, heads=32, vocabulary=128256, sequences=1, tokens=2048)
 BLOCKS = [f"blocks.{number}" for number in range(SIZE.blocks)]
-SMALL = Size(blocks=4, width=64, heads=4, vocabulary=16, sequences=1, tokens=16)  # without the blocks next to nothing
-BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # the blocks
+SMALL = Size(blocks=4, width=64, heads=4, vocabulary=16, sequences=1, tokens=16)  # almost only blocks
+BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # before and after the blocks
 
 
 def schedule(policy: tz.Policy) -> Timeline:
@@ -33,7 +33,7 @@ def schedule(policy: tz.Policy) -> Timeline:
 
 
 def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:
-    """For each launch of this kind in a phase, by its unit and in order: the FLOPs between it and its wait."""
+    """Yield the unit of each launch of a kind in a phase, and the FLOPs between the launch and its wait."""
     waits = {op.reads[0]: index for index, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
     for index, op in enumerate(timeline.ops):
         if op.kind is kind and op.backward is backward:
@@ -66,8 +66,8 @@ def test_each_collective_has_the_compute_of_a_unit_to_hide_behind(stage: int, dt
 
 
 @pytest.mark.parametrize(("buckets", "dtype"), slow((1, None), (3, None), (1, torch.bfloat16)))
-def test_with_nothing_kept_backward_holds_three_blocks(buckets: int, dtype: torch.dtype | None) -> None:
-    """One computes, one is gathered ahead, one is in flight; all hide behind a block's compute."""
+def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, dtype: torch.dtype | None) -> None:
+    # One block computes, one is gathered ahead, one is in flight. All collectives hide behind a block's compute.
     with torch.device("meta"):
         module, tokens = make_model(SMALL), torch.zeros(1, SMALL.tokens, dtype=torch.long)
     precision = tz.MixedPrecision(dtype, dtype)
@@ -100,7 +100,7 @@ def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
     assert all(flops >= least for _, flops in inner)
 
 
-def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
+def test_fewer_bytes_are_in_flight_if_the_state_leaves_little_memory() -> None:
     with torch.device("meta"):
         plan = make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), Mesh.of(8))
     unit, head = plan.unit_bytes["blocks.0"], 2 * SIZE.width * SIZE.vocabulary
@@ -112,7 +112,7 @@ def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
         (1, 0),
     ):
         assert replace(plan, memory_bytes=memory_bytes).sizes == Sizes(unit, 1, in_flight, in_flight)
-    assert plan.sizes == Sizes(16 << 20, 2, 32 << 20, (32 << 20) - 1)  # of the CPU
+    assert plan.sizes == Sizes(16 << 20, 2, 32 << 20, (32 << 20) - 1)  # the sizes for CPUs
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
         (torch.float32, False, 0.0, "_scaled_dot_product_efficient_attention"),
     ],
 )
-def test_attention_is_a_gpus_kernel_and_saves_no_squares(
+def test_attention_is_a_kernel_of_the_gpu_and_saves_no_quadratic_tensor(
     dtype: torch.dtype, masked: bool, dropped: float, kernel: str
 ) -> None:
-    """Also with dropout, where torch traces the formula for the CPU. What it saves grows with the length."""
+    # Even with dropout, for which torch traces the formula on CPUs. Saved bytes grow linearly with the length.
 
     class Attends(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks trace one module alike, whatever the hash seeds of their processes."""
+"""All ranks trace a module to one timeline, whatever the hash seeds of their processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
-    """Thunder alone lists them in the order of a set of names: one of 720, by the process's hash seed."""
+    # Thunder alone lists them in the order of a set, which depends on the hash seed.
     policy = tz.Policy(stage=3, bucket_bytes=1)
     traces = tz.trace(Loop(), torch.ones(4), policy=policy, frontend="thunder")
     waits = [op.params[0] for op in traces.forward_timeline.ops if op.kind is tz.schedule.Kind.WAIT]
@@ -25,8 +25,8 @@ def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
 
 
 @pytest.mark.slow
-def test_timelines_are_the_same_under_all_hash_seeds() -> None:
-    """Under two seeds that differ for two kinds of faults: values listed in a set's order, and freed in one."""
+def test_timelines_do_not_depend_on_the_hash_seed() -> None:
+    # These seeds differ for two kinds of faults: values listed, and freed, in the order of a set.
     command = [sys.executable, "-m", "tests.harness.hash_seeds"]
     runs = [
         subprocess.Popen(

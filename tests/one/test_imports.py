@@ -1,4 +1,4 @@
-"""What ``import thunder_zero`` and the command line load: nothing that they do not need."""
+"""``import thunder_zero`` and the command line load only what they need."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ print(json.dumps(steps))
 
 
 @pytest.mark.slow
-def test_what_is_loaded_when() -> None:
-    """Help comes without Thunder, and what trains without the tools and the room of Thunder's front end."""
+def test_help_loads_no_thunder_and_training_no_tools() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     steps = json.loads(done.stdout)
     assert steps.pop("import") == [

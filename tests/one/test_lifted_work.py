@@ -1,4 +1,4 @@
-"""Lifting finds the class of work of each operation and the memory behind each view: on modules of a few lines."""
+"""Lifting finds the class of work of each operation, and the memory behind each view."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 
 
 class Mixed(nn.Module):
-    """One line of each class of work."""
+    """A model with a line of each class of work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def traces() -> tz.tools.Traces:
 
 
 def calls(traces: tz.tools.Traces, name: str, *, backward: bool = False) -> list[Op]:
-    """The operations of one phase whose lines call this symbol."""
+    """Return the operations of a phase whose lines call a symbol."""
     trace = traces.backward if backward else traces.forward
     phase = traces.backward_timeline if backward else traces.forward_timeline
     assert trace is not None
@@ -71,8 +71,8 @@ def test_each_line_has_its_class_of_work(traces: tz.tools.Traces) -> None:
     assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
 
 
-def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.tools.Traces) -> None:
-    """Thunder keeps the number of elements apart from the shape, which is that of a shard."""
+def test_every_tensor_of_a_trace_has_the_elements_of_its_shape(traces: tz.tools.Traces) -> None:
+    # Thunder stores the number of elements apart from the shape, which is a shard's.
     assert traces.backward is not None
     for trace in (traces.forward, traces.backward):
         tensors = [leaf for line in trace.bound_symbols for leaf in (*line.flat_proxy_args, *line.flat_proxy_outs)]
@@ -81,11 +81,11 @@ def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.tools.Tra
                 assert tensor._numel == prod(tensor.shape), tensor.name
 
 
-def test_a_line_does_the_work_of_its_heaviest_part_unless_the_table_has_it() -> None:
+def test_a_line_has_the_work_of_its_heaviest_part_unless_the_table_has_the_line() -> None:
     q = torch.zeros(1, 2, 4, 8)
     attention = thunder.trace()(ltorch.scaled_dot_product_attention, q, q, q).bound_symbols
-    others = thunder.trace()(lambda x: ltorch.softplus(x) + ltorch.mse_loss(x, x), torch.zeros(4, 4)).bound_symbols
-    lines = {bsym.sym.name: bsym for bsym in (*attention, *others)}
+    with_parts = thunder.trace()(lambda x: ltorch.softplus(x) + ltorch.mse_loss(x, x), torch.zeros(4, 4)).bound_symbols
+    lines = {bsym.sym.name: bsym for bsym in (*attention, *with_parts)}
     assert lines["scaled_dot_product_attention"].subsymbols
     assert work_of(lines["scaled_dot_product_attention"]) is Work.ATTENTION
     assert work_of(lines["softplus"]) is Work.POINTWISE
@@ -93,7 +93,7 @@ def test_a_line_does_the_work_of_its_heaviest_part_unless_the_table_has_it() -> 
     assert work_of(lines["softplus"].from_bsym(subsymbols=[])) is Work.OTHER
 
 
-def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
+def test_a_fused_region_has_the_work_of_its_heaviest_part() -> None:
     module, fuser = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), [torch_compile_ex]
     traces = tz.trace(module, torch.zeros(2, 8), world_size=2, executors=fuser, frontend="thunder")
     regions = [op for op in traces.forward_timeline.ops if traces.forward.bound_symbols[op.source[0]].sym.is_fusion]
@@ -122,13 +122,19 @@ def test_a_view_by_an_operator_of_torch_names_the_value_whose_memory_it_views() 
 
     traces = tz.trace(Turns(8, 8), torch.zeros(3, 8), world_size=2)
     values, names = traces.timeline.values, ("addmm", "reshape", "transpose", "clone", "_unsafe_view")
-    made = {name: calls(traces, name)[-1].writes[0] for name in ("t", *names)}
+    outputs = {name: calls(traces, name)[-1].writes[0] for name in ("t", *names)}
     (wait,) = calls(traces, "zero_wait_coalesced")
-    assert [values[made[name]].base for name in names] == ["", made["addmm"], made["addmm"], "", made["clone"]]
-    assert values[made["t"]].base == wait.writes[0]
+    assert [values[outputs[name]].base for name in names] == [
+        "",
+        outputs["addmm"],
+        outputs["addmm"],
+        "",
+        outputs["clone"],
+    ]
+    assert values[outputs["t"]].base == wait.writes[0]
 
 
-def test_what_may_be_a_copy_is_not_called_a_view() -> None:
+def test_a_possible_copy_is_not_a_view() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)))
     traces = tz.trace(module, torch.zeros(3, 8), world_size=2, frontend="thunder")
     (op,) = (op for op in traces.forward_timeline.ops if op.work is Work.VIEW)

@@ -1,4 +1,4 @@
-"""Mixed precision at the borders of submodules: tensors in structures of all kinds, which keep their types."""
+"""Mixed precision casts tensors in structures of all kinds at the borders of submodules, and keeps the structures."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Inner(nn.Module):
         super().__init__()
         self.layer, self.put, self.take = nn.Linear(4, 4), put, take
 
-    def forward(self, given: Any, *, by_name: Data) -> Any:
+    def forward(self, structure: Any, *, by_name: Data) -> Any:
         assert type(by_name) is Data
-        return self.put(self.layer.forward(self.take(given) + by_name.t))
+        return self.put(self.layer.forward(self.take(structure) + by_name.t))
 
 
 class Outer(nn.Module):
-    """Computes in bfloat16, around a part in float32."""
+    """Computes in bfloat16 around an inner module in float32."""
 
     def __init__(self, put: Put, take: Put) -> None:
         super().__init__()
@@ -87,17 +87,17 @@ def shard(module: nn.Module, precision: tz.MixedPrecision = PRECISION) -> Any:
 
 
 @pytest.mark.parametrize(("put", "take"), [(Named, lambda structure: structure.t), *slow((nested, taken))])
-def test_it_computes_as_a_module_that_casts_by_hand(put: Put, take: Put) -> None:
-    """FSDP2 casts the same tensors. Equal up to the rounding of one bfloat16 operation."""
+def test_a_model_computes_as_a_module_that_casts_by_hand(put: Put, take: Put) -> None:
+    # Equal up to the rounding of one bfloat16 operation. FSDP2 casts these tensors as well.
     torch.manual_seed(0)
     module, x = Outer(put, take), torch.randn(3, 4)
-    one, model = by_hand(module), shard(module)
-    result, expected = model(x), one(x.to(HALF)).float()
+    cast_by_hand, model = by_hand(module), shard(module)
+    result, expected = model(x), cast_by_hand(x.to(HALF)).float()
     assert result.dtype is FULL
     for loss in (result.square().mean(), expected.square().mean()):
         loss.backward()
     assert torch.allclose(result, expected, atol=1e-2)
-    for (name, param), eager in zip(model.named_parameters(), one.parameters(), strict=True):
+    for (name, param), eager in zip(model.named_parameters(), cast_by_hand.parameters(), strict=True):
         assert param.grad.dtype is FULL
         assert torch.allclose(full(param.grad), eager.grad.float(), atol=1e-2), name
 
@@ -105,10 +105,10 @@ def test_it_computes_as_a_module_that_casts_by_hand(put: Put, take: Put) -> None
 @dataclass
 class Derived:
     t: Any
-    twice: Any = field(init=False)
+    doubled: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.twice = self.t * 2
+        self.doubled = self.t * 2
 
 
 class Items(dict[str, Any]):
@@ -116,9 +116,11 @@ class Items(dict[str, Any]):
 
 
 @pytest.mark.parametrize("put", slow(Derived, lambda t: Items(t=t), lambda t: defaultdict(list, t=t)))
-def test_a_structure_that_cannot_be_made_anew(put: Put) -> None:
-    kind = type(put(torch.ones(()))).__name__
-    with refused(TypeError, f"cannot cast the tensors in a {kind}, which inner takes or returns", "use a tuple, list"):
+def test_a_structure_that_cannot_be_rebuilt_is_refused(put: Put) -> None:
+    type_name = type(put(torch.ones(()))).__name__
+    with refused(
+        TypeError, f"cannot cast the tensors in a {type_name}, which inner takes or returns", "use a tuple, list"
+    ):
         shard(Outer(put, taken))(torch.randn(3, 4))
 
 
@@ -127,8 +129,8 @@ class Gives(nn.Module):
         super().__init__()
         self.layer, self.give = nn.Linear(4, 4), give
 
-    def forward(self, given: Any) -> Any:
-        return self.give(self.layer.forward(given if isinstance(given, Tensor) else given.t))
+    def forward(self, inputs: Any) -> Any:
+        return self.give(self.layer.forward(inputs if isinstance(inputs, Tensor) else inputs.t))
 
 
 class Two(NamedTuple):
@@ -145,16 +147,15 @@ def wrong(t: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
+    ("put", "dtype"),
     slow((Named, FULL), (One, HALF), (lambda x: Two(x, 3), HALF), (lambda x: Two(x, x), HALF), (Data, HALF)),
 )
-def test_forward_takes_named_tuples_and_dataclasses(given: Put, dtype: torch.dtype) -> None:
-    """Whose tensors are cast as others are; it may return dataclasses."""
+def test_forward_takes_named_tuples_and_dataclasses(put: Put, dtype: torch.dtype) -> None:
     x, module = torch.randn(3, 4), Gives(Data)
     expected = module(x).t
-    result = shard(module, tz.MixedPrecision(dtype, output_dtype=FULL))(given(x)).t
+    result = shard(module, tz.MixedPrecision(dtype, output_dtype=FULL))(put(x)).t
     assert result.dtype is FULL
-    assert torch.equal(result, expected) is (dtype is FULL), "it computes in this dtype"
+    assert torch.equal(result, expected) is (dtype is FULL), "forward computes in this dtype"
     assert torch.allclose(result, expected, atol=5e-2)
 
 
@@ -175,6 +176,6 @@ RETURNED: list[tuple[Put, str]] = [
 
 
 @pytest.mark.parametrize(("give", "words"), RETURNED)
-def test_what_thunder_cannot_return(give: Put, words: str) -> None:
+def test_structures_that_thunder_cannot_return_are_refused(give: Put, words: str) -> None:
     with refused(TypeError, "Thunder cannot trace Gives, which returns", words, "use a dict or a dataclass"):
         shard(Gives(give), tz.MixedPrecision())(torch.randn(3, 4))

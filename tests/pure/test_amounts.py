@@ -1,4 +1,4 @@
-"""Amounts as people write and read them."""
+"""Amounts of bytes and names of dtypes are read as people write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness.errors import refused
 from thunder_zero.plan.amounts import bytes_of, float_dtype
 
 
-def test_bytes() -> None:
+def test_bytes_are_read() -> None:
     amounts: dict[int | str, int] = {
         "80GiB": 80 << 30,
         "80GB": 80 * 10**9,
@@ -24,14 +24,14 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("amount", ["", "80 GiBs", "-1GB", "0", "1.2.3GB", "5iB", "much", 0, -1, 2.5, True, None, "80"])
-def test_what_is_no_number_of_bytes(amount: Any) -> None:
+def test_wrong_amounts_are_refused(amount: Any) -> None:
     with refused(ValueError, f"memory_bytes is {amount!r}", "GiB"):
         bytes_of("memory_bytes", amount)
 
 
-def test_dtypes() -> None:
-    for given in ("bf16", "bfloat16", torch.bfloat16):
-        assert float_dtype("dtype", given) is torch.bfloat16
+def test_dtypes_are_read_or_refused() -> None:
+    for dtype in ("bf16", "bfloat16", torch.bfloat16):
+        assert float_dtype("dtype", dtype) is torch.bfloat16
     assert float_dtype("dtype", None) is None
     wrong: Any
     for wrong in ("int8", torch.int8, "nn", "bfloat", 16):

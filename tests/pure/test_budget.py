@@ -1,4 +1,4 @@
-"""The cheapest choices of units that fit into memory, beside all choices; and the estimate of bytes alive."""
+"""The cheapest choices of units that fit into memory are found; and the estimate of bytes alive is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ CHOICES = st.builds(UnitCost, left=st.integers(0, 9), peak=st.integers(0, 20), c
 
 
 def fits(chosen: tuple[UnitCost, ...], budget: int) -> bool:
-    return all(sum(one.left for one in chosen[:index]) + choice.peak <= budget for index, choice in enumerate(chosen))
+    return all(
+        sum(earlier.left for earlier in chosen[:index]) + choice.peak <= budget for index, choice in enumerate(chosen)
+    )
 
 
 def least_cost(units: list[list[UnitCost]], budget: int) -> float | None:
@@ -32,7 +34,7 @@ def least_cost(units: list[list[UnitCost]], budget: int) -> float | None:
 
 
 @given(st.lists(st.lists(CHOICES, min_size=2, max_size=2), min_size=UNITS, max_size=UNITS), st.integers(0, 120))
-def test_no_worse_than_exhaustive_search(units: list[list[UnitCost]], budget: int) -> None:
+def test_the_cheapest_choices_are_as_good_as_exhaustive_search(units: list[list[UnitCost]], budget: int) -> None:
     expected, numbers = least_cost(units, budget), cheapest(units, budget)
     assert (expected is None) == (numbers is None)
     if numbers is None:
@@ -45,40 +47,41 @@ def test_no_worse_than_exhaustive_search(units: list[list[UnitCost]], budget: in
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight_bytes", [0, 20_000])
 def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
-    """Units of different sizes, each kept or gathered again."""
-    asked = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, reshard_after_forward=True)
+    # Units have different sizes. Each is kept or gathered again.
+    start = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, reshard_after_forward=True)
     units = [f"u{number}" for number in range(UNITS)]
     shapes: dict[str, dict[str, object]] = {
         f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
     }
-    search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)  # type: ignore[arg-type]
+    search = Search(model(start, *(f"{unit}.w" for unit in units), training=True, **shapes), start)  # type: ignore[arg-type]
     every = [
-        search.candidate(with_choices(dict(zip(units, one, strict=True)), search.sized[0]))
-        for one in product((PLAIN, KEPT), repeat=UNITS)
+        search.candidate(with_choices(dict(zip(units, choices, strict=True)), search.sized[0]))
+        for choices in product((PLAIN, KEPT), repeat=UNITS)
     ]
-    least, most = min(one.peak for one in every), max(one.peak for one in every)
+    least, most = min(choices.peak for choices in every), max(choices.peak for choices in every)
     for step in range(9):
         budget = least + (most - least) * step // 8
-        best = Search(search.lifted, asked).best(budget, lambda policy: 0)
+        best = Search(search.lifted, start).best(budget, lambda policy: 0)
         assert best is not None
         assert search.candidate(best).peak <= budget
-        assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
+        assert search.candidate(best).cost <= (1 + ROUNDING) * min(
+            choices.cost for choices in every if choices.peak <= budget
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_bytes_alive_of_a_schedule(stage: int) -> None:
-    """Two units of 8 x 8 numbers, 256 bytes each; the other values have 8 bytes."""
+def test_alive_bytes_count_gathered_units(stage: int) -> None:
     timeline = run(model(Policy(stage, reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
     alive = alive_bytes(timeline)
     gathers = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
     full = timeline.full_bytes(timeline.ops[gathers[0]])
     assert alive[gathers[0]] == full
-    both = 2 if stage == 2 else 1  # ZeRO-2 holds both when the second is gathered
-    assert both * full <= alive[gathers[1]] < both * full + 100
+    units = 2 if stage == 2 else 1  # ZeRO-2 still holds the first unit
+    assert units * full <= alive[gathers[1]] < units * full + 100
     assert len(gathers) == (2 if stage == 2 else 4)
 
 
-def test_a_candidate_by_unit() -> None:
+def test_a_candidate_has_figures_for_each_unit() -> None:
     lifted = model(Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w", "c.w")
     plain = Candidate(lifted, lifted.plan.policy)
     units = plain.units
@@ -88,12 +91,11 @@ def test_a_candidate_by_unit() -> None:
     kept = Candidate(lifted, Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0, keep_unsharded=units))
     assert kept.sent < plain.sent  # no second gather
     assert kept.cost < plain.cost
-    assert all(kept.left[unit] > plain.left[unit] for unit in units)  # but the parameter stays
+    assert all(kept.left[unit] > plain.left[unit] for unit in units)  # the parameter stays
     assert plain.flops == kept.flops == 0
 
 
-def test_what_is_repeated() -> None:
-    """A product's own count; else the elements that are written, here 5 of 8 bytes."""
+def test_repeating_costs_a_products_flops_or_the_written_elements() -> None:
     timeline = model(Policy(), "a.w").with_ops((), {"x": Value(24, "float32"), "y": Value(40, "float64")})
     product = Op(Kind.COMPUTE, ("x",), ("y",), work=Work.MATMUL, flops=60)
     assert flops_to_repeat(product, timeline) == 60

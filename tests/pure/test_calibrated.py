@@ -1,4 +1,4 @@
-"""Calibrated devices: curves, what collectives take from compute, files. Fixed constants, never a clock."""
+"""Calibrated devices: curves, the compute that collectives take, and files. Fixed constants; no clock is read."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def test_a_curve_is_a_line_from_point_to_point() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-9, 1e3)), min_size=1, unique_by=lambda point: point[0]))
-def test_more_takes_no_less_time(points: list[tuple[float, float]]) -> None:
+def test_a_larger_size_takes_no_less_time(points: list[tuple[float, float]]) -> None:
     curve = Curve.measured(points)
     sizes = sorted([size * factor for size, _ in points for factor in (0.5, 1, 1.5)])
     seconds = [curve.seconds(size) for size in sizes]
-    assert all(later >= one * (1 - 1e-9) for one, later in pairwise(seconds))
+    assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(seconds))
 
 
-def test_lines_take_what_their_class_of_work_takes() -> None:
+def test_lines_take_the_seconds_of_their_class_of_work() -> None:
     assert DEVICE.seconds(50, "float32", 7, "matmul") == 0.5
     assert DEVICE.seconds(50, "float32", 7, "attention") == 2
-    assert DEVICE.seconds(50, "float32", 7, "convolution") == 0.5  # not measured: as products
+    assert DEVICE.seconds(50, "float32", 7, "convolution") == 0.5  # not measured, so as products
     assert DEVICE.seconds(0, "float32", 10, "pointwise") == DEVICE.seconds(0, "", 10, "reduction") == 1
     assert DEVICE.seconds(0, "float32", 0, "view") == 0.5
 
@@ -87,13 +87,13 @@ def test_lines_take_what_their_class_of_work_takes() -> None:
         (lambda: ALONE.collective("gather", 2, 1, 100, 1, 1), "was calibrated with collectives of one rank alone"),
     ],
 )
-def test_what_was_not_measured_is_refused(call: Callable[[], object], words: str) -> None:
+def test_unmeasured_sizes_dtypes_and_ranks_are_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 
 
 def reduce_of(*, sharded: bool) -> Timeline:
-    """Two float32 gradients of 10 rows and 5 columns, in one bucket; compute of 150 FLOPs beside it."""
+    """Build a reduction of two float32 gradients of 10 rows and 5 columns, beside compute of 150 FLOPs."""
     params = tuple(make_param(name, (10, 5), "", Policy(3), sharded=sharded) for name in ("v", "w"))
     ops = (
         Op(Kind.REDUCE, ("gv", "gw"), ("fut",), ("v", "w")),
@@ -104,14 +104,14 @@ def reduce_of(*, sharded: bool) -> Timeline:
     return Timeline(ops, {"x": Value(4, "float32")}, Plan(Policy(3), Mesh.of(2), params))
 
 
-def test_a_launch_and_a_wait_hold_compute_up() -> None:
-    """Of 400 B the busiest rank sends 200, in 2 s of wire that take 1 s of the core: half of it."""
+def test_a_launch_and_a_wait_delay_compute() -> None:
+    # The busiest rank sends 200 of 400 B, in 2 s of wire that take 1 s of the core: half of it.
     timeline = reduce_of(sharded=True)
     cost = costs_of(timeline, DEVICE)[0]
     assert cost == Cost(sent_bytes=200, wire=(Lane.SHARD, 2.0), load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
     result = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
-    # beside the wire, compute has half of the core for 2 s; the wire is done when compute has 0.5 s to go
+    # beside the wire compute has half of the core for 2 s; then it has 0.5 s to go
     assert result == [
         ("compute", 0, 2.5, False),
         ("shard", 2.5, 4.5, False),
@@ -123,8 +123,8 @@ def test_a_launch_and_a_wait_hold_compute_up() -> None:
     assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire == (Lane.SHARD, 4.0)
 
 
-def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
-    """Rings of 2 s each that ask for a share of the core, beside computations; then a wait for the last."""
+def simulate(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
+    """Run rings of 2 s each, which take a share of the core, beside computations; then wait for the last ring."""
     lanes = Lanes()
     for number in range(wires):
         lanes.launch(number, f"fut{number}", (Lane.SHARD, 2.0), load)
@@ -134,18 +134,17 @@ def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float,
     return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in lanes.spans()]
 
 
-def test_a_ring_under_way_takes_its_share_of_the_core() -> None:
-    """If it asks for more than half, it gets half, as long as compute runs."""
-    assert ends(0.25, 3) == [("shard", 0, 2), ("compute", 0, 3.5)]
-    assert ends(0.25, 0.75) == [("shard", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
-    assert ends(0.0, 3) == [("shard", 0, 2), ("compute", 0, 3)]
-    assert ends(1.0, 3) == [("shard", 0, 4), ("compute", 0, 5)]
-    assert ends(1.0, 1, wires=2) == [("shard", 0, 3), ("shard", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
+def test_a_ring_in_flight_takes_its_share_of_the_core_but_at_most_half() -> None:
+    assert simulate(0.25, 3) == [("shard", 0, 2), ("compute", 0, 3.5)]
+    assert simulate(0.25, 0.75) == [("shard", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
+    assert simulate(0.0, 3) == [("shard", 0, 2), ("compute", 0, 3)]
+    assert simulate(1.0, 3) == [("shard", 0, 4), ("compute", 0, 5)]
+    assert simulate(1.0, 1, wires=2) == [("shard", 0, 3), ("shard", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
 
 
 @given(st.floats(0, 1), st.lists(st.floats(0.01, 5), min_size=1, max_size=6), st.integers(1, 4))
 def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wires: int) -> None:
-    result = ends(load, *compute, wires=wires)
+    result = simulate(load, *compute, wires=wires)
     computed = sum(end - start for lane, start, end in result if lane == "compute")
     end = max(end for _, _, end in result)
     assert computed >= sum(compute) * (1 - 1e-9)
@@ -154,13 +153,13 @@ def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wire
     assert end <= 2 * wires + sum(compute) + 1e-6
 
 
-def test_the_wire_of_one_of_several() -> None:
-    """Two collectives of 5 s whose launches and waits take 1 s: one of these is beside the wire, or delays it."""
+def test_the_wire_seconds_of_a_collective_are_measured_in_a_train_of_two() -> None:
+    # Two collectives of 5 s whose launch and wait take 1 s. A launch either overlaps the wire or delays it.
     for taken, elapsed in ((0.0, 11.0), (5.0, 12.0)):
         assert wire_seconds(elapsed, held=1.0, taken=taken, burst=2) == pytest.approx(5.0)
 
 
-def test_a_device_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_saved_device_is_read_back(tmp_path: Path) -> None:
     save_device(DEVICE, tmp_path / "device.json")
     assert load_device(tmp_path / "device.json") == DEVICE
 
@@ -179,8 +178,7 @@ def test_a_device_comes_back_from_its_file(tmp_path: Path) -> None:
         ('{"format": "thunder_zero device 1"}', "it has no 'products'"),
     ],
 )
-def test_other_files_are_refused(content: dict[str, object] | str, words: str, tmp_path: Path) -> None:
-    """A file with other entries, or with other text."""
+def test_damaged_and_foreign_files_are_refused(content: dict[str, object] | str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "device.json"
     save_device(DEVICE, path)
     path.write_text(content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content))

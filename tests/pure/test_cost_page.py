@@ -1,4 +1,4 @@
-"""Closed forms give published numbers, and docs/cost-model.md has the table of devices of the package."""
+"""Closed forms return published numbers, and docs/cost-model.md has the package's table of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
 # https://github.com/fattorib/ZeRO-transformer at b611190 reports 1.65 s a batch on a TPU v3-32: "2.638 PFLOP/s or 67%".
 # It takes cores for chips: 123 TFLOP/s are a chip's, and a v3-32 has 16. So its 67% is no yardstick.
 GPT, TOKENS, SECONDS = GptShape(layers=24, width=2048, hidden=8192, vocabulary=50304, length=1024), 512 * 1024, 1.65
-PUBLISHED = {  # what a closed form gives, and the number, to four digits
+PUBLISHED = {  # name -> result of a closed form, and the published number to four digits
     # C / W in bfloat16, https://jax-ml.github.io/scaling-book/training; FSDP has the bound of data parallelism
     "tokens a chip, TPU v2, data parallel": (tokens_to_hide(TPU_V2, stage=0), 181.5),
     "tokens a chip, TPU v2, FSDP": (tokens_to_hide(TPU_V2, stage=3), 181.5),
@@ -50,13 +50,13 @@ PUBLISHED = {  # what a closed form gives, and the number, to four digits
 }
 
 
-@pytest.mark.parametrize("what", PUBLISHED)
-def test_closed_forms_give_published_numbers(what: str) -> None:
-    gives, published = PUBLISHED[what]
-    assert float(f"{gives:.4g}") == published
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_closed_forms_return_published_numbers(name: str) -> None:
+    result, published = PUBLISHED[name]
+    assert float(f"{result:.4g}") == published
 
 
-def test_the_table_of_devices() -> None:
+def test_the_page_has_the_packages_devices() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert [row[0] for row in rows] == list(DEVICES)
     units = {"MiB": 1 << 20, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
@@ -66,11 +66,11 @@ def test_the_table_of_devices() -> None:
         return [float(number) * units[unit] for number, unit in result]
 
     for name, peaks, memory, inside, across, *_ in rows:
-        one = DEVICES[name]
+        device = DEVICES[name]
         assert {dtype: float(flops) for dtype, flops in re.findall(r"(\w+): ([\de.]+)", peaks)}.items() <= (
-            one.flops_per_second.items()
+            device.flops_per_second.items()
         )
-        assert sizes(memory) == pytest.approx([one.memory_bytes, one.memory_bytes_per_second])
-        assert sizes(inside) == [one.intra_node.bytes_per_second]
-        assert inside.replace(",", "").startswith(f"{one.devices_per_node} ")
-        assert sizes(across) == ([] if one.inter_node is None else [one.inter_node.bytes_per_second])
+        assert sizes(memory) == pytest.approx([device.memory_bytes, device.memory_bytes_per_second])
+        assert sizes(inside) == [device.intra_node.bytes_per_second]
+        assert inside.replace(",", "").startswith(f"{device.devices_per_node} ")
+        assert sizes(across) == ([] if device.inter_node is None else [device.inter_node.bytes_per_second])

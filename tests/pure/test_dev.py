@@ -1,4 +1,4 @@
-"""``./dev``: where torch comes from, what is installed when, what bad input gets. Nothing is installed here."""
+"""``./dev`` installs torch from the right index, reinstalls when needed, and refuses bad input. Pip is a mock here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DEV = Path(__file__).parents[2] / "dev"
 
 @pytest.fixture
 def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, in an empty repository with a .venv, on a machine without a GPU."""
-    monkeypatch.setattr("sys.dont_write_bytecode", True)  # it would lie beside the script
+    """Return the script as a module, in an empty repository with a .venv, on a machine without a GPU."""
+    monkeypatch.setattr("sys.dont_write_bytecode", True)  # otherwise a cache would lie beside the script
     loader = importlib.machinery.SourceFileLoader("dev", str(DEV))
     spec = importlib.util.spec_from_loader("dev", loader)
     assert spec is not None
@@ -31,28 +31,30 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def record_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> list[str]:
-    """What pip is asked for in each call, and from where if not from its index; the first ``fails`` calls fail."""
-    asked: list[str] = []
+    """Record the package and the index, if any, of each call of pip. Let the first ``fails`` calls fail."""
+    requests: list[str] = []
 
-    def pip_install(*what: str) -> int:
-        (*_, index) = ["", *(option.removeprefix("--index-url=") for option in what if "index-url" in option)]
-        asked.append(f"{what[-1]} {index}".strip())
-        return int(len(asked) <= fails)
+    def pip_install(*args: str) -> int:
+        (*_, index) = ["", *(option.removeprefix("--index-url=") for option in args if "index-url" in option)]
+        requests.append(f"{args[-1]} {index}".strip())
+        return int(len(requests) <= fails)
 
     monkeypatch.setattr(dev, "pip_install", pip_install)
-    return asked
+    return requests
 
 
-def test_where_torch_comes_from_and_when_it_installs_again(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU build from pip's index, or else from PyTorch's, or else what pip decides, as with a GPU or a torch."""
+def test_torch_comes_from_the_first_index_that_has_it_and_changes_are_reinstalled(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # First the CPU build from pip's index, then from PyTorch's, then pip's choice. With a GPU only pip's choice.
     sources = [dev.CPU_TORCH, f"{dev.CPU_TORCH} {dev.CPU_INDEX}"]
     for fails, tries in ((0, 1), (1, 2), (2, 2)):
-        asked = record_pip(dev, monkeypatch, fails)
+        requests = record_pip(dev, monkeypatch, fails)
         dev.install("test,plot")
         dev.install("test,plot")
-        assert asked == [*sources[:tries], ".[test,plot]"]
+        assert requests == [*sources[:tries], ".[test,plot]"]
         (dev.ROOT / "pyproject.toml").write_text(f"changed {fails}")
-    asked = record_pip(dev, monkeypatch)
+    requests = record_pip(dev, monkeypatch)
     monkeypatch.setattr(dev, "has_gpu", lambda: True)
     dev.install("test,plot")
     monkeypatch.setattr(dev, "has_gpu", lambda: False)
@@ -60,20 +62,20 @@ def test_where_torch_comes_from_and_when_it_installs_again(dev: ModuleType, monk
     torch.mkdir(parents=True)
     (torch / "version.py").touch()
     dev.install("lint")
-    assert asked == [".[test,plot]", ".[lint]"]
-    asked = record_pip(dev, monkeypatch, fails=1)
+    assert requests == [".[test,plot]", ".[lint]"]
+    requests = record_pip(dev, monkeypatch, fails=1)
     with pytest.raises(SystemExit, match="the installation failed"):
         dev.install("docs")
     dev.install("docs")
     dev.install("lint")
-    assert asked == [".[docs]"] * 2
+    assert requests == [".[docs]"] * 2
 
 
 def test_litgpt_is_installed_alone_beside_transformers(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requirements exclude each other; without it, its tests are skipped."""
+    # Their requirements exclude each other.
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(dev, "install_torch", lambda: None)
-    monkeypatch.setattr(dev, "pip_install", lambda *what: calls.append(what) or int("--no-deps" in what))
+    monkeypatch.setattr(dev, "pip_install", lambda *args: calls.append(args) or int("--no-deps" in args))
     dev.install(dev.EXTRAS["test"])
     assert calls == [("--editable", f".[{dev.EXTRAS['test']}]"), ("--no-deps", *dev.LITGPT)]
     assert "litgpt" not in dev.EXTRAS["test"]
@@ -82,8 +84,8 @@ def test_litgpt_is_installed_alone_beside_transformers(dev: ModuleType, monkeypa
 def test_bad_input_gets_one_sentence_and_bad_checks_a_code(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter([0, 2, 1, 1])
     monkeypatch.setattr(dev, "call", lambda *command, **env: next(codes))
-    assert dev.lint([]) == 2, "that of the worst check"
-    assert list(codes) == [], "the site is built, too"
+    assert dev.lint([]) == 2, "the code of the worst check"
+    assert list(codes) == [], "the site is built as well"
     monkeypatch.setattr(dev, "install", lambda extras: pytest.fail("nothing is installed"))
     assert dev.main("train") == 2
     with pytest.raises(SystemExit, match=r"this machine has no NVIDIA GPU, which \./dev gpu needs"):
@@ -94,7 +96,7 @@ def test_bad_input_gets_one_sentence_and_bad_checks_a_code(dev: ModuleType, monk
 
 
 def test_gpu_runs_the_tests_and_then_the_bench(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both, even if a test fails, and the exit status says so; the bench gets the tests' results and the options."""
+    # The bench runs even if a test fails. It gets the tests' results and the options.
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(dev, "has_gpu", lambda: True)
     monkeypatch.setattr(dev, "install", lambda extras: None)
@@ -106,7 +108,7 @@ def test_gpu_runs_the_tests_and_then_the_bench(dev: ModuleType, monkeypatch: pyt
 
 
 def test_docs_builds_the_site_or_serves_it(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strictly in both: a broken link is an error."""
+    # Both are strict: a broken link is an error.
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(dev, "install", lambda extras: None)
     monkeypatch.setattr(dev, "call", lambda *command, **env: calls.append(command[3:]) or 0)

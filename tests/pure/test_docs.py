@@ -1,4 +1,4 @@
-"""The documents name existing files and names, and leave none out."""
+"""The documents name only existing files, tests and names, and leave none out."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ LISTING = run_path(str(ROOT / "docs/listing.py"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_what_a_document_names_exists(document: Path) -> None:
-    """Links, files and tests."""
+def test_links_files_and_tests_of_a_document_exist(document: Path) -> None:
     text = document.read_text()
     links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
@@ -46,16 +45,16 @@ def test_the_architecture_lists_the_first_lines_of_all_modules() -> None:
 
 
 def test_the_package_has_the_messages_of_the_errors_page() -> None:
-    """Those that are not torch's or Thunder's, which tests/one/test_errors_page.py raises."""
+    # tests/one/test_errors_page.py raises the messages of torch and Thunder.
     page = (ROOT / "docs/errors.md").read_text()
     messages = re.findall(r"\*\*`([^`]+)`\*\*(?! \((?:torch|Thunder)\))", page)
     assert len(messages) > 30
-    said = [text for path in PACKAGE.rglob("*.py") for text in strings_of(path)]
-    assert [message for message in messages if not any(fits(" ".join(message.split()), text) for text in said)] == []
+    texts = [text for path in PACKAGE.rglob("*.py") for text in strings_of(path)]
+    assert [message for message in messages if not any(fits(" ".join(message.split()), text) for text in texts)] == []
 
 
 def strings_of(path: Path) -> list[str]:
-    """The texts of a module, with … in the place of what an f-string puts in."""
+    """Return the strings of a module, with … for the values of an f-string."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     parts = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
     constants = [
@@ -67,13 +66,13 @@ def strings_of(path: Path) -> list[str]:
 
 
 def fits(message: str, text: str) -> bool:
-    """Whether the fixed parts of a message stand in a text in this order."""
+    """Return whether a text has the fixed parts of a message in their order."""
     return (
         re.search(".*".join(re.escape(part.strip()) for part in message.split("…")), text.replace("`", "")) is not None
     )
 
 
-def test_the_changelog_names_what_is_exported() -> None:
+def test_the_changelog_names_every_exported_name() -> None:
     names = {name for package in ("", "tools", "schedule") for name in exported_by(PACKAGE / package / "__init__.py")}
     named = set(re.findall(r"`(\w+)`", CHANGELOG)) - {"thunder_zero"}
     assert names - named == set()
@@ -81,7 +80,7 @@ def test_the_changelog_names_what_is_exported() -> None:
 
 
 def homes(init: Path) -> set[tuple[str, str]]:
-    """What a package has from elsewhere, under its own name: modules and names."""
+    """Return the names that a package exports from its modules, with the modules."""
     imports = (node for node in ast.walk(ast.parse(init.read_text())) if isinstance(node, ast.ImportFrom))
     return {(node.module or "", alias.name) for node in imports for alias in node.names if alias.asname == alias.name}
 
@@ -90,7 +89,7 @@ def exported_by(init: Path) -> set[str]:
     return {name for _, name in homes(init)}
 
 
-def test_a_class_has_its_name_alone() -> None:
+def test_class_names_are_unique() -> None:
     trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
     names = Counter(name for tree in trees for name in names_in(tree))
     classes = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

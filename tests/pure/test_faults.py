@@ -1,4 +1,4 @@
-"""The table of planted faults fits the code; what no longer fits is told."""
+"""The table of planted faults fits the code, and a row that no longer fits is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_table_fits_the_code() -> None:
     assert outdated(read_faults()) == []
 
 
-def test_a_row_that_no_longer_fits_is_told(tmp_path: Path) -> None:
+def test_a_row_that_no_longer_fits_is_reported(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("ONE = 1\nTWO = 2\nTWO = 2\n")
     (tmp_path / "test_code.py").write_text("def test_one():\n    pass\n")
     assert outdated([ROW], tmp_path) == []

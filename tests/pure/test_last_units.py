@@ -1,4 +1,4 @@
-"""The last units of forward, kept unsharded for both phases without raising the peak."""
+"""The last units of forward stay unsharded for both phases, without raising the peak."""
 
 from __future__ import annotations
 
@@ -20,41 +20,39 @@ UNREAD = Use("e.bias", needed=False)
 
 
 @pytest.mark.parametrize(
-    ("policy", "units", "once"),
+    ("policy", "units", "kept"),
     [
-        (Policy(prefetch=0), UNITS, "e.w"),  # one at a time is alive: while e is used, or between the phases
-        (Policy(prefetch=1), UNITS, "d.w e.w"),  # one computes, one is under way; c is gathered when backward is at d
+        (Policy(prefetch=0), UNITS, "e.w"),  # one unit at a time is alive
+        (Policy(prefetch=1), UNITS, "d.w e.w"),  # one unit computes, one is in flight
         (Policy(), UNITS, "c.w d.w e.w"),
         (Policy(), "a.w b.w c.w", "a.w b.w c.w"),
     ],
 )
-def test_as_many_of_the_last_units_are_kept_unsharded_as_the_peak_has_room_for(
-    policy: Policy, units: str, once: str
-) -> None:
-    """A unit has 4 bytes: one computes, ``prefetch`` are in flight."""
+def test_the_last_units_are_kept_unsharded_as_far_as_the_peak_allows(policy: Policy, units: str, kept: str) -> None:
+    # A unit has 4 bytes. One unit computes, and ``prefetch`` units are in flight.
     after = run(model(policy, *units.split()))
-    assert after.plan.kept_unsharded == tuple(once.split())
-    assert gathered(after, backward=True) == dict.fromkeys(set(units.split()) - set(once.split()), 1)
-    again = run(model(replace(policy, reshard_after_forward=True), *units.split()))
-    assert again.plan.kept_unsharded == ()
-    assert gathered(again, backward=True) == dict.fromkeys(units.split(), 1)
-    assert max(gathered_bytes(after)) == max(gathered_bytes(again))
+    assert after.plan.kept_unsharded == tuple(kept.split())
+    assert gathered(after, backward=True) == dict.fromkeys(set(units.split()) - set(kept.split()), 1)
+    freed = run(model(replace(policy, reshard_after_forward=True), *units.split()))
+    assert freed.plan.kept_unsharded == ()
+    assert gathered(freed, backward=True) == dict.fromkeys(units.split(), 1)
+    assert max(gathered_bytes(after)) == max(gathered_bytes(freed))
 
 
 def test_a_unit_is_kept_unsharded_with_all_its_parameters() -> None:
-    """The bias is kept, too, although backward does not read it: the unit's gather carries it, and forward frees it."""
+    # Backward does not read the bias, but the unit's gather carries it, and forward frees it.
     after = run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD))
     assert after.plan.kept_unsharded == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}
     assert lines(after, Kind.FREE) == split("free d.w; free d.v; free e.bias; free e.w; free d.v; free d.w")
-    alone = run(model(Policy(), *UNITS.split(), Use("f.bias", needed=False)))
-    assert alone.plan.kept_unsharded == ("d.w", "e.w"), "nothing of f is alive in backward"
+    unread = run(model(Policy(), *UNITS.split(), Use("f.bias", needed=False)))
+    assert unread.plan.kept_unsharded == ("d.w", "e.w"), "backward reads nothing of f"
 
 
-def test_what_is_kept_unsharded_counts_as_gathered_ahead() -> None:
+def test_a_unit_kept_unsharded_counts_as_gathered_ahead() -> None:
     after = run(model(Policy(prefetch=2), *UNITS.split()))
-    others = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
-    assert lines(after.with_ops(others), backward=True) == split("""
+    forward_work = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
+    assert lines(after.with_ops(forward_work), backward=True) == split("""
         g <- gy; gw4 <- g y3; gx4 <- g e.w; free e.w; g_e.w <- gw4  # d and c are gathered ahead already
         gw3 <- gx4 y2; gather b.w; gx3 <- gx4 d.w; free d.w; g_d.w <- gw3  # right before the first read of d
         gw2 <- gx3 y1; gather a.w; gx2 <- gx3 c.w; free c.w; g_c.w <- gw2  # right before the first read of c
@@ -64,7 +62,7 @@ def test_what_is_kept_unsharded_counts_as_gathered_ahead() -> None:
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
-def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None:
+def test_the_largest_number_that_fits_takes_few_tries(fitting: int, limit: int) -> None:
     tried: list[int] = []
 
     def fits(number: int) -> bool:
@@ -79,5 +77,5 @@ def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None
 @given(timelines())
 def test_the_peak_does_not_rise(timeline: Timeline) -> None:
     peaks = [max(gathered_bytes(run(with_policy(timeline, reshard_after_forward=frees)))) for frees in (None, True)]
-    once, again = peaks
-    assert once <= again
+    kept, freed = peaks
+    assert kept <= freed

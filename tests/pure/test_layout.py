@@ -1,4 +1,4 @@
-"""Shard arithmetic: sums over ranks give the whole, and bytes sent are the formulas of the stages' table."""
+"""Shards of all ranks add up to the whole, and sent bytes follow the formulas of the stages' table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = st.integers(1, 16)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-def test_the_picture_in_the_docstring() -> None:
+def test_the_picture_in_the_docstring_is_right() -> None:
     assert [layout.row_range(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert layout.stored_rows(5, 4) == 2
     assert [layout.padding_rows(5, 4, rank) for rank in range(4)] == [0, 0, 1, 2]
@@ -60,8 +60,8 @@ def test_each_element_is_stored_owned_and_sent_once(shape: tuple[int, ...], worl
 def test_fewer_rows_than_ranks_leaves_the_last_ranks_with_padding_only() -> None:
     assert [layout.owned_numel((2, 3), 4, rank) for rank in range(4)] == [3, 3, 0, 0]
     assert layout.shard_shape((2, 3), 4) == (1, 3)
-    assert [layout.gather_sends((2, 3), 4, rank) for rank in range(4)] == [9, 9, 0, 0]  # own 3 elements, to 3 others
-    assert [layout.scatter_sends((2, 3), 4, rank) for rank in range(4)] == [3, 3, 6, 6]  # what others own
+    assert [layout.gather_sends((2, 3), 4, rank) for rank in range(4)] == [9, 9, 0, 0]  # 3 elements to each of 3 peers
+    assert [layout.scatter_sends((2, 3), 4, rank) for rank in range(4)] == [3, 3, 6, 6]  # the elements that peers own
 
 
 # On meshes
@@ -83,7 +83,7 @@ COPIES = Mesh.of(2, 1, replicas=3, copy=2)
         ((), COPIES, False, (), (), slice(None), slice(None), 0, 1, 6),
     ],
 )
-def test_the_geometry_of_a_parameter(
+def test_a_geometry_has_the_shapes_and_rows_of_its_mesh(
     shape: tuple[int, ...],
     mesh: Mesh,
     is_cut: bool,
@@ -112,9 +112,9 @@ def test_an_axis_that_no_mesh_has_is_named() -> None:
 
 def test_parts_of_a_gradient_are_summed_over_slices() -> None:
     mesh = Mesh.of(2, 1, replicas=3, copy=2, slices=4, part=3)
-    cut, whole = (Geometry((12, 8), mesh, is_cut, is_partial=True) for is_cut in (True, False))
-    assert (cut.reduced_over, whole.reduced_over) == (("shard", "replicate", "tensor"), ("all", "tensor"))
-    assert mesh.batches == 6, "a sum over slices, no mean"
+    cut, replicated = (Geometry((12, 8), mesh, is_cut, is_partial=True) for is_cut in (True, False))
+    assert (cut.reduced_over, replicated.reduced_over) == (("shard", "replicate", "tensor"), ("all", "tensor"))
+    assert mesh.batches == 6, "gradients are summed over slices, not averaged"
     assert Geometry((12, 8), Mesh.of(2, 0, slices=1), True, is_partial=True).reduced_over == ("shard",)
 
 

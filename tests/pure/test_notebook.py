@@ -1,4 +1,4 @@
-"""The small pictures of notebooks."""
+"""The small pictures of notebooks have the shapes of their values, and escape text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_a_curve_has_a_step_for_each_value_and_marks_the_highest() -> None:
     assert "<svg" in curve([], "nothing")
 
 
-def test_bars_that_touch_are_one_and_waits_are_told_apart() -> None:
-    many = [(index / 100, (index + 1) / 100, False) for index in range(100)]
-    assert lanes({"compute": many}, "x").count("<rect") == 1
+def test_touching_bars_merge_but_waits_stay_apart() -> None:
+    spans = [(index / 100, (index + 1) / 100, False) for index in range(100)]
+    assert lanes({"compute": spans}, "x").count("<rect") == 1
     picture = lanes({"compute": [(0.0, 1.0, False), (1.0, 2.0, True)], "wire": [(1.0, 2.0, False)]}, "x")
     lefts = [float(left) for left in re.findall(r'<rect x="([\d.]+)"', picture)]
     assert lefts == [0, WIDTH / 2, WIDTH / 2]
@@ -27,7 +27,7 @@ def test_bars_that_touch_are_one_and_waits_are_told_apart() -> None:
     assert picture.count("<text") == 2
 
 
-def test_what_is_shown_is_text() -> None:
+def test_names_and_values_are_escaped() -> None:
     form = small("a <b>", {"x & y": "<i>"}, curve([1], 'a "b"'))
     assert "a &lt;b&gt;" in form
     assert "<i>" not in form

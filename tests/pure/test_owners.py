@@ -1,4 +1,4 @@
-"""Owners of whole parameters: each has one, they share the work, and no sender of a bucket carries twice its share."""
+"""Each whole parameter has one owner; owners share the work; no sender of a bucket carries twice its share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_piece_has_one_owner_and_travels_once(
         assert len({pieces[number].kind for number in bucket.numbers}) == 1
         nbytes = [pieces[number].nbytes for number in bucket.numbers]
         assert sum(nbytes) <= max(bucket_bytes, ranks * nbytes[0])
-    assert buckets == assign(list(reversed(pieces)), ranks, bucket_bytes), "by number, not by the order given"
+    assert buckets == assign(list(reversed(pieces)), ranks, bucket_bytes), "the order of the pieces does not matter"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -46,7 +46,7 @@ def test_no_sender_of_a_gpts_bucket_carries_twice_its_share(ranks: int) -> None:
     assert max(totals) < 1.15 * sum(totals) / ranks, totals
 
 
-def test_the_largest_goes_first_and_later_parameters_go_to_idle_ranks() -> None:
+def test_the_largest_piece_goes_first_and_later_pieces_go_to_idle_ranks() -> None:
     works = (9, 8, 7, 3, 3, 1)
     pieces = [Piece(number, work, 5) for number, work in enumerate(works)]
     first, second = assign(pieces, 2, 15)
@@ -56,6 +56,6 @@ def test_the_largest_goes_first_and_later_parameters_go_to_idle_ranks() -> None:
     assert more.owners == (0,)
 
 
-def test_work_is_of_products() -> None:
+def test_the_work_of_a_shape_is_that_of_its_products() -> None:
     works = {(4, 6): 4 * 6 * 4, (8, 2, 3, 3): 8 * 18 * 8, (5,): 5, (): 1, (0, 3): 0}
     assert {shape: work_of_shape(shape) for shape in works} == works

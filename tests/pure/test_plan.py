@@ -1,4 +1,4 @@
-"""Plans of real module trees, on the meta device: units, ties, lifetimes, bytes, and what bad input gets."""
+"""Plans of module trees on the meta device have the right units, ties, lifetimes and bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.
 
 
 @cache
-def of_gpt(tied: bool = True) -> Plan:
+def plan_gpt(tied: bool = True) -> Plan:
     return make_plan(on_meta(lambda: gpt(tied)), ZERO3, Mesh.of(2))
 
 
@@ -76,21 +76,23 @@ def test_the_default_rule_finds_the_repeated_blocks(build: Callable[[], nn.Modul
     assert repeated_blocks(on_meta(build)) == units
 
 
-def test_each_parameter_belongs_to_one_unit_and_what_is_outside_to_the_root_unit() -> None:
-    plan = of_gpt()
+def test_a_parameter_belongs_to_one_unit_or_to_the_root_unit() -> None:
+    plan = plan_gpt()
     assert plan.by_name["transformer.h.1.up.weight"].unit == "transformer.h.1"
     outside = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     assert {param.path for param in plan.params if param.unit == ROOT} == {f"transformer.{name}" for name in outside}
-    assert plan.units == (ROOT, "transformer.h.0", "transformer.h.1", "transformer.h.2"), "in the module's order"
+    assert plan.units == (ROOT, "transformer.h.0", "transformer.h.1", "transformer.h.2"), (
+        "units have the module's order"
+    )
 
 
-def test_a_unit_rule_of_ones_own_and_the_innermost_unit_wins() -> None:
+def test_the_innermost_unit_of_a_custom_rule_wins() -> None:
     policy = replace(ZERO3, unit_of=lambda module: ("transformer", "transformer.h.1"))
     params = make_plan(on_meta(gpt), policy, Mesh.of(2)).by_name
     assert params["transformer.h.1.norm.weight"].unit == "transformer.h.1"
     assert params["transformer.h.0.norm.weight"].unit == "transformer"
     blocks = make_plan(on_meta(lambda: nn.ModuleList([Block() for _ in range(11)])), ZERO3, Mesh.of(2))
-    assert blocks.by_name["10.norm.weight"].unit == "10", "a unit is no prefix of a name"
+    assert blocks.by_name["10.norm.weight"].unit == "10", "unit 1 does not contain module 10"
 
 
 def test_the_last_override_that_fits_decides() -> None:
@@ -102,21 +104,23 @@ def test_the_last_override_that_fits_decides() -> None:
 
 
 def test_a_tied_parameter_is_one_parameter_with_two_names() -> None:
-    tied = of_gpt().by_name["lm_head.weight"]
+    tied = plan_gpt().by_name["lm_head.weight"]
     assert tied.names == ("transformer.wte.weight", "lm_head.weight")
-    assert of_gpt().by_name["transformer.wte.weight"] is tied
-    assert len(of_gpt(tied=False).params) == len(of_gpt().params) + 1
+    assert plan_gpt().by_name["transformer.wte.weight"] is tied
+    assert len(plan_gpt(tied=False).params) == len(plan_gpt().params) + 1
 
 
 @pytest.mark.parametrize(
     ("policy", "sharded", "resident", "kept"),
     [(DDP, False, False, True), (ZERO1, True, True, True), (ZERO2, True, False, True), (ZERO3, True, False, False)],
 )
-def test_the_table_of_the_stages(policy: Policy, sharded: bool, resident: bool, kept: bool) -> None:
+def test_stages_shard_and_keep_parameters_as_in_their_table(
+    policy: Policy, sharded: bool, resident: bool, kept: bool
+) -> None:
     for param in make_plan(linear(), policy, Mesh.of(4)).params:
         assert (param.sharded, param.resident, param.kept_unsharded) == (sharded, resident, kept)
     per_unit = make_plan(linear(), replace(policy, gather_per_unit=True), Mesh.of(2)).by_name["weight"]
-    assert per_unit.gather_per_unit == (policy is ZERO3), "only for what is freed"
+    assert per_unit.gather_per_unit == (policy is ZERO3), "only parameters that are freed"
     assert not make_plan(linear(), policy, Mesh.of(2)).by_name["weight"].gather_per_unit
 
 
@@ -127,28 +131,28 @@ def test_zero_dimensional_and_empty_parameters_are_always_replicated(shape: tupl
         assert (param.sharded, param.resident, param.kept_unsharded) == (False, False, True)
 
 
-def test_shapes_dtypes_and_bytes() -> None:
+def test_a_parameter_has_the_shapes_dtypes_and_bytes_of_arithmetic() -> None:
     module = parameter((5, 3), torch.bfloat16)
     plan = make_plan(module, ZERO3, Mesh.of(4, 2))
     (param,) = plan.params
     assert (param.shape, param.dtype, param.full_bytes) == ((5, 3), torch.bfloat16, 30)
     assert plan.shard_shape(param) == (2, 3)  # ceil(5 / 4) rows
-    assert plan.gather_bytes(param) == 1 * 3 * 2 * 3  # rank 2 owns row 4, sends it to 3 others
-    assert plan.reduce_bytes(param) == 4 * 3 * 2  # the 4 rows that others own
+    assert plan.gather_bytes(param) == 1 * 3 * 2 * 3  # rank 2 owns row 4 and sends it to 3 peers
+    assert plan.reduce_bytes(param) == 4 * 3 * 2  # the 4 rows that peers own
     replicated = make_plan(module, DDP, Mesh.of(4, 2))
     assert replicated.shard_shape(replicated.params[0]) == (5, 3)
     assert replicated.gather_bytes(replicated.params[0]) == 0
     assert replicated.reduce_bytes(replicated.params[0]) == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
-    assert plan.params == make_plan(module, ZERO3, Mesh.of(4)).params, "the same for all ranks"
+    assert plan.params == make_plan(module, ZERO3, Mesh.of(4)).params, "all ranks have equal params"
     frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, Mesh.of(4)).params[0]
     assert (param.requires_grad, frozen.requires_grad) == (True, False)
 
 
-def test_a_slice_counts_alone() -> None:
+def test_a_slice_counts_as_a_parameter() -> None:
     module = parameter((8, 3), torch.bfloat16)
     plan = make_plan(module, replace(ZERO3, replicate_below_bytes=25), Mesh.of(2, 1, slices=2), {"p": 0})
     (param,) = plan.params
-    assert (param.shape, param.sliced, param.sharded) == ((4, 3), 0, False), "24 bytes are too few to be cut"
+    assert (param.shape, param.sliced, param.sharded) == ((4, 3), 0, False), "24 bytes are below replicate_below_bytes"
     plan = make_plan(module, ZERO3, Mesh.of(2, 1, slices=2), {"p": 0})
     (param,) = plan.params
     assert (param.shape, plan.whole_shape(param), plan.shard_shape(param)) == ((4, 3), (8, 3), (2, 3))
@@ -167,7 +171,9 @@ def test_a_slice_counts_alone() -> None:
         (1 << 10, 2, Policy(in_flight_bytes=7), 7),
     ],
 )
-def test_the_bytes_in_flight(width: int, blocks: int, policy: Policy, expected: int) -> None:
+def test_the_bytes_in_flight_follow_the_largest_units_or_the_policy(
+    width: int, blocks: int, policy: Policy, expected: int
+) -> None:
     with torch.device("meta"):
         module = nn.Module()
         module.head = nn.Linear(width, 2 * width, bias=False)
@@ -182,11 +188,11 @@ def test_policies_are_frozen() -> None:
         ZERO3.stage = 2  # type: ignore[misc]
 
 
-def test_a_policy_shows_what_is_not_a_default_and_few_of_many_paths() -> None:
+def test_a_policy_shows_only_changed_fields_and_few_paths() -> None:
     assert repr(Policy(prefetch=0)) == "Policy(stage=3, prefetch=0)"
-    many = Policy(stage=2, ignored=tuple(f"blocks.{number}" for number in range(200)))
-    assert repr(many).endswith("'blocks.3', ... 196 more))")
-    assert "prefetch" not in repr(many)
+    policy = Policy(stage=2, ignored=tuple(f"blocks.{number}" for number in range(200)))
+    assert repr(policy).endswith("'blocks.3', ... 196 more))")
+    assert "prefetch" not in repr(policy)
 
 
 def test_a_plan_shows_a_summary_on_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Steps are shown on stderr: as a bar in a terminal, otherwise as lines."""
+"""Steps are shown on stderr: as a bar on a terminal, otherwise as lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thunder_zero.tools.printing.progress import show_steps
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_steps_are_lines_and_in_a_terminal_a_bar(
+def test_steps_are_lines_or_a_bar_on_a_terminal(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):
@@ -24,6 +24,6 @@ def test_steps_are_lines_and_in_a_terminal_a_bar(
     if is_terminal:
         assert "1/2" in err
         assert "leaps" in err
-        assert "\u2501" in err  # of a bar
+        assert "\u2501" in err  # a bar
     else:
         assert err == "plan 0/2 looks\nplan 1/2 leaps\n"

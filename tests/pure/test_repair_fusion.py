@@ -1,4 +1,4 @@
-"""What a fuser may do to a good schedule, and that ``repair_fusion`` repairs it."""
+"""``repair_fusion`` repairs what a fuser may do to a good schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREE = Policy(stage=3, reshard_after_forward=True)
 
 
 def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:
-    """The scheduled timeline without its frees, in which the given operation of backward reads ``extra`` too."""
+    """Return the schedule without frees, in which an operation of backward also reads ``extra``."""
     ops = [op for op in timeline.ops if op.kind is not Kind.FREE]
     positions = [index for index, op in enumerate(ops) if op.backward and op.kind is Kind.COMPUTE and op.writes]
     index = positions[reader]

@@ -22,7 +22,7 @@ def test_a_period_that_occurs_twice_is_repeated() -> None:
 
 
 @pytest.mark.parametrize(("signs", "marks"), [("abcdecdfg", [2, 5]), ("abcd", [1]), ("abcbd", [1, 1]), ("", [])])
-def test_one_that_occurs_once_is_not(signs: str, marks: list[int]) -> None:
+def test_a_period_that_occurs_once_is_not_repeated(signs: str, marks: list[int]) -> None:
     assert find_period(signs, marks) is None
 
 

@@ -1,4 +1,4 @@
-"""The site: links of files that it shows where they are, what it refuses to fetch, names in its tables."""
+"""The site: links lead to its pages, pages fetch nothing, and the tables name what exists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_links_lead_to_pages_of_the_site(page: str, text: str, turned: str) -> N
     assert PAGES["shown"](page, text) == turned
 
 
-def test_every_file_outside_of_docs_has_a_page_and_back() -> None:
+def test_every_file_outside_of_docs_has_a_page_that_leads_back() -> None:
     for file in ("README.md", "CHANGELOG.md", "examples/README.md", "docs/memory.md", "examples/gpt.py", "LICENSE"):
         assert PAGES["file_of"](PAGES["page_of"](file)) == file
     assert all((ROOT / file).is_file() for file in PAGES["PAGES"])
@@ -55,14 +55,13 @@ def test_a_page_that_fetches_something_is_found(text: str) -> None:
     assert PAGES["fetched"](f"<p>before</p>{text}<p>after</p>")
 
 
-def test_links_and_own_files_are_no_fetches() -> None:
-    own = '<a href="https://a.org">a</a><link rel=canonical href=https://a.org/><script src="step.js"></script>'
-    assert PAGES["fetched"](own) == []
+def test_links_and_the_sites_own_files_are_no_fetches() -> None:
+    html = '<a href="https://a.org">a</a><link rel=canonical href=https://a.org/><script src="step.js"></script>'
+    assert PAGES["fetched"](html) == []
 
 
 @pytest.mark.parametrize("page", COMING_FROM, ids=lambda path: path.stem)
-def test_the_right_columns_name_what_exists(page: Path) -> None:
-    """Arguments and names of thunder_zero, in the tables of those who come from other libraries."""
+def test_the_tables_of_migration_pages_name_existing_arguments_and_names(page: Path) -> None:
     rows = re.findall(r"^\| .* \| (.*) \|$", page.read_text(), re.MULTILINE)
     code = " ".join(part for row in rows[1:] for part in re.findall(r"`([^`]+)`", row))
     assert len(rows) > 10
@@ -77,8 +76,7 @@ def test_the_right_columns_name_what_exists(page: Path) -> None:
     assert names
 
 
-def test_the_site_has_all_pages() -> None:
-    """Each page of docs/ stands in the navigation; mkdocs says so, too, where it is installed."""
+def test_the_navigation_has_all_pages() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages | set(PAGES["PAGES"].values()) == set(re.findall(r": ([\w/.-]+\.md)$", navigation, re.MULTILINE))
