@@ -74,7 +74,7 @@ def test_submodules_that_thunder_gets_wrong_are_refused() -> None:
         with refused(RuntimeError, "submodule 'part", "of Sequential", *words):
             shard(module)
         assert all(param is before[name] for name, param in module.named_parameters()), "nothing was sharded"
-        missed -= {part for part in PARTS if any(map(part.is_it, module.modules()))}
+        missed -= {part for part in PARTS if any(map(part.matches, module.modules()))}
     assert not missed, "every row has a case"
     with refused(RuntimeError, "'1.weight' of Sequential is a lazy module's", "with a batch before sharding"):
         shard(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))

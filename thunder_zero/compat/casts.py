@@ -1,7 +1,7 @@
-"""needed while: Thunder interprets twice as much for hooks that cast as for a method that does.
+"""needed while: Thunder interprets twice as much for hooks that cast as for a method that casts.
 
 Casts inputs and outputs of modules to the dtypes of mixed precision: a submodule's class is replaced by a subclass
-whose forward casts, as torch's ``fully_shard`` does with the modules that it shards.
+whose forward casts. Torch's ``fully_shard`` also replaces the classes of modules.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ OTHERS = (tuple, list, set, frozenset, deque)
 
 
 def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) -> tuple[Any, Any]:
-    """Return the arguments of the root module, cast before Thunder sees them, as in FSDP2."""
+    """Return the arguments of the root module, cast before Thunder reads them, as in FSDP2."""
     dtype, _ = precision.border("", None)
     return _cast(args, dtype, name), _cast(kwargs, dtype, name)
 
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
-    """Make the module cast its outputs, and the submodules of an override cast their inputs and outputs."""
+    """Make the module cast its outputs, and submodules with an override cast their inputs and outputs."""
     for submodule, kind in _casting(module, precision).items():
         submodule.__class__ = kind
 
@@ -37,30 +37,30 @@ def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
 @contextmanager
 def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[None]:
     """Apply :func:`cast_borders` inside the block only."""
-    before = {submodule: type(submodule) for submodule in _casting(module, precision)}
+    classes = {submodule: type(submodule) for submodule in _casting(module, precision)}
     cast_borders(module, precision)
     try:
         yield
     finally:
-        for submodule, kind in before.items():
-            submodule.__class__ = kind
+        for submodule, module_class in classes.items():
+            submodule.__class__ = module_class
 
 
 @contextmanager
 def without_casts(module: nn.Module) -> Iterator[None]:
     """Undo :func:`cast_borders` inside the block."""
-    casting = {submodule: type(submodule) for submodule in module.modules() if BORDER in vars(type(submodule))}
-    for submodule, kind in casting.items():
-        submodule.__class__ = kind.__base__  # type: ignore[assignment]
+    classes = {submodule: type(submodule) for submodule in module.modules() if BORDER in vars(type(submodule))}
+    for submodule, module_class in classes.items():
+        submodule.__class__ = module_class.__base__  # type: ignore[assignment]
     try:
         yield
     finally:
-        for submodule, kind in casting.items():
-            submodule.__class__ = kind
+        for submodule, module_class in classes.items():
+            submodule.__class__ = module_class
 
 
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
-    """Return the subclass that each module gets, if it casts anything."""
+    """Return the new class of each module that casts inputs or outputs."""
     kinds: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
         dtype = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
@@ -75,7 +75,7 @@ def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, ty
 def _subclass(
     name: str, kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> Any:
-    """Return a subclass whose forward casts; None as a dtype casts nothing."""
+    """Return a subclass whose forward casts; a dtype of None means no cast."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cast(args, input_dtype, self), _cast(kwargs, input_dtype, self)
@@ -90,7 +90,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
     ``owner`` is a submodule, or the name of the root module. Thunder would check a submodule's name in each forward.
 
     Raises:
-        TypeError: the structure has tensors, and no type that can be built again.
+        TypeError: the structure has tensors, and its type cannot be rebuilt from its items.
     """
     if dtype is None:
         return tree
@@ -105,10 +105,10 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
         return OrderedDict([(key, _cast(item, dtype, owner)) for key, item in tree.items()])
     if is_namedtuple_class(kind):
         return kind(*[_cast(item, dtype, owner) for item in tree])
-    names, can_be_made = fields_of(tree)
+    names, is_rebuildable = fields_of(tree)
     if names:
         items = _attributes(tree, *names)
-        if can_be_made:
+        if is_rebuildable:
             return kind(**{name: _cast(item, dtype, owner) for name, item in zip(names, items, strict=True)})
     else:
         items = list(tree.values()) if isinstance(tree, dict) else list(tree) if isinstance(tree, OTHERS) else []
@@ -121,7 +121,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
 
 
 def fields_of(tree: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the field names of a dataclass, and whether its constructor takes them all; no names of other values."""
+    """Return the field names of a dataclass, and whether the constructor takes all; no names for other values."""
     if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
         return (), False
     fields = dataclasses.fields(tree)

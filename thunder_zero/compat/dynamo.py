@@ -1,7 +1,7 @@
-"""needed while: past a limit dynamo runs code without a graph, and says where and why in private.
+"""needed while: past a limit dynamo runs code without a graph, for reasons under private names.
 
-In: a module, and a backend for its graphs. Out: a function that calls the module as captured; and, of each graph, the
-user's line where it ended, why it was compiled again, and whether it holds for all grad modes.
+In: a module, and a backend for its graphs. Out: a function that calls the captured module. Also, for each graph: the
+user's line where the graph ended, why it was compiled again, and whether it is valid in all grad modes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from thunder_zero.compat.private import (
 )
 
 ANY_NUMBER = 1 << 30
-MOST = 200  # characters of torch's error in ours
+MOST = 200  # characters of torch's message in our message
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
@@ -66,14 +66,14 @@ def capture(
 ) -> Callable[..., Any]:
     """Return a function that calls a module, whose forward dynamo captures.
 
-    Programs that other models have of the same code do not count for dynamo's limits.
+    Programs of other models with equal code do not count for dynamo's limits.
 
     Args:
-        module: it loses the marks that torch and Lightning put on a compiled module.
-        backend: gets each graph.
-        compiling: returns the context in which dynamo compiles a function. Programs run outside of it.
-        dynamic: as in ``torch.compile``.
-        whole: raise where forward is more than one graph.
+        module: the module; the attributes by which torch and Lightning mark a compiled module are removed.
+        backend: a function that gets each graph.
+        compiling: a function that returns the context in which dynamo compiles. Programs run outside of the context.
+        dynamic: the argument of ``torch.compile``.
+        whole: True to raise if forward is more than one graph.
     """
     options: Any = {"dynamic": dynamic, "fullgraph": whole, "isolate_recompiles": True}
     captured: Any = torch.compile(module, backend=backend, **options)
@@ -85,7 +85,7 @@ def capture(
 
 
 def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Return dynamo's compiler of functions, which now runs in a context."""
+    """Return dynamo's compiler of functions, wrapped so that it runs in a context."""
 
     def converted(*args: Any, **kwargs: Any) -> Any:
         with compiling():
@@ -96,29 +96,29 @@ def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Call
 
 
 def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
-    """Return the error of the operator if dynamo wrapped it, or else the error itself; and the user's stack."""
+    """Return the operator's error if dynamo wrapped it, or the given error; and the user's stack."""
     if not isinstance(error, TorchRuntimeError):
         return error, list(extract_tb(error.__traceback__))
     raised: BaseException = error
-    while (before := raised.__cause__ or raised.__context__) is not None:
-        raised = before
+    while (cause := raised.__cause__ or raised.__context__) is not None:
+        raised = cause
     return raised if isinstance(raised, Exception) else error, list(error.real_stack)
 
 
 def users_line(stack: str) -> tuple[str, int] | None:
     """Return the file and number of the user's line in the text of a stack.
 
-    It is the innermost line that is neither in torch nor in this package.
+    The user's line is the innermost line that is neither in torch nor in this package.
     """
     frames = [(file, int(number)) for file, number in FRAME.findall(stack) if not file.startswith(NOT_USERS)]
     return frames[-1] if frames else None
 
 
 def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exception]:
-    """Return a sentence that says why a model could not be traced, and the error behind it.
+    """Return a sentence that says why a model could not be traced, and the error that caused it.
 
     Args:
-        error: what dynamo raised.
+        error: the exception that dynamo raised.
         name: the name of the model's class.
         slices: the number of ranks of tensor parallelism.
     """
@@ -141,26 +141,26 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
 
 @contextmanager
 def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[None]:
-    """Set dynamo up for a model of ours inside the block, in which it compiles one function.
+    """Change dynamo's settings inside the block, in which dynamo compiles one function of our model.
 
-    Everything is put back afterwards: other models are compiled by an unchanged dynamo.
+    All settings are restored afterwards, so other models are compiled by an unchanged dynamo.
 
     Args:
-        breaks: gets one sentence for each graph that dynamo ends. It says where and why.
-        kinds: the classes of placeholders. Dynamo treats their tensors as plain parameters.
+        breaks: a list to which a sentence is appended for each graph that dynamo ends, with the place and the reason.
+        kinds: the classes of placeholders. Dynamo treats placeholders as plain parameters.
     """
-    earlier = len(graph_break_reasons)  # dynamo keeps the reasons of all that this process compiled
-    FAKES.addFilter(_is_no_failure)
+    earlier = len(graph_break_reasons)  # dynamo keeps the reasons of all graphs of the process
+    FAKES.addFilter(_is_no_error)
     with (
         _plain_parameters(kinds),
         _functions_in_graphs(kinds),
-        _noted_questions(),
+        _noted_reads(),
         dynamo_config.patch(
             allow_rnn=True,
             skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
-            use_numpy_random_stream=True,  # as the plain module draws
-            recompile_limit=ANY_NUMBER,  # for one function: our caller drops the oldest program
-            accumulated_recompile_limit=ANY_NUMBER,  # for all models together
+            use_numpy_random_stream=True,  # draws the numbers that the plain module draws
+            recompile_limit=ANY_NUMBER,  # a limit for one function: our caller drops the oldest program
+            accumulated_recompile_limit=ANY_NUMBER,  # a limit for all models together
             ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
             reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
         ),
@@ -168,7 +168,7 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
         try:
             yield
         finally:
-            FAKES.removeFilter(_is_no_failure)
+            FAKES.removeFilter(_is_no_error)
             breaks += map(_sentence, graph_break_reasons[earlier:])
 
 
@@ -186,9 +186,9 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
     """Let dynamo treat tensors of these classes as plain tensors, or parameters, inside the block.
 
-    Otherwise ``has_torch_function`` is true where a function of torch that dynamo traces into, such as ``F.rms_norm``,
-    asks for it, and dynamo cannot trace the code that follows. Methods that torch has in Python (``w.norm()``), rows
-    (``a, b = w``) and ``type(w)`` would not be a parameter's either.
+    Otherwise ``has_torch_function`` would be true in functions of torch that dynamo traces into, such as
+    ``F.rms_norm``, and dynamo cannot trace the code that follows. Methods that torch has in Python (``w.norm()``), rows
+    (``a, b = w``) and ``type(w)`` would also differ from a parameter's.
     """
     home: Any = builder
     subclass_of = home.infer_subclass_type
@@ -196,7 +196,7 @@ def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager
 
 
 def _functions_in_graphs(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
-    """Put an autograd function that is given a placeholder into the graph as one call, if dynamo cannot trace it.
+    """Put an autograd function of a placeholder into the graph as one call, if dynamo cannot trace the function.
 
     AOTAutograd traces the call. Outside of graphs the function would read parameters that nothing gathers.
     """
@@ -222,71 +222,72 @@ def _functions_in_graphs(kinds: tuple[type[Tensor], ...]) -> AbstractContextMana
 
 
 def _is_given(kinds: tuple[type[Tensor], ...], variable: Any) -> bool:
-    """Return whether a value that dynamo traces is an input of the graph, of one of these classes."""
+    """Return whether a value that dynamo traces is an input of the graph, and of a class in ``kinds``."""
     node = variable.as_proxy().node if variable.is_tensor() else None
-    source = None if node is None else node.meta.get("grapharg")
-    return source is not None and isinstance(source.example, kinds)
+    grapharg = None if node is None else node.meta.get("grapharg")
+    return grapharg is not None and isinstance(grapharg.example, kinds)
 
 
 def floats_constant() -> Any:
-    """Let dynamo make no symbols of floats, such as the epsilon of a norm, inside the block."""
+    """Make dynamo specialise on floats, such as the epsilon of a norm, inside the block."""
     return dynamo_config.patch(specialize_float=True)
 
 
-def _is_no_failure(record: logging.LogRecord) -> bool:
-    """Return whether a record is no error; torch logs an error that it then raises."""
+def _is_no_error(record: logging.LogRecord) -> bool:
+    """Return whether a log record is not an error: torch logs an error, and then raises it."""
     return record.levelno < logging.ERROR
 
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
-    """Return whether a graph that was captured with gradients on is all of ``forward``, and holds with gradients off.
+    """Return whether a graph captured with gradients on is all of ``forward``, and also valid with gradients off.
 
-    Then no code around the graph runs, and no captured code asks for the mode. Call it while dynamo compiles the graph.
+    That is so if no code around the graph runs, and no captured code reads the grad mode. Call this while dynamo
+    compiles the graph.
     """
     ended: Any = graph.compile_subgraph_reason
     codes = TracingContext.get_traced_code() or []
     is_whole = bool(codes) and codes[0] is forward.__code__ and not ended.graph_break
-    asks = _questions() or any(GRAD_MODE & {*code.co_names} for code in codes)
-    return is_whole and not asks
+    reads_mode = _has_read_mode() or any(GRAD_MODE & {*code.co_names} for code in codes)
+    return is_whole and not reads_mode
 
 
-_asked: set[str] = set()  # questions about the grad mode since the last graph
+_mode_reads: set[str] = set()  # functions that read the grad mode since the last graph
 
 
-def _questions() -> bool:
-    """Return whether Python asked for the grad mode since the last call of this function."""
-    asked = bool(_asked)
-    _asked.clear()
-    return asked
+def _has_read_mode() -> bool:
+    """Return whether captured code read the grad mode since the last call of this function."""
+    has_read = bool(_mode_reads)
+    _mode_reads.clear()
+    return has_read
 
 
 @contextmanager
-def _noted_questions() -> Iterator[None]:
-    """Note inside the block where captured Python asks whether gradients are on, or whether a tensor needs one.
+def _noted_reads() -> Iterator[None]:
+    """Note, inside the block, that captured code reads the grad mode, or ``requires_grad`` of a tensor.
 
-    Code may call these functions by other names, so :data:`GRAD_MODE` alone does not find them.
+    Code may call ``is_grad_enabled`` by another name, so :data:`GRAD_MODE` does not find all reads.
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()  # dynamo's own table, a dict
-    answer = handlers[torch.is_grad_enabled]
-    handlers[torch.is_grad_enabled] = _noted(answer)
+    handler = handlers[torch.is_grad_enabled]
+    handlers[torch.is_grad_enabled] = _noted(handler)
     try:
         with _replaced(TensorVariable, "method_attr_requires_grad", _noted(TensorVariable.method_attr_requires_grad)):
             yield
     finally:
-        handlers[torch.is_grad_enabled] = answer
+        handlers[torch.is_grad_enabled] = handler
 
 
-def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(answer)
+def _noted(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(handler)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _asked.add(answer.__name__)
-        return answer(*args, **kwargs)
+        _mode_reads.add(handler.__name__)
+        return handler(*args, **kwargs)
 
     return noted
 
 
 def without_compiling() -> Any:
-    """Let dynamo raise a RuntimeError inside the block where it would compile something."""
+    """Make dynamo raise a RuntimeError instead of compiling, inside the block."""
     return torch.compiler.set_stance("fail_on_recompile")
 
 
@@ -299,21 +300,21 @@ class CompiledFrame(NamedTuple):
 
     @staticmethod
     def now() -> CompiledFrame:
-        """Return the compilation that dynamo is at."""
+        """Return the compilation that is running."""
         number, codes = CompileContext.current_compile_id(), TracingContext.get_traced_code()
         return CompiledFrame(number.frame_id, codes[0], number)
 
     def reason(self) -> str | None:
-        """Return why dynamo compiled the function again; None for a first compilation, or one that is long ago."""
+        """Return why dynamo compiled the function again; None for a first compilation, or an old compilation."""
         metrics = get_compilation_metrics()
         reasons = [metric.recompile_reason for metric in metrics if metric.compile_id == str(self.number)]
         if not reasons or not reasons[-1]:
             return None
-        why: str = reasons[-1].splitlines()[0].partition(": ")[2]  # behind dynamo's number, before the user's line
-        return why.partition("  #")[0].strip()
+        reason: str = reasons[-1].splitlines()[0].partition(": ")[2]  # behind dynamo's number
+        return reason.partition("  #")[0].strip()
 
     def forget(self) -> None:
-        """Let dynamo forget this compilation; an equal call compiles the function again."""
+        """Make dynamo forget this compilation, so that an equal call compiles the function again."""
         for entry in cache_entries(self.code):
             guards = entry.guard_manager
             if entry.compile_id == self.number and guards.extra_state is not None:
@@ -321,11 +322,11 @@ class CompiledFrame(NamedTuple):
 
 
 def _sentence(ended: GraphCompileReason) -> str:
-    """Return where and why dynamo ended a graph."""
+    """Return a sentence that says where and why dynamo ended a graph."""
     where = f" at {ended.user_stack[-1].filename}:{ended.user_stack[-1].lineno}" if ended.user_stack else ""
     return f"dynamo ended a graph{where}: {ended.reason.strip().splitlines()[0]}"
 
 
 def _logging() -> set[Any]:
-    """Return the methods of loggers, with those of transformers, which would end a graph; dynamo drops the calls."""
+    """Return the methods of loggers, also of transformers, whose calls would end a graph; dynamo drops the calls."""
     return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

@@ -1,11 +1,11 @@
-"""needed while: Thunder's import names what newer versions of torch dropped.
+"""needed while: Thunder's import uses names that newer versions of torch dropped.
 
-Lets Thunder be imported, whenever that import comes. Its import reads five methods that torch 2.13 dropped, and
-``torch.autograd.Function.apply.__func__``, which is missing since torch 2.15 made ``apply`` a built-in. Stand-ins exist
-during the import only, and no program calls the five methods::
+Lets Thunder be imported before or after thunder_zero. Thunder's import reads five methods that torch 2.13 dropped. It
+also reads ``torch.autograd.Function.apply.__func__``, which is missing since torch 2.15 made ``apply`` a built-in.
+Stand-ins exist during the import only, and no program calls the five methods::
 
-    import thunder_zero      puts a finder in front of Python's
-    import thunder           Tensor.align_as, ... and Function.apply exist; then they are removed
+    import thunder_zero      inserts a finder in front of Python's finders
+    import thunder           adds Tensor.align_as, ... and Function.apply; removes them at the end
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ import torch
 from looseversion import LooseVersion
 
 DROPPED_METHODS = frozenset(("align_as", "align_to", "has_names", "refine_names", "rename"))
-KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # the versions that have all needs of this room
+KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # versions that need all workarounds of this room
 TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # (first, below)
 
 
 def known(package: str) -> bool:
-    """Return whether the installed version of torch or Thunder is known to have the needs of this room."""
+    """Return whether the installed version of torch or Thunder is known to need this room's workarounds."""
     return f"{version(package)}.".startswith(f"{KNOWN[package]}.")
 
 
 def half_imported(modules: dict[str, Any]) -> bool:
-    """Return whether an ``import thunder`` failed before: Python then keeps its submodules, but not the package."""
+    """Return whether an ``import thunder`` failed before: Python keeps the submodules, but not the package."""
     return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
 
 
 def untested(package: str, installed: str) -> str | None:
     """Return a warning about an untested version, or None."""
-    first, last = TESTED[package]
+    first, end = TESTED[package]
     base = installed.partition("+")[0]
-    if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
+    if LooseVersion(first) <= LooseVersion(base) < LooseVersion(end):
         return None
     return (
-        f"thunder_zero is tested with {package} >= {first}, < {last}, and this is {installed}; if something fails, "
+        f"thunder_zero is tested with {package} >= {first}, < {end}, and this is {installed}; if something fails, "
         f"install a tested version"
     )
 
 
 @contextmanager
 def _dropped_methods() -> Iterator[None]:
-    """Give tensors the methods that torch dropped inside the block."""
+    """Add the methods that torch dropped to tensors inside the block."""
     missing = DROPPED_METHODS - set(dir(torch.Tensor))
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
@@ -78,7 +78,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 # Thunder recognises autograd functions by a method in Python. Since torch 2.14 dynamo cannot trace such a method.
 _IS_IN_C = isinstance(torch.autograd.Function.apply, BuiltinFunctionType)
-PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # empty if it is one already
+PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # empty if ``apply`` is a Python method
 
 
 @contextmanager
@@ -93,10 +93,10 @@ def _apply_in_python() -> Iterator[None]:
             del torch.autograd.Function.apply
 
 
-def let_thunder_import(and_then: Callable[[], None]) -> None:
-    """Let a later ``import thunder`` work, and call ``and_then`` once Thunder is imported.
+def let_thunder_import(on_import: Callable[[], None]) -> None:
+    """Let a later ``import thunder`` work, and call ``on_import`` once Thunder is imported.
 
-    Thunder is not imported now, so that a help text, or a plan, does not wait for it.
+    Thunder is not imported now, since help texts and plans should not wait for the import.
 
     Raises:
         ImportError: an earlier ``import thunder`` failed.
@@ -110,35 +110,35 @@ def let_thunder_import(and_then: Callable[[], None]) -> None:
         if sentence := untested(package, version(package)):
             warnings.warn(sentence, stacklevel=3)
     if "thunder" in sys.modules:
-        and_then()
+        on_import()
     else:
-        sys.meta_path.insert(0, Finder(and_then))
+        sys.meta_path.insert(0, Finder(on_import))
 
 
 class Finder(MetaPathFinder):
-    """A finder that finds Thunder by the other finders, and lets its import run with the stand-ins."""
+    """A finder that finds Thunder by the other finders, and adds the stand-ins during its import."""
 
-    def __init__(self, and_then: Callable[[], None]) -> None:
-        self._and_then = and_then
+    def __init__(self, on_import: Callable[[], None]) -> None:
+        self._on_import = on_import
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how Thunder is loaded; None for all other modules."""
+        """Return the import spec of Thunder; None for all other modules."""
         if name != "thunder":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            run = partial(_import_with_parts, spec.loader.exec_module, self._and_then)
+            run = partial(_import_with_parts, spec.loader.exec_module, self._on_import)
             spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
 
 
 def _import_with_parts(
-    import_into: Callable[[ModuleType], None], and_then: Callable[[], None], thunder: ModuleType
+    import_into: Callable[[ModuleType], None], on_import: Callable[[], None], thunder: ModuleType
 ) -> None:
-    """Import Thunder with the stand-ins, and remove our finder."""
+    """Import Thunder with the stand-ins in place, and remove our finder."""
     with _apply_in_python(), _dropped_methods(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
-    and_then()
+    on_import()

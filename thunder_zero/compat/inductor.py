@@ -1,7 +1,7 @@
 """needed while: inductor compiles a graph of operators under private names alone.
 
-In: a graph of torch's operators without autograd, and fake inputs as AOTAutograd's trace has them. Out: a function of
-the list of inputs. Inductor caches its code on disk, by the text of the graph and the shapes, strides and dtypes of its
+In: a graph of torch's operators without autograd, and the fake inputs of AOTAutograd's trace. Out: a function of the
+list of inputs. Inductor caches its code on disk, by the text of the graph and the shapes, strides and dtypes of its
 inputs, so that the next process does not compile it again.
 """
 
@@ -32,39 +32,39 @@ Kernel = Callable[[list[Any]], Sequence[Any]]
 
 
 class HoldsForSomeSizes(Exception):
-    """An error: inductor's code would hold for some of the graph's sizes only, and nothing would check which."""
+    """An error: inductor's code would be valid for some of the graph's sizes only, without a check of the sizes."""
 
 
 def kernel(
-    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
-    """Compile a graph; return a function, and fake outputs.
+    """Compile a graph; return a function, and the fake outputs.
 
     Args:
-        graph: its placeholders are tensors, and integers for the symbols of their sizes; it returns a list.
+        graph: a graph that returns a list; placeholders are tensors, and integers for symbolic sizes.
         inputs: fake tensors and symbolic integers.
-        wanted: for each output a tensor with the strides that the output should have, or None to let inductor choose.
+        layouts: for each output a tensor with the strides that the output must have, or None to let inductor choose.
         mode: the FakeTensorMode of the inputs.
 
     Raises:
         HoldsForSomeSizes: the code would depend on the value of a symbolic size.
-        RuntimeError: inductor cannot compile it.
+        RuntimeError: inductor cannot compile the graph.
     """
     try:
-        return _compiled(graph, inputs, wanted, mode)
-    except HoldsForSomeSizes:  # code from its cache may hold for fewer sizes
+        return _compiled(graph, inputs, layouts, mode)
+    except HoldsForSomeSizes:  # code from inductor's cache may be valid for fewer sizes
         with inductor_config.patch(fx_graph_cache=False):
-            return _compiled(graph, inputs, wanted, mode)
+            return _compiled(graph, inputs, layouts, mode)
 
 
 def _compiled(
-    graph: fx.GraphModule, inputs: Sequence[Any], wanted: Sequence[Any], mode: Any
+    graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
     try:
         with tracing(TracingContext(mode)), faking(mode), for_all_sizes(mode):
             # Tracing tells inputs apart by identity, and one fake tensor may stand for several inputs.
             distinct = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
-            traced = make_fx(lambda *args: laid_out(graph(*args), wanted), decomposition_table=select_decomp_table())(
+            traced = make_fx(lambda *args: laid_out(graph(*args), layouts), decomposition_table=select_decomp_table())(
                 *distinct
             )
             results: Any = traced.graph.output_node().args[0]
@@ -86,31 +86,28 @@ def _guard_behind(error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def faking(mode: Any) -> Iterator[None]:
-    """Compute with fake tensors inside the block; their sizes may be symbols.
-
-    Autocast is off, as programs run without it.
-    """
+    """Compute with fake tensors inside the block, whose sizes may be symbols; autocast is off, as in programs."""
     with torch.no_grad(), DisableAutocast(), mode, python_dispatcher():
         yield
 
 
-def laid_out(outputs: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Return outputs with the strides of the tensors in ``wanted``; None there leaves an output as it is."""
-    return [_laid_out_like(output, like) for output, like in zip(outputs, wanted, strict=True)]
+def laid_out(outputs: Sequence[Any], layouts: Sequence[Any]) -> list[Any]:
+    """Return outputs with the strides of the tensors in ``layouts``; None leaves an output unchanged."""
+    return [_laid_out_like(output, layout) for output, layout in zip(outputs, layouts, strict=True)]
 
 
-def _laid_out_like(value: Any, like: Any) -> Any:
+def _laid_out_like(value: Any, layout: Any) -> Any:
     """Return a value with the strides of another tensor."""
     # Symbols are compared as text: comparing their values would add a guard.
-    if not isinstance(like, Tensor) or str(value.stride()) == str(like.stride()):
+    if not isinstance(layout, Tensor) or str(value.stride()) == str(layout.stride()):
         return value
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device)
+    empty = torch.empty_strided(layout.shape, layout.stride(), dtype=value.dtype, device=value.device)
     return torch.ops.aten.copy.default(empty, value)
 
 
 @contextmanager
 def for_all_sizes(mode: Any) -> Iterator[None]:
-    """Refuse new guards on symbolic sizes inside the block, since dynamo has made all guards already.
+    """Make new guards on symbolic sizes raise inside the block, since dynamo has created all guards before.
 
     Raises:
         ShapeEnvGuardError: code inside the block depends on the value of a symbolic size.

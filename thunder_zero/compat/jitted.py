@@ -1,6 +1,7 @@
-"""needed while: Thunder has what a jitted module holds under private names alone.
+"""needed while: Thunder gives the contents of a jitted module under private names alone.
 
-In: a module that ``thunder.jit`` made. Out: the plain module, and where its programs find parameters.
+In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which programs look parameters
+up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def plain_of(model: ThunderModule) -> nn.Module:
 
 
 def hold_parameter(model: ThunderModule, name: str, param: Tensor) -> None:
-    """Let programs of a jitted module read this parameter by its name."""
+    """Let programs of a jitted module read ``param`` under ``name``."""
     model._overrides_parameters[name] = param
 
 

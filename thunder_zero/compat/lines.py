@@ -1,4 +1,4 @@
-"""needed while: Thunder lets only private names set what a line calls, and what an input is.
+"""needed while: Thunder sets functions of lines, and shapes of inputs, by private names alone.
 
 In: lines, inputs and traces of Thunder. Out: a line that calls a function of ours, an input of another shape, or a
 trace with another signature::
@@ -32,25 +32,25 @@ def bind(
     """Return a line that calls a symbol.
 
     Args:
-        symbol: what is called.
-        args: its positional arguments.
-        kwargs: its other arguments.
+        symbol: the symbol to call.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
         output: the values that the line writes.
-        functions: what the text of the line may call, by name.
-        lines: the lines that a fused region is made of.
+        functions: the functions that the text of the line may call, by name.
+        lines: the lines inside a fused region.
     """
     return symbol.bind(*args, output=output, subsymbols=tuple(lines), _call_ctx=dict(functions), **kwargs)
 
 
 def with_functions(line: BoundSymbol, functions: Mapping[str, Any]) -> BoundSymbol:
-    """Return a line whose text calls these functions, by name."""
+    """Return a line whose text calls ``functions``, by name."""
     return line.from_bsym(_call_ctx=dict(functions))
 
 
 def set_look(proxy: TensorProxy, shape: tuple[int, ...], dtype: ThunderDtype, device: Any, *, is_number: bool) -> None:
     """Set the shape, dtype and device of an input in place, since all lines of a trace share it.
 
-    ``is_number``: the input has no dimensions, and Thunder treats it as a number where it decides a result's dtype.
+    ``is_number`` is True if the input has no dimensions: Thunder promotes dtypes with it as with a number.
     """
     proxy._shape, proxy._dtype, proxy._device = shape, dtype, device
     proxy._numel = prod(shape)  # Thunder stores it separately
@@ -58,6 +58,6 @@ def set_look(proxy: TensorProxy, shape: tuple[int, ...], dtype: ThunderDtype, de
 
 
 def set_signature(trace: TraceCtx, name: str, args: Iterable[str]) -> None:
-    """Set the name and the arguments of the function that a trace is written as."""
+    """Set the name and the arguments of the function that a trace prints."""
     trace._siginfo = SigInfo(name)
     trace._siginfo.args = [(arg, None) for arg in args]

@@ -1,4 +1,4 @@
-"""needed while: Thunder asks each executor whether it fuses what a line is made of."""
+"""needed while: Thunder asks each executor whether it fuses the subsymbols of a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class NeverFuses:
-    """A mix-in for executors that fuse nothing. It spares Thunder the search of each line's subsymbols."""
+    """A mix-in for executors that fuse nothing. Thunder then does not search the subsymbols of each line."""
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         """Return False."""

@@ -1,10 +1,10 @@
 """needed while: transformers applies plans by private names, and sums gradients by hooks.
 
-:func:`apply_plan` does what ``from_pretrained`` does with a ``DistributedConfig``, to any model.
+:func:`apply_plan` slices any model as ``from_pretrained`` slices a model that has a ``DistributedConfig``.
 
 The style ``replicated_with_grad_allreduce`` replaces the forward of a module. The new function registers a hook on each
 parameter when it first runs: an all-reduce of the gradient over the mesh of slices. Placeholders would get these hooks,
-but no gradients. So our plan has the sum, and the module gets its forward back::
+but no gradients. So our plan contains the sum, and the module's original forward is restored::
 
     q_norm.forward   tp_forward of transformers      ->  Qwen3RMSNorm.forward
     q_norm.weight    a hook that sums its gradient   ->  zero_all_reduce(..., over='tensor')
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 STYLES = "transformers.distributed.tensor_parallel"
-SUM = ("dist", "all_reduce", "grad", "get_group")  # all names that the hook reads: it does nothing but sum
+SUM = ("dist", "all_reduce", "grad", "get_group")  # all names that the hook reads, so it only sums
 
 COMPARED = {  # styles whose results tests compare with those of one process
     *("embedding_rowwise", "embedding_colwise", "colwise", "colwise_gather_output", "colwise_rep", "rowwise"),
@@ -38,9 +38,9 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
     """Slice a model of transformers by its own plan.
 
     Raises:
-        RuntimeError: no transformers with plans is installed.
-        TypeError: the mesh has several dimensions, or the model is none of transformers.
-        ValueError: the model is sliced already, has no plan, or has one with a style that no test compares.
+        RuntimeError: the installed transformers has no plans, or transformers is not installed.
+        TypeError: ``mesh`` has several dimensions, or ``model`` is not a model of transformers.
+        ValueError: ``model`` is already sliced, has no plan, or its plan has a style that is not in ``COMPARED``.
     """
     try:
         from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
             f"{name} has no plan for tensor parallelism; give one as plan=, or slice its layers by torch's "
             f"parallelize_module or distribute_module"
         )
-    # for one rank transformers plans nothing
+    # for one rank transformers returns no plan
     config = DistributedConfig(tp_size=max(mesh.size(), 2), tp_plan=dict(plan) if plan else None)
     styles, _, _ = model._resolve_parallel_plans(config)
     if wrong := next(((path, style) for path, style in styles.items() if style not in COMPARED), None):
@@ -83,7 +83,7 @@ def meshes_of_sums(module: nn.Module) -> dict[str, DeviceMesh]:
 
 
 def leave_to_plan(module: nn.Module) -> None:
-    """Give modules their forward back, without the hooks on their parameters."""
+    """Restore the original forward of modules, without hooks on their parameters."""
     for _, part, forward, _ in list(_hooking(module)):
         del part.forward
         if forward != part.forward:  # replaced before
@@ -92,7 +92,7 @@ def leave_to_plan(module: nn.Module) -> None:
 
 @contextmanager
 def left_to_plan(module: nn.Module) -> Iterator[None]:
-    """Give modules their forward back inside the block, without the hooks on their parameters."""
+    """Restore the original forward of modules inside the block, without hooks on their parameters."""
     hooking = [(part, part.forward) for _, part, _, _ in _hooking(module)]
     leave_to_plan(module)
     try:

@@ -1,12 +1,12 @@
-"""needed while: torch has these under private names alone.
+"""needed while: torch gives the functions and classes in NAMES under private names alone.
 
-Each name has its purpose, and what would replace it. It is imported when it is first asked for::
+The table gives the purpose of each name, and a public replacement that torch lacks. Names are imported lazily::
 
     from thunder_zero.compat.private import aot_stage2_compile
 
-No other file of the package imports a private name of torch, but for two modules that torch's documentation uses,
-``torch.utils._pytree`` and ``torch.utils._python_dispatch``, and for operators (``torch.ops``). Outside of ``compat/``
-files read the private attributes in :data:`ATTRIBUTES`, of objects of torch or Lightning, and no others.
+No other file of the package imports a private name of torch. Exceptions are operators (``torch.ops``) and two modules
+that torch's documentation uses, ``torch.utils._pytree`` and ``torch.utils._python_dispatch``. Outside of ``compat/``
+files read no private attributes of torch's or Lightning's objects except those in :data:`ATTRIBUTES`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Private(NamedTuple):
     """A private name of torch.
 
     Attributes:
-        where: its module and, after a colon, its name there.
-        purpose: what it is for.
-        instead: what would replace it.
+        where: the module and, after a colon, the name in the module.
+        purpose: the purpose of the name in thunder_zero.
+        replacement: a public replacement that torch lacks.
     """
 
     where: str
     purpose: str
-    instead: str
+    replacement: str
 
 
-ATTRIBUTES = {  # of objects that torch, or Lightning, made
+ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purposes
     **dict.fromkeys(("_parameters", "_buffers", "_modules"), "the members of one module, without those below it"),
     **dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), "hooks of modules that a copy, or a trace, must keep"),
     **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"), "hooks of gradients"),
-    **dict.fromkeys(("_flat_weights", "_flat_weights_names"), "the parameters that a recurrent layer holds twice"),
-    "_non_persistent_buffers_set": "buffers that no state dict has",
+    **dict.fromkeys(("_flat_weights", "_flat_weights_names"), "a recurrent layer's second list of parameters"),
+    "_non_persistent_buffers_set": "buffers that are in no state dict",
     **dict.fromkeys(("_base", "_is_view", "_version"), "whether a tensor is a view, and how often it was written to"),
-    "_cdata": "whether two storages are one, also without values; read in each forward",
+    "_cdata": "whether two tensors share a storage, also without values; read in each forward",
     "_local_tensor": "the part of a DTensor without a history",
-    **dict.fromkeys(("_schema", "_op"), "what an operator takes, writes to and calls"),
+    **dict.fromkeys(("_schema", "_op"), "an operator's arguments, writes and inner operator"),
     "_optimizer_state_dict_pre_hooks": "whether an optimizer has hooks of its own",
     "_is_profiler_enabled": "whether a profiler runs; read at each launch",
     "_layer_sync": "Lightning's plugin for synchronised layers",
@@ -63,7 +63,7 @@ ATTRIBUTES = {  # of objects that torch, or Lightning, made
 AOT = "torch._functorch._aot_autograd"
 EXPORT = "AOTAutograd's export made public, with the second stage beside it"
 DESCRIBED = "public descriptors of a joint graph's inputs and outputs"
-CAPTURE = "public names by which torch.compile tells a backend this"
+CAPTURE = "public names by which torch.compile tells a backend about a capture"
 SPLIT = "a public function that runs two functions as forward and backward of a joint graph"
 INDUCTOR = "torch._inductor.standalone_compile for a graph that needs no AOTAutograd"
 SIZES = "an option for code that holds for all sizes"
@@ -76,10 +76,10 @@ NAMES = {name: Private(*row) for name, row in {
     "aot_export_joint_with_descriptors": ("torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
         "traces forward and backward in one graph", EXPORT),
     "JointWithDescriptors": ("torch._functorch.aot_autograd:JointWithDescriptors",
-        "the joint graph that it traced", EXPORT),
+        "the joint graph of AOTAutograd", EXPORT),
     "aot_stage2_compile": (f"{AOT}.graph_compile:aot_stage2_compile",
         "runs two functions under AOTAutograd's handling of autograd, writes and views", SPLIT),
-    "detect_fake_mode": ("torch._guards:detect_fake_mode", "the symbols of what is traced now", EXPORT),
+    "detect_fake_mode": ("torch._guards:detect_fake_mode", "the symbols of the running trace", EXPORT),
     "tensorify_python_scalars": ("torch.fx.passes._tensorify_python_scalars:tensorify_python_scalars",
         "computes with tensors where forward computes with floats that change", EXPORT),
     "is_opaque_node": (f"{AOT}.graph_compile:is_opaque_node", "whether a value is no tensor, such as a mesh", EXPORT),
@@ -97,8 +97,8 @@ NAMES = {name: Private(*row) for name, row in {
     "TangentAOTInput": (f"{AOT}.descriptors:TangentAOTInput", "the output that a tangent belongs to", DESCRIBED),
     "aot_config": ("torch._functorch.config:", "no donated buffers, autocast of backward as in eager", EXPORT),
     "cleanup_recompute_tags": ("torch._functorch.partitioners:cleanup_recompute_tags",
-        "what checkpoints of neighbouring regions save", "tags that need no cleaning"),
-    "must_recompute": ("torch._functorch.partitioners:must_recompute", "what a checkpoint computes again",
+        "ends a checkpoint where the next checkpoint begins", "tags that need no cleaning"),
+    "must_recompute": ("torch._functorch.partitioners:must_recompute", "whether a checkpoint recomputes a node",
         "a public reading of the tag"),
     "run_and_save_rng_state": ("torch._prims.rng_prims:run_and_save_rng_state",
         "draws random numbers that backward draws again", "a public operator for it"),
@@ -111,7 +111,7 @@ NAMES = {name: Private(*row) for name, row in {
     "set_mkldnn_enabled": ("torch._C:_set_mkldnn_enabled", "traces an LSTM without mkldnn",
         "torch.backends.mkldnn.flags without its warning of TF32"),
     # dynamo: compat/dynamo.py
-    "dynamo_config": ("torch._dynamo.config:", "limits, and what may be reordered or ignored", CAPTURE),
+    "dynamo_config": ("torch._dynamo.config:", "limits, and calls that dynamo may reorder or ignore", CAPTURE),
     "BackendCompilerFailed": ("torch._dynamo.exc:BackendCompilerFailed",
         "our own error while dynamo compiles", CAPTURE),
     "DeletedGuardManagerWrapper": ("torch._dynamo.guards:DeletedGuardManagerWrapper",
@@ -120,18 +120,18 @@ NAMES = {name: Private(*row) for name, row in {
         "finds a graph that dynamo can forget", "a limit of dynamo's cache that drops the oldest"),
     "TorchRuntimeError": ("torch._dynamo.exc:TorchRuntimeError", "an operator's error while dynamo runs it", CAPTURE),
     "GraphCompileReason": ("torch._dynamo.output_graph:GraphCompileReason", "why a graph ended", CAPTURE),
-    "get_compilation_metrics": ("torch._dynamo.utils:get_compilation_metrics", "why it compiled again", CAPTURE),
+    "get_compilation_metrics": ("torch._dynamo.utils:get_compilation_metrics", "why dynamo compiled again", CAPTURE),
     "graph_break_reasons": ("torch._dynamo.utils:graph_break_reasons", "where graphs ended", CAPTURE),
     "builder": ("torch._dynamo.variables.builder:", "takes a subclass of Tensor as a plain tensor", CAPTURE),
-    "TensorVariable": ("torch._dynamo.variables.tensor:TensorVariable", "notes what forward asks of tensors", CAPTURE),
+    "TensorVariable": ("torch._dynamo.variables.tensor:TensorVariable", "notes reads of requires_grad", CAPTURE),
     "TorchInGraphFunctionVariable": ("torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
         "notes whether forward asks for the grad mode", CAPTURE),
     "AutogradFunctionVariable": ("torch._dynamo.variables.misc:AutogradFunctionVariable",
         "puts an autograd function into a graph that it cannot trace", CAPTURE),
     "allowed_in_graphs": ("torch._dynamo.trace_rules:_allowed_callable_ids",
-        "puts such a function into the graph, for one call",
+        "puts an autograd function into the graph, for one call",
         "torch.compiler.allow_in_graph for a block"),
-    "Unsupported": ("torch._dynamo.exc:Unsupported", "what dynamo raises where it cannot trace", CAPTURE),
+    "Unsupported": ("torch._dynamo.exc:Unsupported", "dynamo's error for code that it cannot trace", CAPTURE),
     "CompileContext": ("torch._guards:CompileContext", "the number of the function that is compiled", CAPTURE),
     "TracingContext": ("torch._guards:TracingContext", "the user's line that is compiled", CAPTURE),
     "InstanceNorm": ("torch.nn.modules.instancenorm:_InstanceNorm", "recognises all instance norms",
@@ -141,16 +141,16 @@ NAMES = {name: Private(*row) for name, row in {
     # inductor: compat/inductor.py
     "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner", "compiles a graph without autograd",
         INDUCTOR),
-    "select_decomp_table": ("torch._inductor.decomposition:select_decomp_table", "what inductor decomposes",
+    "select_decomp_table": ("torch._inductor.decomposition:select_decomp_table", "operators that inductor decomposes",
         INDUCTOR),
     "inductor_config": ("torch._inductor.config:", "compiles without its cache on disk", INDUCTOR),
     "InductorError": ("torch._inductor.exc:InductorError", "why inductor failed", INDUCTOR),
     "DisableAutocast": ("torch._C:_DisableAutocast", "traces operators as programs run them, without autocast",
         "torch.autocast for all devices at once"),
-    "fx_config": ("torch.fx.experimental._config:", "code for all sizes that symbols stand for", SIZES),
+    "fx_config": ("torch.fx.experimental._config:", "code that is valid for all values of symbolic sizes", SIZES),
     "ShapeEnvGuardError": ("torch.fx.experimental.symbolic_shapes:_ShapeEnvGuardError",
-        "code that holds for some sizes only", SIZES),
-    "python_dispatcher": ("torch._dispatch.python:enable_python_dispatcher", "operators of sizes that are symbols",
+        "the error for code that is valid for some sizes only", SIZES),
+    "python_dispatcher": ("torch._dispatch.python:enable_python_dispatcher", "runs operators on symbolic sizes",
         SIZES),
     "tracing": ("torch._guards:tracing", "the context in which inductor finds symbols", SIZES),
     # operators: traces/
@@ -162,7 +162,7 @@ NAMES = {name: Private(*row) for name, row in {
         "a public question"),
     "will_engine_execute_node": ("torch._C:_will_engine_execute_node", "whether a backward adds to .grad", AUTOGRAD),
     "current_graph_task_id": ("torch._C:_current_graph_task_id", "the number of the backward that runs", AUTOGRAD),
-    "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls when a backward ends",
+    "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls a function after a backward",
         "a public hook there"),
     "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
     "chunk_cat": ("torch:_chunk_cat",
@@ -170,23 +170,23 @@ NAMES = {name: Private(*row) for name, row in {
     "flatten": ("torch._utils:_flatten_dense_tensors",
         "one vector of many gradients in one call", "the function made public"),
     "DispatchKeySet": ("torch._C:DispatchKeySet", "passes an operator on to the next kernels", "a public redispatch"),
-    "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "the keys of these kernels",
+    "dispatch_keyset_full_after": ("torch._C:_dispatch_keyset_full_after", "the dispatch keys of the next kernels",
         "a public redispatch"),
     "disable_current_modes": ("torch.utils._python_dispatch:_disable_current_modes",
         "computes real numbers beside a forecast", "a public way out of modes"),
-    "make_wrapper_subclass": ("torch:Tensor._make_wrapper_subclass", "tensors of any strides without memory",
+    "make_wrapper_subclass": ("torch:Tensor._make_wrapper_subclass", "tensors of any strides, without memory",
         "a public way to make them"),
     # processes and shards: compat/torch/, sharded/, checkpoint/
     "coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager", "launches collectives as one",
         COALESCED),
-    "c10d_world": ("torch.distributed.distributed_c10d:_world", "the groups there are; what a failed launch left",
+    "c10d_world": ("torch.distributed.distributed_c10d:_world", "all groups; collectives left by a failed launch",
         COALESCED),
-    "set_pg_timeout": ("torch.distributed.distributed_c10d:_set_pg_timeout", "how long collectives wait",
+    "set_pg_timeout": ("torch.distributed.distributed_c10d:_set_pg_timeout", "the timeout of collectives",
         "a public setter"),
     "REGISTRY_KEY": ("torch.distributed._composable.contract:REGISTRY_KEY", "refuses fully_shard of our models",
         "a public registry"),
     "custom_op_handlers": ("torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
-        "ranks share what a gradient scaler finds", "a handler that shares for sharded gradients"),
+        "shares a gradient scaler's found_inf between ranks", "a handler that shares for sharded gradients"),
     "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",
         "makes a DTensor of local rows without a collective or a copy", "DTensor.from_local as cheap as that"),
     "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta",

@@ -1,9 +1,9 @@
-"""needed while: torch draws numbers for slices on DTensors alone, and on GPUs alone.
+"""needed while: torch draws numbers for slices only on DTensors, and only on GPUs.
 
 In: the number of a slice. Out: the state of a random generator, by an operator that a line of a trace can call
 (``frontends/dynamo/random_slices.py``)::
 
-    state = generator_of_slice(1, device)        each slice draws other numbers, each step others again
+    state = generator_of_slice(1, device)        a new state for each slice and each step
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ torch.library.define(NAME, "(int part, Device device) -> Tensor", tags=(torch.Ta
 
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def generator_of_slice(part: int, device: torch.device) -> Tensor:
-    """Return the state of a generator for a slice, and advance the device's own generator equally on all ranks."""
+    """Return the state of a generator for a slice, and advance the device's generator equally on all ranks."""
     if device.type == "cpu":
         drawn = int(torch.randint(1 << 62, ()))
     else:  # reading a number that the device drew would wait for the device
@@ -38,7 +38,7 @@ def generator_of_slice(part: int, device: torch.device) -> Tensor:
 
 @torch.library.register_fake(NAME)
 def _fake(part: int, device: torch.device) -> Tensor:
-    """Return a tensor that looks like the state."""
+    """Return a tensor with the shape and dtype of the state."""
     return torch.empty(len(torch.get_rng_state()) if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 

@@ -1,9 +1,9 @@
-"""needed while: Thunder counts no FLOPs of its symbols, and tags few with what work they do.
+"""needed while: Thunder counts no FLOPs of its symbols, and tags few with a kind of work.
 
-In: a line of Thunder's symbols. Out: its kind of work, and its FLOPs. ``traces/operators.py`` asks torch about torch's
-own operators.
+In: a line of a Thunder trace. Out: the kind of work, and the FLOPs. ``traces/operators.py`` has both for torch's
+operators.
 
-The table is conservative: an unlisted name is OTHER work and makes no view. A line that may copy, such as a reshape, is
+The table is conservative: an unlisted name is OTHER work and no view. A line that may copy, such as a reshape, is
 VIEW work but not in ``VIEWS``, since a trace does not know strides::
 
     t2 = matmul(t0, t1)     (8, 4) @ (4, 16)     MATMUL, 2 * 8 * 16 * 4 FLOPs
@@ -65,10 +65,10 @@ NAMES = {
     Work.NONE: "get_grad item python_return shape sink unpack_list unpack_tuple",
 }
 WORK = {name: work for work, names in NAMES.items() for name in names.split()}
-MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
+MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # depends on strides
 VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
 NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # though they are POINTWISE or VIEW work
-# These reduce rows if their second argument, the dims, names the last ones.
+# Operators that reduce rows if their second argument, the dims, is the last dims.
 OF_ROWS = {"amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum", "softmax"}
 
 Shape = tuple[int, ...]
@@ -78,7 +78,7 @@ Count = Callable[[list[Shape], BoundSymbol], int]  # (shapes of the tensors amon
 def flops_of_symbol(bsym: BoundSymbol) -> int | None:
     """Return the FLOPs of a line; None if the table does not have its name."""
     count = COUNTS.get(bsym.sym.name)
-    # A tensor is an argument, or an item of one (``addmm_vjp`` has its inputs in a sequence).
+    # A tensor is an argument, or an item of an argument (``addmm_vjp`` has its inputs in a sequence).
     shapes = [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
     return None if count is None else count(shapes, bsym)
 
@@ -93,9 +93,9 @@ def _product(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
 
 
 def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """Return the FLOPs of a product's gradient, which computes three products of one size.
+    """Return the FLOPs of a product's gradient, which computes three products of equal size.
 
-    They are the product itself, computed again, and the gradients of both factors.
+    These are the recomputed product, and the gradients of both factors.
     """
     right = shapes[left + 1]
     return 3 * 2 * prod(shapes[left]) * (right[-1] if len(right) > 1 else 1)
@@ -113,7 +113,7 @@ def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths
 
 
 def _convolution(positions: Shape, filters: Shape, *, times: int = 1) -> int:
-    """Return the FLOPs of a convolution: each position meets the filters of its group, ``times`` over."""
+    """Return the FLOPs of a convolution: each position uses the filters of its group, ``times`` times."""
     return times * 2 * prod(positions) * prod(filters[1:])
 
 
@@ -142,9 +142,9 @@ COUNTS: dict[str, Count] = {
     ),
     # This computes the scores again, and the gradient of the weights.
     **_named(partial(_attention, query=1), "cpu_flash_attention_mask_backward"),
-    # The positions are those of a convolution's output, or of a transposed one's input. Each gradient takes the FLOPs
-    # of forward. The arguments of forward are (a, weight, bias, stride, padding, dilation, transposed, ...); a gradient
-    # has the output's gradient in front of them.
+    # Positions are counted in the output of a convolution, or in the input of a transposed convolution. Each gradient
+    # takes the FLOPs of forward. The arguments of forward are (a, weight, bias, stride, padding, dilation, transposed,
+    # ...); a gradient has the output's gradient in front of these arguments.
     "convolution": lambda shapes, bsym: _convolution(shapes[0] if bsym.args[6] else _output(bsym), shapes[1]),
     "convolution_input_gradient": lambda shapes, bsym: _convolution(shapes[1 if bsym.args[6] else 0], shapes[2]),
     "convolution_weight_gradient": lambda shapes, bsym: _convolution(shapes[1 if bsym.args[7] else 0], bsym.args[2]),

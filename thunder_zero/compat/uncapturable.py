@@ -20,16 +20,16 @@ class RefusedPart:
     """A kind of submodule that is refused.
 
     Attributes:
-        is_it: says whether a module is of this kind.
-        what: what the module is or has, behind its name.
-        instead: what to do.
-        why: why it is refused.
+        matches: a predicate that is True for modules of this kind.
+        fault: the reason in an error message, behind the module's name.
+        action: the alternative to use.
+        cause: the reason why such modules are refused.
     """
 
-    is_it: Callable[[nn.Module], bool]
-    what: str
-    instead: str
-    why: str = "Thunder cannot trace it"
+    matches: Callable[[nn.Module], bool]
+    fault: str
+    action: str
+    cause: str = "Thunder cannot trace it"
 
 
 def _has_composable_checkpoint(module: nn.Module) -> bool:
@@ -54,15 +54,15 @@ UNCAPTURABLE = (
 
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Refuse submodules of these kinds.
+    """Check that no submodule of ``root`` is of a kind in ``parts``.
 
-    Call it again when a sharded module is compiled, or when that fails: a hook may have been registered meanwhile.
+    Call this again when a sharded module is compiled, or when compiling fails, since a hook may have been registered.
 
     Raises:
-        RuntimeError: there is such a submodule.
+        RuntimeError: a submodule is of a kind in ``parts``.
     """
     for path, module in root.named_modules():
         for part in parts:
-            if part.is_it(module):
+            if part.matches(module):
                 where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
-                raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")
+                raise RuntimeError(f"{where} ({type(module).__name__}) {part.fault}, and {part.cause}; {part.action}")

@@ -1,13 +1,13 @@
-"""What ``tz.compile`` asks of AOTAutograd: a joint graph, and a function that runs two phases.
+"""Wraps AOTAutograd for ``tz.compile``: a joint graph, and a function that runs two phases.
 
 In: a graph of dynamo. Out: a :class:`Joint`, forward and backward in one graph (:func:`export`); then a function with
 PyTorch's own handling of autograd, of writes to inputs, and of outputs that are views (:func:`compiled`)::
 
     export.py      traces a graph of dynamo; rewrites.py changes it before and after
     joint.py       the joint graph, its inputs, outputs, tangents and gradients
-    nodes.py       where a node comes from: the user's variable, a module, a checkpoint, backward
+    nodes.py       the origin of a node: the user's variable, a module, a checkpoint, backward
     runtime.py     the function that runs forward(inputs) and backward(saved values, tangents)
-    objects.py     puts meshes and other objects, which the phases do not get, back into their results
+    objects.py     removes meshes and other objects from the inputs of phases, and adds them to the results
 """
 
 from thunder_zero.compat.aot.export import Untraced as Untraced

@@ -1,7 +1,7 @@
 """needed while: AOTAutograd gives its joint graph under private names.
 
-In: a graph of dynamo, while dynamo compiles it, and its inputs. Out: a :class:`Joint`, or a sentence that says why
-there is none (:class:`Untraced`)::
+In: a graph of dynamo, while dynamo compiles it, and its inputs. Out: a :class:`Joint`, or the reason why
+AOTAutograd cannot trace the graph (:class:`Untraced`)::
 
     def forward(x, w): return x @ w          joint(x, w, tangent): return x @ w, tangent @ w.t(), x.t() @ tangent
 """
@@ -36,11 +36,11 @@ class Untraced(Exception):
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """Trace a graph of dynamo, while dynamo compiles it; with a backward if an output needs a gradient.
+    """Trace a graph that dynamo is compiling; trace a backward if an output needs a gradient.
 
     Raises:
-        Untraced: a recurrent layer has dropout; a checkpoint has contexts of another kind than
-            ``create_selective_checkpoint_contexts`` makes; an input is a nested tensor.
+        Untraced: a recurrent layer has dropout, a checkpoint has contexts that are not those of
+            ``create_selective_checkpoint_contexts``, or an input is a nested tensor.
     """
     inputs = list(map(_with_fixed_sizes, inputs))
     recurrent = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") in RECURRENT]
@@ -82,7 +82,7 @@ def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[
     """Let AOTAutograd trace a graph.
 
     Raises:
-        Untraced: a checkpoint has a ``context_fn`` that AOTAutograd does not take.
+        Untraced: a checkpoint has a ``context_fn`` that AOTAutograd does not support.
     """
     off = aot_config.patch(backward_pass_autocast="off")  # in eager mode backward runs outside of autocast, too
     try:
@@ -99,7 +99,7 @@ def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[
 
 
 def _number_of_outputs(exported: JointWithDescriptors) -> int:
-    """Return how many results of a joint graph are forward's; the rest are gradients."""
+    """Return how many results of a joint graph are outputs of forward; the remaining results are gradients."""
     state, capture = exported._aot_state, exported._aot_graph_capture
     if not state.needs_autograd:
         results: Any = capture.graph_module.graph.output_node().args[0]
@@ -110,7 +110,7 @@ def _number_of_outputs(exported: JointWithDescriptors) -> int:
 
 
 def _with_fixed_sizes(value: Any) -> Any:
-    """Return a new parameter as a fake one of fixed sizes, and any other value unchanged.
+    """Return a fake of fixed sizes for a parameter that is new to dynamo, and any other value unchanged.
 
     A slice of a parameter is new to dynamo, and AOTAutograd would make symbols of its sizes.
     """
@@ -129,12 +129,12 @@ def _has_known_sizes(node: fx.Node) -> bool:
 def _drops(node: fx.Node) -> bool:
     """Return whether a recurrent layer has dropout between its layers.
 
-    Its arguments have, one after another: the number of layers, the dropout, and whether the layer trains.
+    Three consecutive arguments are the number of layers, the dropout, and the training flag.
     """
     triples = zip(node.args, node.args[1:], node.args[2:], strict=False)
     return any(
-        type(layers) is int and layers > 1 and trains is True and (isinstance(dropout, fx.Node) or bool(dropout))
-        for layers, dropout, trains in triples
+        type(layers) is int and layers > 1 and is_training is True and (isinstance(dropout, fx.Node) or bool(dropout))
+        for layers, dropout, is_training in triples
         if type(dropout) in (int, float, fx.Node)
     )
 
@@ -142,9 +142,9 @@ def _drops(node: fx.Node) -> bool:
 @contextmanager
 def _undefined_tensors_avoided(recurrent: Sequence[fx.Node]) -> Iterator[None]:
     """Trace an LSTM on the CPU without mkldnn, whose operator saves an undefined tensor that torch cannot trace."""
-    before = get_mkldnn_enabled()
-    set_mkldnn_enabled(before and not recurrent)
+    was_enabled = get_mkldnn_enabled()
+    set_mkldnn_enabled(was_enabled and not recurrent)
     try:
         yield
     finally:
-        set_mkldnn_enabled(before)
+        set_mkldnn_enabled(was_enabled)

@@ -1,13 +1,13 @@
 """needed while: AOTAutograd describes its joint graph by private classes.
 
-In: what :mod:`thunder_zero.compat.aot.export` traced. Out: which placeholder is an input or a tangent, and which result
-is an output or a gradient::
+In: a trace of :mod:`thunder_zero.compat.aot.export`. Out: the kind of each placeholder, input or tangent, and of each
+result, output or gradient::
 
     placeholders   x    weight    tangent of y
     results        y    gradient of x (None)    gradient of weight
 
-A tangent is None where nothing differentiated the output. AOTAutograd replaces a tensor subclass, such as a DTensor, by
-the tensors and objects that it holds. The phases get the tensors only.
+A tangent is None if nothing differentiated the output. AOTAutograd replaces a tensor subclass, such as a DTensor, by
+its inner tensors and objects. The phases get the tensors only.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Joint:
     """A graph of dynamo, with its backward.
 
     Attributes:
-        graph: its placeholders are inputs, then tangents; it returns forward's outputs, then gradients of inputs.
-        differentiates: whether there is a backward.
-        turns_on: whether forward turns gradients on itself, in a call that has them off.
-        without_history: the positions of outputs that forward computes while it has turned gradients off, or that it
-            computes from such values alone.
+        graph: the joint graph. It takes inputs, then tangents; it returns forward's outputs, then gradients of inputs.
+        differentiates: True if there is a backward.
+        turns_on: True if forward turns gradients on itself, in a call that has them off.
+        without_history: the positions of outputs that forward computes with gradients off, or from values without a
+            history alone.
         names: the names of the inputs of dynamo's graph.
-        outputs: the number of forward's outputs, with the new values of inputs that it writes to. A tensor subclass
-            counts as the tensors and objects that it holds.
+        outputs: the number of forward's outputs, including new values of mutated inputs. A tensor subclass counts as
+            its inner tensors and objects.
         mutated: the positions of inputs that forward writes to.
-        parts: the user's names of items of what functions return, by the keys of :func:`names_of_parts`.
-        exported: what AOTAutograd made.
+        parts: the user's names of items of returned tuples, by the keys of :func:`names_of_parts`.
+        exported: the result of AOTAutograd's export.
     """
 
     graph: fx.GraphModule
@@ -61,12 +61,12 @@ class Joint:
 
     @property
     def results(self) -> Sequence[Any]:
-        """What the graph returns: nodes, or None for an opaque object."""
+        """The results of the graph: nodes, or None for an opaque object."""
         return [None if is_opaque(node) else node for node in self.all_results]
 
     @property
     def all_results(self) -> Sequence[Any]:
-        """What the graph returns, with opaque objects."""
+        """The results of the graph, with opaque objects."""
         results: Any = self.graph.graph.output_node().args[0]
         return results  # type: ignore[no-any-return]
 
@@ -82,7 +82,7 @@ class Joint:
         return {node: positions[desc] for node, desc in outputs.items() if desc is not None}
 
     def placeholders(self) -> Sequence[fx.Node]:
-        """Return the inputs and tangents that the phases get, so no opaque objects."""
+        """Return the inputs and tangents that the phases get, without opaque objects."""
         return [node for node in self.all_placeholders() if not is_opaque(node)]
 
     def all_placeholders(self) -> Sequence[fx.Node]:
@@ -122,7 +122,7 @@ class Joint:
 
 
 def is_subclass(value: object) -> bool:
-    """Return whether a value is a tensor that holds other tensors, such as a DTensor."""
+    """Return whether a value is a tensor subclass with inner tensors, such as a DTensor."""
     return bool(is_traceable_wrapper_subclass(value))
 
 

@@ -1,6 +1,6 @@
 """needed while: nodes of a captured graph name their origin in private metadata alone.
 
-In: a node of dynamo's graph or of the joint graph. Out: what it was in the user's program::
+In: a node of dynamo's graph or of the joint graph. Out: the names of its origin in the user's program::
 
     y = self.layer(x).relu()       variable_of     "y"
                                    module_of       "layer"
@@ -27,23 +27,23 @@ from thunder_zero.compat.private import (
 
 RUN_AND_SAVE_STATE, RUN_WITH_STATE = run_and_save_rng_state, run_with_rng_state
 
-# An argument of forward: by its name, or an item of *args and **kwargs.
+# An argument of forward: its name, or an item of *args and **kwargs.
 ARGUMENT = re.compile(r"L\['(\w+)'\](?:\['(\w+)'\]|\[(\d+)\])?")
 MEMBER = re.compile(r"\._(modules|buffers|parameters)\['([^']+)'\]")
 
 
 def is_opaque(node: Any) -> bool:
-    """Return whether a node is an object that is no tensor, such as the mesh of a DTensor."""
+    """Return whether the value of a node is opaque to tensor operators, such as the mesh of a DTensor."""
     return bool(is_opaque_node(node))
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Return whether autograd made a node for backward."""
+    """Return whether a node belongs to backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def is_checkpointed(node: fx.Node) -> bool:
-    """Return whether a checkpoint lets backward recompute a node."""
+    """Return whether a checkpoint tags a node for recomputation in backward."""
     return bool(must_recompute(node))
 
 
@@ -59,8 +59,8 @@ def sequence_number(node: fx.Node) -> int | None:
 def users_value(node: fx.Node) -> tuple[int, str] | None:
     """Return the number of a node's graph of dynamo, and the name of its value there; None for a line of backward.
 
-    A checkpoint has a graph of its own. Dynamo names a value after the user's variable, or after the function that made
-    it.
+    A checkpoint has its own graph. Dynamo names a value after the user's variable, or after the function that computed
+    the value.
     """
     sources = node.meta.get("from_node")
     return (sources[0].graph_id, sources[0].name) if sources else None
@@ -77,7 +77,7 @@ def variable_of(node: fx.Node) -> str | None:
 
 
 def module_of(node: fx.Node) -> str | None:
-    """Return the path of the module of torch that computes a node, relative to what the user's code calls ``self``."""
+    """Return the path of the module of torch that computes a node, relative to ``self`` in the user's code."""
     is_torchs = isinstance(_function_of(node)[1], type)
     return _modules_of(node)[-1][0].partition("].")[2] or None if is_torchs else None
 
@@ -88,9 +88,9 @@ def _modules_of(node: fx.Node) -> list[tuple[str, type]]:
 
 
 def _function_of(node: fx.Node) -> tuple[str, Any]:
-    """Return the name that a node's value would have without a variable, and the function that made the value.
+    """Return the name that a node's value would have without a variable, and the function that computed it.
 
-    The function is a class if a module of torch made the value.
+    The function is a class if a module of torch computed the value.
     """
     innermost: tuple[str, Any] = (node.meta.get("source_fn_stack") or (("", None),))[-1]
     return innermost
@@ -117,9 +117,9 @@ def _source_of(node: fx.Node) -> str:
 
 
 def names_of_parts(graph: fx.GraphModule) -> Iterator[tuple[tuple[int, str, int | None], str]]:
-    """Yield the user's names of the items of what a function of dynamo's graph returns.
+    """Yield the user's names of the items of tuples that functions of dynamo's graph return.
 
-    The key of a name: the number of the graph, the name of the function's value, and the position of the item.
+    The key of a name has the number of the graph, the name of the function's value, and the position of the item.
     """
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
@@ -133,11 +133,11 @@ def names_of_parts(graph: fx.GraphModule) -> Iterator[tuple[tuple[int, str, int 
 
 
 def hint(number: Any) -> int | float | bool | None:
-    """Return what a symbolic number was in the call that dynamo captured; None if nobody knows."""
-    known: int | float | bool | None = number
+    """Return the value of a symbolic number in the call that dynamo captured; None if it is unknown."""
+    value: int | float | bool | None = number
     if isinstance(number, py_sym_types):
-        known = None if number.node.is_nested_int() else number.node.hint
-    return known
+        value = None if number.node.is_nested_int() else number.node.hint
+    return value
 
 
 def is_contiguous(value: Tensor) -> bool:
@@ -149,7 +149,7 @@ def is_contiguous(value: Tensor) -> bool:
 
 
 def generator_state(like: Tensor) -> Tensor:
-    """Return a fake tensor that looks like the state of the random generator of a fake tensor's device."""
+    """Return a fake of the state of the random generator of a fake tensor's device."""
     state = torch.get_rng_state() if like.device.type == "cpu" else torch.empty(16, dtype=torch.uint8)
     with like.fake_mode:  # type: ignore[attr-defined]  # it is a FakeTensor
         return torch.empty(state.shape, dtype=state.dtype)

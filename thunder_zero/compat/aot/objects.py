@@ -1,7 +1,7 @@
-"""needed while: AOTAutograd hands phases the meshes of DTensors, and wants them back.
+"""needed while: AOTAutograd passes meshes of DTensors to phases, and expects them as results.
 
-In: phases that know tensors only. Out: phases with AOTAutograd's calling conventions for tensor subclasses, which it
-takes apart before a phase and puts together behind it::
+In: phases that take tensors only. Out: phases with AOTAutograd's calling conventions for tensor subclasses, which it
+splits into parts before a phase, and rebuilds after the phase::
 
     forward([rows, mesh, x])  ->  phases.forward([rows, x])  ->  [y, mesh]
 """
@@ -19,12 +19,12 @@ from thunder_zero.compat.aot.nodes import is_opaque
 
 
 class Phases(Protocol):
-    """The two phases of a program, as functions. ``saved``: values that look like those that forward saves."""
+    """The two phases of a program, as functions. ``saved`` has fakes of the values that forward saves."""
 
     saved: Sequence[Any]
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """Compute outputs, and what backward reads."""
+        """Compute outputs, and the values that backward reads."""
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Compute the gradients of inputs."""
@@ -49,7 +49,7 @@ class WithObjects:
         self._tangents = [(node, node.meta["desc"]) for node in placeholders if node not in inputs]
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """Compute outputs, and what backward reads; pass objects on."""
+        """Compute outputs, and the values that backward reads; pass objects on."""
         for node, position in zip(self._objects, self._inputs, strict=True):
             self._current[id(node.meta["val"])] = args[position]
         plain = [arg for position, arg in enumerate(args) if position not in self._inputs]
@@ -68,7 +68,7 @@ class WithObjects:
         return gradients
 
     def _flat(self, tangents: Sequence[Any]) -> Iterator[Any]:
-        """Yield each tensor of the tangents. Torch gives one None for a missing tangent; yield None for each part."""
+        """Yield each tensor of the tangents. Torch gives a single None for a missing subclass; yield None per part."""
         values, before, missing = iter(tangents), None, False
         for node, desc in self._tangents:
             whole = whole_tangent(desc)
@@ -79,9 +79,9 @@ class WithObjects:
                 yield value
 
     def _filled(self, results: list[Any], nodes: Sequence[Any]) -> list[Any]:
-        """Put objects into results: that of the input if there is one, or else the traced object.
+        """Put objects into results: the input's object if there is an equal input, or else the traced object.
 
-        Torch traces an object that is there twice as one, so a node of an output may be that of a tangent.
+        Torch traces equal objects as one node, so the node of an output may also be the node of a tangent.
         """
         for position, node in enumerate(nodes):
             if is_opaque(node):
@@ -91,5 +91,5 @@ class WithObjects:
 
 
 def _zeros_like(fake: Tensor) -> Tensor:
-    """Return zeros that look like a fake tensor."""
+    """Return zeros with the shape, dtype and device of a fake tensor."""
     return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)

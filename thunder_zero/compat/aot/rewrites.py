@@ -1,10 +1,10 @@
 """needed while: AOTAutograd refuses some graphs of dynamo, or gets them wrong.
 
-In: a graph of dynamo before AOTAutograd traces it, or the joint graph afterwards. Out: an equal graph, changed in
+In: a graph of dynamo before AOTAutograd traces it, or the joint graph afterwards. Out: an equivalent graph, changed in
 place::
 
     x[mask] = value         ->  x.copy_(where(mask, value, x))      its gradient has a known shape
-    return weight[0]        ->  return weight[0].clone()            AOTAutograd would take a view of rows
+    return weight[0]        ->  return weight[0].clone()            AOTAutograd would return a view of rows
     a float that changes    ->  a tensor                            one graph for all values
 """
 
@@ -37,9 +37,9 @@ IN_PLACE = frozenset(
 
 
 def choose_where_masks_write(graph: fx.GraphModule) -> None:
-    """Rewrite ``x[mask] = value`` as a choice, if the value has no dimension for those of the mask.
+    """Rewrite ``x[mask] = value`` with ``torch.where``, if the value has no dimension for the mask's dimensions.
 
-    Otherwise its gradient would have an unknown shape, which torch's trace refuses.
+    Otherwise the value's gradient would have an unknown shape, which torch cannot trace.
     """
     for node in graph.graph.find_nodes(op="call_function", target=operator.setitem):
         target, mask, value = node.args
@@ -62,9 +62,9 @@ def choose_where_masks_write(graph: fx.GraphModule) -> None:
 
 
 def begin_without_gradients(graph: fx.GraphModule) -> bool:
-    """Turn gradients off where a graph begins, if the graph turns them on; return whether it does.
+    """Turn gradients off at the start of a graph that turns them on; return whether the graph does.
 
-    AOTAutograd would trace it with gradients on from the beginning.
+    Otherwise AOTAutograd would trace all of the graph with gradients on.
     """
     switches = graph.graph.find_nodes(op="call_function", target=set_grad_enabled)
     turns_on = any(node.args[0] for node in switches)
@@ -77,9 +77,10 @@ def begin_without_gradients(graph: fx.GraphModule) -> bool:
 
 
 def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
-    """Return the positions of outputs that a graph computes with gradients off, or from such values alone.
+    """Return the positions of outputs without a history: a graph computes them with gradients off.
 
-    An operator in place returns a value that was there before, with its history.
+    So are outputs that depend only on values without a history. An in-place operator returns its input, with the
+    history of the input.
     """
     enabled, detached = True, set[fx.Node]()
     for node in graph.graph.nodes:
@@ -95,13 +96,13 @@ def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
 
 
 def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
-    """Return copies in place of views of parameters; return whether there are any.
+    """Replace outputs that are views of parameters by copies; return whether there are such outputs.
 
-    AOTAutograd makes such a view anew from its input, which has this rank's rows only.
+    AOTAutograd would recompute such a view from its input, which has this rank's rows only.
 
     Args:
         graph: a graph of dynamo.
-        inputs: what the graph is given.
+        inputs: the inputs of the graph.
         infos: AOTAutograd's descriptions of the outputs.
     """
     output: Any = graph.graph.output_node()
@@ -118,11 +119,11 @@ def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos
     return copied
 
 
-# Behind the trace
+# After the trace
 
 
 def compute_with_tensors(graph: fx.GraphModule) -> None:
-    """Let a graph compute with tensors in place of floats, which change from call to call."""
+    """Replace floats, which may change from call to call, by tensors."""
     fakes = detect_fake_mode()
     if fakes is not None and fakes.shape_env is not None:
         tensorify_python_scalars(graph, fakes.shape_env, fakes)
@@ -140,5 +141,5 @@ def mark_backward(graph: fx.GraphModule) -> None:
 
 
 def let_checkpoints_end(graph: fx.GraphModule) -> None:
-    """Save what one checkpoint hands to the next: take the checkpoint's tag off it."""
+    """Let values that one checkpoint passes to the next be saved: remove the checkpoint's tag from them."""
     cleanup_recompute_tags(graph, is_default_partition=False)

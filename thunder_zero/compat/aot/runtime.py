@@ -33,66 +33,66 @@ from thunder_zero.compat.private import (
 Boxed = Callable[[list[Any]], list[Any]]
 
 
-def compiled(joint: Joint, phases: Phases, look: Callable[[Node], None]) -> Callable[[list[Any]], Sequence[Any]]:
+def compiled(joint: Joint, phases: Phases, check: Callable[[Node], None]) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function of a list of inputs that runs the phases.
 
     Args:
         joint: the graph that the phases compute.
-        phases: the functions of its tensors.
-        look: gets the node of each backward before it runs; it may raise.
+        phases: the functions that compute the graph's tensors.
+        check: a function that gets the node of each backward before it runs, and may raise.
     """
     state, capture = _for_one_program(joint.exported)
     has_objects = capture.maybe_subclass_meta is not None or objects_of(joint)
-    runs = WithObjects(joint, phases) if has_objects else phases
+    wrapped = WithObjects(joint, phases) if has_objects else phases
 
     def partition(graph: fx.GraphModule, args: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        return _stubs(joint, runs.saved)
+        return _stubs(joint, wrapped.saved)
 
     def forward(graph: fx.GraphModule, args: Any) -> Boxed:
-        return _boxed(runs.forward)
+        return _boxed(wrapped.forward)
 
     def backward(graph: fx.GraphModule, args: Any) -> Boxed:
-        return _boxed(runs.backward)
+        return _boxed(wrapped.backward)
 
-    with torch.no_grad(), aot_config.patch(donated_buffer=False), _watched(look):
+    with torch.no_grad(), aot_config.patch(donated_buffer=False), _checked(check):
         function: Callable[[list[Any]], Sequence[Any]]
         function, _ = aot_stage2_compile(state, capture, partition, forward, backward)
     return function
 
 
 def _for_one_program(exported: JointWithDescriptors) -> tuple[Any, Any]:
-    """Return copies of what AOTAutograd changes when it compiles."""
+    """Return copies of the objects that AOTAutograd changes when it compiles."""
     state, capture = exported._aot_state, exported._aot_graph_capture
     meta = _copied_metadata(state.fw_metadata)
     meta.bw_donated_idxs = []  # None would refuse retain_graph
     if capture.maybe_subclass_meta is not None:
         subclasses = copy.copy(capture.maybe_subclass_meta)
         subclasses.fw_metadata = _copied_metadata(subclasses.fw_metadata)
-        subclasses.grad_input_metas = list(map(_copied_creation, subclasses.grad_input_metas or ()))
+        subclasses.grad_input_metas = list(map(_copied_description, subclasses.grad_input_metas or ()))
         capture = replace(capture, maybe_subclass_meta=subclasses)
-    quiet = replace(state.aot_config, enable_log=False)  # it would print the whole graph for a log
+    quiet = replace(state.aot_config, enable_log=False)  # logging would print the whole graph
     return replace(state, fw_metadata=meta, aot_config=quiet), capture
 
 
 def _copied_metadata(meta: Any) -> Any:
     meta = copy.copy(meta)
-    meta.dynamic_saved_tensors_idxs = {}  # torch adds to it, by positions among the tensors that one program saves
+    meta.dynamic_saved_tensors_idxs = {}  # torch adds positions of one program's saved tensors
     for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
-        setattr(meta, name, list(map(_copied_creation, getattr(meta, name))))
+        setattr(meta, name, list(map(_copied_description, getattr(meta, name))))
     return meta
 
 
-def _copied_creation(meta: Any) -> Any:
-    """Return a copy of a recipe for a tensor subclass, and any other description unchanged."""
+def _copied_description(meta: Any) -> Any:
+    """Return a copy of the description of a tensor subclass, and any other description unchanged."""
     if not isinstance(meta, SubclassCreationMeta):
         return meta
     copied = copy.copy(meta)
-    copied.attrs = {name: _copied_creation(inner) for name, inner in meta.attrs.items()}
+    copied.attrs = {name: _copied_description(inner) for name, inner in meta.attrs.items()}
     return copied
 
 
 def _boxed(function: Boxed) -> Boxed:
-    """Mark a function as one that empties the list that it is given."""
+    """Return a function with the mark by which AOTAutograd knows that it empties its list of arguments."""
 
     def boxed(args: list[Any]) -> list[Any]:
         return function(args)
@@ -102,30 +102,30 @@ def _boxed(function: Boxed) -> Boxed:
 
 
 @contextmanager
-def _watched(look: Callable[[Node], None]) -> Iterator[None]:
-    """Let the autograd function that AOTAutograd makes inside the block call ``look`` before each backward.
+def _checked(check: Callable[[Node], None]) -> Iterator[None]:
+    """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward.
 
-    A missing tangent is None there, where torch would make zeros.
+    A missing tangent is then None, where torch would pass zeros.
     """
     factory: Any = runtime_wrappers._AOTDispatchAutogradFunctionFactory
     build = factory.build
 
-    def build_watched(self: Any) -> Any:
+    def build_checked(self: Any) -> Any:
         function = build(self)
         forward, backward = function.forward, function.backward
 
-        def forward_watched(ctx: Any, *args: Any) -> Any:
+        def forward_checked(ctx: Any, *args: Any) -> Any:
             ctx.set_materialize_grads(False)
             return forward(ctx, *args)
 
-        def backward_watched(ctx: Any, *grads: Any) -> Any:
-            look(ctx)
+        def backward_checked(ctx: Any, *grads: Any) -> Any:
+            check(ctx)
             return backward(ctx, *grads)
 
-        function.forward, function.backward = staticmethod(forward_watched), staticmethod(backward_watched)
+        function.forward, function.backward = staticmethod(forward_checked), staticmethod(backward_checked)
         return function
 
-    factory.build = build_watched
+    factory.build = build_checked
     try:
         yield
     finally:
@@ -133,7 +133,7 @@ def _watched(look: Callable[[Node], None]) -> Iterator[None]:
 
 
 def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return graphs with the calling conventions of the phases. AOTAutograd reads what is saved; nothing runs them."""
+    """Return graphs with the calling conventions of the phases. AOTAutograd reads the saved values; no graph runs."""
     forward, backward = fx.Graph(), fx.Graph()
     inputs = [_copied(forward, node) for node in joint.all_placeholders() if output_of(node) is None]
     call = forward.call_function(_stub, tuple(inputs))
@@ -160,7 +160,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _result(graph: fx.Graph, call: fx.Node, like: Any) -> Any:
-    """Return a result of a stub that looks like a node or a value; None and numbers stay as they are."""
+    """Return a result of a stub with the metadata of a node or a value; return None or a number unchanged."""
     if like is None or isinstance(like, int | float):
         return like
     new = graph.call_function(_stub, (call,))

@@ -1,16 +1,16 @@
 """Workarounds for Thunder's own front end, entered only while it traces a model of ours.
 
-``thunder.jit`` with ZeroTransform, and ``tz.trace(frontend="thunder")``, enter it; ``tz.compile`` and a plain
-``thunder.jit`` never do. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and takes
-them out again. Repairs and refusals of lines are functions of traces::
+``thunder.jit`` with ZeroTransform and ``tz.trace(frontend="thunder")`` enter this room; ``tz.compile`` and a plain
+``thunder.jit`` do not. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and removes
+them afterwards. Repairs and checks of lines are functions of traces::
 
-    opaque_calls, reads, ...    while Thunder interprets forward: guard or refuse what it would take for a constant
-    wrong_gradients             refuses lines, before autodiff and behind it
+    opaque_calls, reads, ...    guard values that Thunder would take for constants, or raise, during interpretation
+    wrong_gradients             raises for some lines, before and after autodiff
     trace_repairs               repairs lines
-    operators                   makes torch's operators one line each way
-    fusion_repair               repairs the schedule behind Thunder's fusers
+    operators                   keeps an operator of torch one line in each phase
+    fusion_repair               repairs the schedule after Thunder's fusers
 
-The names below are imported when they are first asked for.
+The names below are imported lazily.
 """
 
 from typing import TYPE_CHECKING

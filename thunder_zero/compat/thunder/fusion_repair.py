@@ -1,8 +1,8 @@
-"""needed while: Thunder's rematerialisation lets backward read what forward gathered.
+"""needed while: Thunder's rematerialisation lets backward read parameters that forward gathered.
 
-In: a schedule behind a fuser. Out: one in which backward reads its own gathers only. A fuser may let backward recompute
-from the inputs of a region of forward, and such an input may be a gathered parameter. Then backward reads its own copy.
-Its wait moves up, or a new gather is added::
+In: the timeline of a fused trace. Out: a timeline in which backward reads its own gathers only. A fuser may let
+backward recompute from the inputs of a region of forward, and such an input may be a gathered parameter. Here backward
+reads its own gather: the wait of the gather moves up, or a new gather is added::
 
     wait    w  <- fut                      wait    w  <- fut
     ... backward ...                       ... backward ...
@@ -21,7 +21,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
 def repair_fusion(timeline: Timeline) -> Timeline:
-    """Return a timeline in which backward reads its own gathers only: the argument itself if it does so already."""
+    """Return a timeline in which backward reads its own gathers only; return the argument if nothing changes."""
     chain = regathered(timeline)
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
@@ -41,8 +41,8 @@ class _Repair:
         chain: the position of the writer of each value of forward that derives from parameters.
         waits: the wait of backward's own gather, by parameter.
         ops: the operations so far.
-        done: what these operations write.
-        names: the copy that backward reads, by the value of forward.
+        done: the names that these operations write.
+        names: the name of the copy that backward reads, by the name of forward's value.
         values: the new values.
     """
 
@@ -64,14 +64,14 @@ class _Repair:
         self.done.add(op.writes)
 
     def copy(self, name: str) -> str:
-        """Return the name of backward's copy of a derived value of forward. Add the copy if there is none yet."""
+        """Return the name of backward's copy of a derived value of forward; add the copy at the first call."""
         if name not in self.names:
             op = self.timeline.ops[self.chain[name]]
             self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)
         return self.names[name]
 
     def _gathered(self, name: str, forward: Op) -> str:
-        """Return backward's gather of a parameter that forward gathered: its own one, earlier, or a new one."""
+        """Return the result of backward's gather of a parameter; move the gather up, or add a new gather."""
         index = forward.writes.index(name)
         path = forward.params[index]
         if path in self.waits:
@@ -88,7 +88,7 @@ class _Repair:
         return f"{name}_repaired"
 
     def _computed(self, name: str, op: Op) -> str:
-        """Return a value that backward computes again as forward did, from its own gathers."""
+        """Return a copy of forward's value that backward recomputes from its own gathers."""
         self.names.update((out, f"{out}_repaired") for out in op.writes)
         writes = tuple(f"{out}_repaired" for out in op.writes)
         self.add(replace(op, writes=writes, backward=True, repeated=True))

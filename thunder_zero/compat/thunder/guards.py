@@ -1,7 +1,7 @@
-"""needed while: Thunder ignores what becomes None, or another collection or object.
+"""needed while: Thunder ignores a value that becomes None, or another collection or object.
 
 In: the arguments of a call, and the attributes, globals and closures that forward read while Thunder traced it. Out:
-forms, which are equal where a program may serve again (:func:`form_of`), and a :class:`Guard` for each program::
+forms, which are equal if a program may run again (:func:`form_of`), and a :class:`Guard` for each program::
 
     model(x, None)         (Tensor, None)        one program
     model(x, mask)         (Tensor, Tensor)      another program
@@ -25,23 +25,23 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-MOST_ITEMS = 100  # larger collections that forward reads are compared by the identity of their items
+MOST_ITEMS = 100  # items of larger collections are compared by identity
 WARN_AFTER = 4  # different forms of one argument or attribute
 NUMBERS = (bool, int, float, complex)
-CHECKED = (Tensor, *NUMBERS, str, slice)  # Thunder checks these where forward reads them
+CHECKED = (Tensor, *NUMBERS, str, slice)  # types that Thunder checks where forward reads them
 CONSTANTS = (type(None), Enum, bytes, torch.dtype, torch.device, range)
 OBJECTS = (nn.Module, type, ModuleType, BuiltinFunctionType)  # compared by identity
 COLLECTIONS = (Mapping, list, tuple, deque, Set)
-OF_MODULES = frozenset((*vars(nn.Module()), *vars(nn.Module))) - {"forward"}  # other checks look at these attributes
+OF_MODULES = frozenset((*vars(nn.Module()), *vars(nn.Module))) - {"forward"}  # attributes that other checks compare
 LEAVES = frozenset((*NUMBERS, str))
 FLAT, STRING = LEAVES | {type(None), Tensor}, {str}
-UNCHECKED = (deque, FunctionType)  # Thunder looks into no deque, and not at all defaults of a function
+UNCHECKED = (deque, FunctionType)  # Thunder checks no items of a deque, and not all defaults of a function
 DEFAULTS = ("__defaults__", "__kwdefaults__")
 FIXED = frozenset(("builtins", "torch", "thunder"))  # packages whose names nobody replaces
 
 _ABSENT = object()
 
-Form = Any  # compared by ==, and nothing else
+Form = Any  # compared by == alone
 
 
 class Namespace(Protocol):
@@ -54,15 +54,15 @@ class Namespace(Protocol):
 def form_of(value: Any) -> Form:
     """Return the form of an argument: its structure, types, and values that Thunder does not check.
 
-    The form of a number or string has its type only, and that of a tensor its class.
+    The form of a number or string is its type only. The form of a tensor has its class.
     """
     return _Forms().of(value)
 
 
 def _form_read(value: Any, exact: bool = False) -> Form:
-    """Return the form of a value that forward reads and that is no argument.
+    """Return the form of a value that forward reads and that is not an argument.
 
-    Objects are compared by identity, since each attribute that forward reads has a lookup of its own.
+    Objects are compared by identity, since each attribute that forward reads has its own lookup.
     """
     if not exact and (form := _flat_form(value)) is not None:
         return form
@@ -72,7 +72,7 @@ def _form_read(value: Any, exact: bool = False) -> Form:
 
 
 def _flat_form(value: Any) -> Form:
-    """Return the form of a plain collection of None and of what Thunder checks; None for any other value. Fast."""
+    """Return the form of a plain collection of None and values that Thunder checks; None for other values. Fast."""
     kind, items = type(value), value
     if kind is dict:
         items = value.values()
@@ -87,22 +87,22 @@ def _flat_form(value: Any) -> Form:
 class _Forms:
     """The forms of the parts of one value. Parts may be shared, so they are numbered by their first visit.
 
-    ``by_identity``: objects are compared by identity, not by their attributes.
+    If ``by_identity`` is True, objects are compared by identity, not by their attributes.
     """
 
     def __init__(self, by_identity: bool = False) -> None:
         self._by_identity = by_identity
-        self._seen: dict[int, tuple[int, Any]] = {}  # it holds the part, so that no other part gets its id
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps each part alive, so that ids stay unique
 
     def of(self, value: Any, exact: bool = False) -> Form:
-        """Return the form of a part. ``exact``: compare numbers and strings by value."""
+        """Return the form of a part. If ``exact`` is True, numbers and strings are compared by value."""
         kind: type[Any] = type(value)
         if isinstance(value, Tensor):
             return "tensor", cast(Form, kind)
         if isinstance(value, CONSTANTS):
             return kind, value
         if kind in LEAVES:
-            return (kind, repr(value)) if exact else kind  # NaN and -0.0 are values, too
+            return (kind, repr(value)) if exact else kind  # the text also tells NaN and -0.0 apart
         if isinstance(value, OBJECTS):
             return _Same(value)
         if id(value) in self._seen:
@@ -158,7 +158,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # the cell is empty still
+    except ValueError:  # the cell is still empty
         return _ABSENT
 
 
@@ -202,7 +202,7 @@ class _Items:
 
 
 class Slotted:
-    """The namespace of an object without ``__dict__``: its slots, or the content of a closure's cell."""
+    """The namespace of an object without ``__dict__``: the slots of an object, or the content of a closure's cell."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -216,9 +216,9 @@ class Slotted:
 
 
 def namespaces_of(holder: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
-    """Yield each namespace that decides an attribute of an object, after the object or class that has it.
+    """Yield the namespaces that decide an attribute of an object, each with the object or class that owns it.
 
-    Namespaces that nobody changes are left out, and those that other checks look at.
+    Namespaces that nobody changes, or that other checks compare, are left out.
     """
     if isinstance(holder, CellType):
         yield holder, Slotted(holder)
@@ -244,7 +244,7 @@ def namespaces_of(holder: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
 
 
 def is_fixed(package: str) -> bool:
-    """Return whether nobody replaces the names in a module of Python, such as the functions of torch."""
+    """Return whether the names in a Python module are never replaced, as in torch."""
     return package.partition(".")[0] in FIXED
 
 
@@ -254,10 +254,10 @@ class Lookup:
 
     Attributes:
         key: the identity of the namespace's owner, and the name.
-        namespace: where it was read.
-        name: what was read.
+        namespace: the namespace of the name.
+        name: the name that forward read.
         form: the form of the value.
-        exact: whether the form has the values of numbers and strings.
+        exact: True if the form has the values of numbers and strings.
     """
 
     key: tuple[int, str]
@@ -267,7 +267,7 @@ class Lookup:
     exact: bool
 
     def holds(self) -> bool:
-        """Return whether the name has a value of this form now."""
+        """Return whether the current value of the name has this form."""
         return bool(_form_read(self.namespace.get(self.name, _ABSENT), self.exact) == self.form)
 
 
@@ -275,7 +275,8 @@ class Lookups:
     """The lookups of one trace. Each name is noted at its first read, before forward could change the value."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[int, str], tuple[Lookup, Form, Any]] = {}  # it keeps the holder, and thereby its id
+        # Each entry keeps its holder alive, so that the holder's id stays unique.
+        self._read: dict[tuple[int, str], tuple[Lookup, Form, Any]] = {}
 
     def note(self, holder: Any, namespace: Namespace, name: str) -> None:
         """Note a read of a name in the namespace of ``holder``, unless Thunder checks the value itself."""
@@ -297,19 +298,19 @@ class Lookups:
 
 
 class Guard:
-    """The conditions for a program to serve again: the form of the call, and what forward read."""
+    """The conditions under which a program may run again: the form of the call, and the values that forward read."""
 
     def __init__(self, form: Form, lookups: Sequence[Lookup]) -> None:
         self.form, self.lookups = form, lookups
-        # Most lookups found None, nothing, or one object. They are compared without new forms, which is fast.
-        read = [(lookup.namespace.get, lookup.name, lookup.form) for lookup in lookups]
-        self._constants = [item for item in read if item[2] is None or item[2] is _ABSENT]
-        self._objects = [(get, name, form.now) for get, name, form in read if isinstance(form, _Same)]
-        is_simple = (lookup.form in (None, _ABSENT) or isinstance(lookup.form, _Same) for lookup in lookups)
-        self._others = [lookup for lookup, simple in zip(lookups, is_simple, strict=True) if not simple]
+        # Most lookups have None, no value, or one object. They are compared without new forms, which is fast.
+        items = [(lookup.namespace.get, lookup.name, lookup.form) for lookup in lookups]
+        self._constants = [item for item in items if item[2] is None or item[2] is _ABSENT]
+        self._objects = [(get, name, form.now) for get, name, form in items if isinstance(form, _Same)]
+        are_simple = (lookup.form in (None, _ABSENT) or isinstance(lookup.form, _Same) for lookup in lookups)
+        self._others = [lookup for lookup, is_simple in zip(lookups, are_simple, strict=True) if not is_simple]
 
     def holds(self, form: Form) -> bool:
-        """Return whether the program may serve a call of this form now."""
+        """Return whether the program may run for a call of this form now."""
         if self.form != form:
             return False
         for get, name, value in self._constants:
@@ -322,7 +323,7 @@ class Guard:
 
 
 class Guards:
-    """The guards of one model's programs. ``form`` is the form of the call that runs."""
+    """The guards of one model's programs. ``form`` is the form of the current call."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -331,20 +332,20 @@ class Guards:
         self.form: tuple[tuple[int | str, Form], ...] = ()
 
     def add(self, lookups: Sequence[Lookup]) -> int:
-        """Keep the guard of the program that is compiled for the call that runs; return its number."""
+        """Add a guard for the program that is compiled for the current call; return its number."""
         self._guards.append(Guard(self.form, lookups))
         self._warn()
         return len(self._guards) - 1
 
     def holds(self, number: int) -> bool:
-        """Return whether a program may serve the call that runs."""
+        """Return whether a program may run for the current call."""
         return self._guards[number].holds(self.form)
 
     def _warn(self) -> None:
-        """Warn once about an argument, or a value that forward reads, whose form differs in several programs."""
-        shown: dict[Hashable, str] = {name: f"argument {name!r}" for name, _ in self.form}
-        shown |= {lookup.key: f"{lookup.name!r}, which forward reads" for lookup in self._guards[-1].lookups}
-        for key, words in shown.items():
+        """Warn once if the form of an argument, or of a value that forward reads, differs in several programs."""
+        subjects: dict[Hashable, str] = {name: f"argument {name!r}" for name, _ in self.form}
+        subjects |= {lookup.key: f"{lookup.name!r}, which forward reads" for lookup in self._guards[-1].lookups}
+        for key, subject in subjects.items():
             different: list[Form] = []
             for guard in self._guards:
                 forms = dict(guard.form) | {lookup.key: lookup.form for lookup in guard.lookups}
@@ -353,8 +354,8 @@ class Guards:
             if len(different) >= WARN_AFTER and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"{self._model} was compiled for {len(different)} forms of {words}, and each costs a compilation: "
-                    f"None, types, lengths and objects make the form; keep it the same, or out of forward",
+                    f"{self._model} was compiled for {len(different)} forms of {subject}, and each costs a "
+                    f"compilation: None, types, lengths and objects make the form; keep it the same, or out of forward",
                     stacklevel=2,
                 )
 

@@ -1,12 +1,12 @@
-"""needed while: Thunder takes what a function in C returns for a constant.
+"""needed while: Thunder takes the result of a C function for a constant.
 
-Thunder interprets functions in Python, and calls functions in C. Here a call is refused whose result changes from call
-to call of forward. Random numbers that are drawn elsewhere show by the state of a generator::
+Thunder interprets Python functions, and calls C functions. Here a call raises if its result would change from call to
+call of forward. Random numbers that are drawn elsewhere change the state of a generator, which is compared::
 
     str(x)                  a text of a tensor             refused
     random.random()         a random number                refused
     next(self.batches)      an item of an iterator         refused
-    max(self.scales)        arguments of a function in C   Thunder checks each of them (reads.py)
+    max(self.scales)        arguments of a C function      Thunder checks each item (reads.py)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thunder.core.interpreter import PseudoInst, do_raise, is_opaque, unwrap
 from thunder.core.proxies import TensorProxy
 
 TEXT = (str, repr, format, print)
-BY_TYPE = (isinstance, type, callable, id)  # their results depend on types and identities alone
+BY_TYPE = (isinstance, type, callable, id)  # functions whose results depend on types and identities alone
 MAKE = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 
@@ -39,16 +39,16 @@ _find_lookaside = jit_ext.general_jit_lookaside
 
 
 def find_lookaside(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Return Thunder's lookaside for a call, or refuse a call whose result is no constant."""
-    if (why := _changes(fn, args)) is not None and (error := refuse(why)) is not None:
+    """Return Thunder's lookaside for a call, or raise inside forward if the result is not constant."""
+    if (reason := _changes(fn, args)) is not None and (error := refuse(reason)) is not None:
         return do_raise(error)
-    if "fn" in kwargs:  # Thunder would take it for its own argument; it does not read the names
+    if "fn" in kwargs:  # the name of an argument of Thunder's function, which reads no names
         kwargs = {f"{name}_": value for name, value in kwargs.items()}
     if isinstance(fn, FunctionType) and any(isinstance(value, list | dict | set) for value in _defaults(fn)):
         for name in DEFAULTS:
             note(fn, Slotted(fn), name)
     lookaside = _find_lookaside(fn, *args, **kwargs)
-    makes_or_binds = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # these read nothing
+    makes_or_binds = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # neither reads its arguments
     if lookaside is None and is_opaque(fn) and not makes_or_binds and is_ours():
         for arg in args:
             check_parts(arg, set())
@@ -60,12 +60,13 @@ def _defaults(fn: FunctionType) -> tuple[Any, ...]:
 
 
 def _changes(fn: Any, args: Sequence[Any]) -> str | None:
-    """Return why the result of a call differs from call to call of forward, or None."""
+    """Return the reason why the result of a call may change from call to call of forward, or None."""
     values = [unwrap(arg) for arg in args]
-    if any(fn is text for text in TEXT) and any(isinstance(value, TensorProxy) for value in values):
+    if any(fn is function for function in TEXT) and any(isinstance(value, TensorProxy) for value in values):
         return f"forward makes a text of a tensor ({fn.__name__}), whose values nobody knows before the program runs"
-    makes = any(fn is make for make in MAKE) or getattr(fn, "__qualname__", "").startswith("_VariableFunctions")
-    if makes and any(map(is_unknown, values)) and not any(isinstance(value, TensorProxy) for value in values):
+    is_factory = any(fn is function for function in MAKE)
+    is_factory = is_factory or getattr(fn, "__qualname__", "").startswith("_VariableFunctions")
+    if is_factory and any(map(is_unknown, values)) and not any(isinstance(value, TensorProxy) for value in values):
         return UNKNOWN
     if not isinstance(fn, FunctionType | MethodType) and not any(fn is known for known in BY_TYPE):
         for arg, value in zip(args, values, strict=True):
@@ -84,7 +85,7 @@ def _changes(fn: Any, args: Sequence[Any]) -> str | None:
 
 
 def draws_by(kind: str) -> str:
-    """Return why a forward that draws random numbers is refused."""
+    """Return the error message for a forward that draws random numbers."""
     return f"forward draws random numbers by {kind}, and every later call would get the first ones"
 
 
@@ -104,7 +105,7 @@ def moved(before: dict[str, Any]) -> str | None:
 
 @cache
 def _generator_of(kind: Any) -> str | None:
-    """Return the kind of random generators that a class belongs to; None for other classes."""
+    """Return the kind of a class of random generators; None for other classes."""
     if issubclass(kind, random.Random):
         return "Python"
     return "NumPy" if str(kind.__module__).startswith("numpy.random") else None

@@ -1,13 +1,13 @@
-"""needed while: Thunder's tables of lookasides are one for the process.
+"""needed while: Thunder's tables of lookasides are global to the process.
 
 Replaces entries of Thunder's tables, and functions of its modules, while Thunder traces a model of ours::
 
     with replaced(PATCHES), reporting_to(findings):    # tracing.py
         ...                                         # Thunder traces the model, and calls our functions
-                                                    # the tables are as they were before
+                                                    # the old entries are restored
 
-A thread that traces another model meanwhile finds our functions, too. A function that refuses or notes something first
-asks whether its own thread traces a model of ours. If not, it does what Thunder does.
+A thread that traces another model meanwhile also calls our functions. A function that raises or reports first checks
+that its own thread traces a model of ours. If not, it calls Thunder's function.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Patch:
     value: Any
 
     def put(self) -> Callable[[], None]:
-        """Put the value there; return a function that restores the old value."""
+        """Set the new value; return a function that restores the old value."""
         holder, key = self.holder, self.key
         entries: Mapping[Any, Any]
         write: Callable[[Any, Any, Any], None]
@@ -51,7 +51,7 @@ class Patch:
 
 @dataclass
 class _Inside:
-    """The number of blocks, in all threads, that replace entries now; the last one to end calls ``undo``."""
+    """The number of active blocks of :func:`replaced`, in all threads; the last block to end calls ``undo``."""
 
     blocks: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -77,12 +77,12 @@ def replaced(patches: Sequence[Patch]) -> Iterator[None]:
                 _inside.undo.pop()()
 
 
-# What our functions report
+# Reports of our functions
 
 
 @dataclass
 class Findings:
-    """The reports of our functions while Thunder traces one model: what it reads, and why it is refused."""
+    """The reports of our functions while Thunder traces one model: the reads of forward, and a refusal."""
 
     lookups: Lookups = field(default_factory=Lookups)
     refusal: Untraceable | None = None
@@ -106,11 +106,11 @@ def is_ours() -> bool:
     return _findings.get() is not None
 
 
-def refuse(why: str) -> Untraceable | None:
+def refuse(reason: str) -> Untraceable | None:
     """Report why a trace would be wrong, and return the error to raise; None if the model is not ours."""
     if (findings := _findings.get()) is None:
         return None
-    findings.refusal = Untraceable(why)
+    findings.refusal = Untraceable(reason)
     return findings.refusal
 
 

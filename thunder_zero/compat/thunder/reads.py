@@ -1,10 +1,10 @@
 """needed while: Thunder guards no attribute that is None, a collection or an object.
 
-In: reads of forward while Thunder interprets it. Out: reports of those that Thunder does not check (``guards.py``)::
+In: reads of forward while Thunder interprets it. Out: reports of reads that Thunder does not check (``guards.py``)::
 
-    self.mask               an attribute of an object that forward did not make
+    self.mask               an attribute of an object that forward did not create
     def inner(): scale      a value in a closure, a global, a default of a function
-    max(self.scales)        the items that a function in C reads: looking at each lets Thunder check it
+    max(self.scales)        the items that a C function reads; reading each item lets Thunder check it
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MADE = (PseudoInst.OPAQUE, PseudoInst.LOOKASIDE)
 
 _note_global = jit_ext._general_jit_global_callback
 # Thunder's interpreter leaves these instructions, such as a comparison of lists, to Python.
-WHOLE = ("COMPARE_OP", "DICT_UPDATE", "DICT_MERGE")
+NATIVE = ("COMPARE_OP", "DICT_UPDATE", "DICT_MERGE")
 
 
 def origin_of(value: Any, *steps: Any) -> Any:
-    """Return what a value was read from: the arguments, the module, or a constant such as a global.
+    """Return the origin of a value: the arguments, the module, or a constant such as a global.
 
-    None if forward computed the value, or if another step than ``steps`` led to it.
+    Return None if forward computed the value, or if its path from the origin has a step that is not in ``steps``.
     """
     origin = value.provenance
     while origin.inputs:
@@ -50,17 +50,17 @@ def origin_of(value: Any, *steps: Any) -> Any:
     return origin.inst
 
 
-def check_parts(value: Any, seen: set[int]) -> None:
-    """Let Thunder check the numbers and strings in an argument or attribute that a function in C reads.
+def check_parts(value: Any, visited: set[int]) -> None:
+    """Make Thunder check the numbers and strings in an argument or attribute that a C function reads.
 
-    ``seen`` has the identities of the parts that were visited.
+    ``visited`` has the ids of the parts that were visited.
     """
     plain = unwrap(value)
-    if id(plain) in seen or origin_of(value) not in (*INPUTS, *OF_MODEL) or isinstance(plain, (*CHECKED, *OBJECTS)):
+    if id(plain) in visited or origin_of(value) not in (*INPUTS, *OF_MODEL) or isinstance(plain, (*CHECKED, *OBJECTS)):
         return
-    if _is_global(value):  # globals are compared by value, and Thunder cannot look at some of them
+    if _is_global(value):  # globals are compared by value, and Thunder cannot read the parts of some globals
         return
-    seen.add(id(plain))
+    visited.add(id(plain))
     if isinstance(plain, dict | list | tuple):
         value.track_items()
         items = value.item_wrappers
@@ -69,7 +69,7 @@ def check_parts(value: Any, seen: set[int]) -> None:
         parts = (_interpret_call(getattr, value, wrap_const(name)) for name in attributes_of(plain))
     for part in parts:
         if isinstance(part, WrappedValue):  # not a signal that the attribute cannot be read
-            check_parts(part, seen)
+            check_parts(part, visited)
 
 
 def _is_global(value: Any) -> bool:
@@ -110,7 +110,7 @@ def _read_global(value: Any, name: str) -> Any:
     return _note_global(value, name)
 
 
-def _handle_whole(handle: Callable[..., Any], inst: Any, /, stack: Any, **kwargs: Any) -> Any:
+def _handle_native(handle: Callable[..., Any], inst: Any, /, stack: Any, **kwargs: Any) -> Any:
     if is_ours():
         for index in (-2, -1):
             check_parts(stack.getitem_wrapped(index), set())
@@ -122,5 +122,5 @@ PATCHES = (
     Patch(jit_ext._general_jit_lookaside_map, getattr, _get_attribute),
     Patch(jit_ext._general_jit_lookaside_map, hasattr, _has_attribute),
     Patch(jit_ext.general_jit_callbacks, INTERPRETER_CALLBACKS.GLOBAL_CALLBACK, _read_global),
-    *(Patch(_handlers, name, partial(_handle_whole, _handlers[name])) for name in WHOLE),
+    *(Patch(_handlers, name, partial(_handle_native, _handlers[name])) for name in NATIVE),
 )

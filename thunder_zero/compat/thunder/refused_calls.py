@@ -1,10 +1,11 @@
-"""needed while: Thunder drops assignments to attributes, and fails on what checkpoints are given.
+"""needed while: Thunder drops assignments to attributes, and fails on some checkpoints.
 
-In silence Thunder drops an assignment to an attribute of the root module; attributes of submodules, and buffers, keep
-theirs. It raises a string for a reentrant checkpoint, ignores ``context_fn``, and passes no keyword arguments::
+Thunder silently drops an assignment to an attribute of the root module. Assignments to buffers, and to attributes of
+submodules, work. It raises a string for a reentrant checkpoint, ignores ``context_fn``, and passes no keyword
+arguments::
 
     self.name = value           ->   set_attribute          raises where the value would be lost
-    checkpoint(function, x)     ->   call_checkpoint        with keyword arguments; raises if it cannot
+    checkpoint(function, x)     ->   call_checkpoint        with keyword arguments; or raises
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _call_checkpoint = jit_ext._general_jit_torch_checkpoint_lookaside
 
 
 def set_attribute(obj: Any, name: str, value: Any) -> Any:
-    """Refuse an assignment that would be lost."""
+    """Assign an attribute, or raise inside forward if Thunder would lose the assignment."""
     if is_ours() and _is_lost(obj, unwrap(name), unwrap(value)):
         kind = type(unwrap(obj)).__name__
         return do_raise(
@@ -50,7 +51,7 @@ def set_attribute(obj: Any, name: str, value: Any) -> Any:
 
 
 def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
-    """Give a checkpoint's function its keyword arguments, or refuse the checkpoint."""
+    """Call a checkpoint with keyword arguments, or raise inside forward if Thunder cannot trace it."""
     if not is_ours():
         return _call_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     if unwrap(use_reentrant):
@@ -65,7 +66,7 @@ def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwa
 
 
 def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
-    """Call a function with the last arguments by these names. Thunder interprets this code."""
+    """Call a function whose last arguments are keyword arguments with these names. Thunder interprets this code."""
     first = len(args) - len(names)
     return function(*args[:first], **dict(zip(names, args[first:])))  # noqa: B905 (Thunder has no zip with strict)
 

@@ -1,6 +1,6 @@
-"""Replaces functions by which Thunder reads or computes something wrong in forward.
+"""Replaces functions of Thunder that read or compute something wrong in forward.
 
-In: a function of Thunder or torch. Out: ours in its place, while Thunder traces a model of ours::
+In: a function of Thunder or torch. Out: our function in its place, while Thunder traces a model of ours::
 
     self.named_parameters()                ->   members            in the module's order
     fields_of(dataclass)                   ->   fields_as_constants
@@ -28,7 +28,7 @@ from thunder.core.module import ThunderModule
 
 # needed while: Thunder lists parameters and buffers in the order of a set of names.
 # A set's order depends on Python's hash seed, which differs from process to process. A forward that loops over
-# ``self.parameters()``, or takes the first one, would become a different and wrong program on each rank.
+# ``self.parameters()``, or takes the first parameter, would become a different and wrong program on each rank.
 
 
 def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,11 @@ def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     return _interpret_call(listed, wrap(names, provenance=source))
 
 
-# needed while: Thunder reads no field of a dataclass by a name that forward computed.
+# needed while: Thunder cannot read a field of a dataclass by a computed name.
 
 
 def fields_as_constants(tree: Any) -> Any:
-    """Return the field names of a dataclass, which casts ask for, as a constant."""
+    """Return the field names of a dataclass, which casts read, as a constant."""
     return wrap_const(fields_of(unwrap(tree)))
 
 

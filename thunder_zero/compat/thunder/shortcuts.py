@@ -1,11 +1,11 @@
-"""needed while: Thunder looks builtins up by code that it interprets.
+"""needed while: Thunder looks builtins up by interpreted code.
 
 Shortens Thunder's work, and changes no trace and no guard. More than half of the time to interpret a module went into
-these questions, since ``nn.Module.__call__`` alone looks at eight collections of hooks::
+these lookups, since ``nn.Module.__call__`` alone reads eight collections of hooks::
 
     len                     a builtin is found without interpreted code
-    if self._hooks:         so is the truth of an empty collection
-    a line's arguments      they are searched for proxies once, not twice
+    if self._hooks:         the truth of an empty collection is found without interpreted code
+    a line's arguments      a tree is searched for proxies once, not twice
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _flatten = symbol.tree_flatten_with_dataclass
 
 
 def globals_lookup(globals_dict: Any, name: Any) -> Any:
-    """Return the value of a global name: a builtin at once, any other value as Thunder finds it."""
+    """Return the value of a global name: a builtin directly, any other value by Thunder's function."""
     names, wanted = interpreter.unwrap(globals_dict), interpreter.unwrap(name)
     if wanted not in names and names.get("__builtins__") in (builtins, vars(builtins)):
         builtin = vars(builtins).get(wanted)
@@ -40,7 +40,7 @@ def globals_lookup(globals_dict: Any, name: Any) -> Any:
 
 
 def is_true(value: Any) -> Any:
-    """Return ``bool(value)``: False at once for an empty collection of Python, any other answer as Thunder finds it."""
+    """Return ``bool(value)``: False directly for an empty Python collection, or the result of Thunder's function."""
     plain = interpreter.unwrap(value)
     if type(plain) in COLLECTIONS and not plain:
         return interpreter.wrap_const(False)
@@ -49,7 +49,7 @@ def is_true(value: Any) -> Any:
 
 def flatten(tree: Any) -> Any:
     """Return the leaves of a tree, and its structure."""
-    # Thunder would look for dataclasses first, and a line has hardly any.
+    # Thunder would search for dataclasses first, which lines rarely have.
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPTREE_NAMESPACE)
     if any(is_dataclass(leaf) for leaf in leaves):
         return _flatten(tree)

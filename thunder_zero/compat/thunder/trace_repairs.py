@@ -1,6 +1,6 @@
 """Repairs lines of traces that Thunder gets wrong.
 
-In: a trace. Out: a trace whose lines do what torch does, equally on all ranks. The functions run in this order::
+In: a trace. Out: a trace whose lines compute torch's results, identical on all ranks. The functions run in this order::
 
     draw_once            the acquired trace, before autodiff           frontends/program_transform.py
     broadcast_scalars    this trace, with parameters synchronised      frontends/program_transform.py
@@ -25,13 +25,13 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transforms import is_constant_for_vjp
 from thunder.extend import FusionExecutor
 
-# needed while: Thunder lists what is changed in place in the order of a set.
+# needed while: Thunder lists values that are changed in place in the order of a set.
 
 
 def sort_aliases(trace: TraceCtx) -> TraceCtx:
     """Return a trace whose ``update_aliases`` lines list values in the order in which they were written.
 
-    Thunder inserts these lines around operations in place, and lists values in the order of a set. That order differs
+    Thunder inserts these lines around in-place operations, and lists values in the order of a set. That order differs
     between ranks, and so would the places where values are freed.
     """
     new = from_trace(trace)
@@ -39,8 +39,8 @@ def sort_aliases(trace: TraceCtx) -> TraceCtx:
     for bsym in trace.bound_symbols:
         if bsym.sym.name == prims.update_aliases.name:
             pairs = sorted(zip(bsym.args[0], bsym.output, strict=True), key=lambda pair: written[pair[0].name])
-            before, after = zip(*pairs, strict=True)
-            bsym = bsym.from_bsym(args=(before,), output=after)
+            old_values, new_values = zip(*pairs, strict=True)
+            bsym = bsym.from_bsym(args=(old_values,), output=new_values)
         for proxy in bsym.flat_proxy_outs:
             written.setdefault(proxy.name, len(written))
         new.bound_symbols.append(bsym)
@@ -48,7 +48,7 @@ def sort_aliases(trace: TraceCtx) -> TraceCtx:
 
 
 # needed while: Thunder does not sum the gradient of a broadcast 0-dim tensor on the CPU.
-# It takes such a tensor for a number. Forward gets a line that expands it, whose gradient is a sum:
+# Thunder treats such a tensor as a number. Forward gets a line that expands the tensor, whose gradient is a sum:
 #
 #     t1 = ltorch.sum(t0)                              t1 = ltorch.sum(t0)
 #     t2 = ltorch.true_divide(t0, t1)         ->       t2 = ltorch.expand(t1, (3, 4))
@@ -67,7 +67,7 @@ def broadcast_scalars(computation: TraceCtx) -> TraceCtx:
     """Return a trace in which 0-dim operands of elementwise operations are expanded to the shape of the result.
 
     Call it before autodiff, once parameters are synchronised. If any operand has another dtype than its result, as
-    under mixed precision, the trace stays as it is: an expanded operand would decide the dtype of the result.
+    under mixed precision, the trace is returned unchanged: an expanded operand would decide the dtype of the result.
     """
     scalars = [_scalars(line) for line in computation.bound_symbols]
     lines = list(zip(computation.bound_symbols, scalars, strict=True))
@@ -76,8 +76,10 @@ def broadcast_scalars(computation: TraceCtx) -> TraceCtx:
     new = from_trace(computation)
     with tracectx(new):
         for line, operands in lines:
-            swap = {variableify(proxy): ltorch.expand(proxy, line.output.shape) for proxy in operands}
-            new.bound_symbols.append(line.from_bsym_swap_proxies(swap, skip_output=True) if swap else line)
+            replacements = {variableify(proxy): ltorch.expand(proxy, line.output.shape) for proxy in operands}
+            if replacements:
+                line = line.from_bsym_swap_proxies(replacements, skip_output=True)
+            new.bound_symbols.append(line)
     new.set_provenance(TraceProvenance("Broadcast scalars (thunder_zero)"))
     return new
 
@@ -99,7 +101,7 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 
 # needed while: Thunder draws random numbers again where backward recomputes.
-# Here backward uses the random numbers that forward drew, or the trace is refused. Thunder tags every line of an
+# Here backward uses the random numbers that forward drew, or an error is raised. Thunder tags every line of an
 # activation checkpoint for recomputation, also a dropout, which would draw another mask. Lines that draw lose the tag,
 # so that their results are saved. Thunder's own checkpoint tags its lines in autodiff only, so it is opened here:
 #
@@ -117,7 +119,7 @@ class Switch:
     default: float
 
     def is_on(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with these arguments draws random numbers, as far as this argument goes."""
+        """Return whether the argument leaves an operator's random numbers on in a call."""
         named = (kwargs[name] for name in self.names if name in kwargs)
         value = args[self.position] if self.position < len(args) else next(named, self.default)
         return bool(value.value if isinstance(value, NumberProxy) else value)
@@ -145,7 +147,7 @@ Draws = Callable[[str], bool]  # name of an operator -> whether it draws random 
 def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
     """Return a trace in which backward draws no random number again. Call it before autodiff.
 
-    ``draws`` knows operators that draw, since Thunder does not tag all of them.
+    ``draws`` tells which operators draw, since Thunder does not tag all of them.
 
     Raises:
         RuntimeError: the gradient of an operator would draw again.
@@ -211,15 +213,15 @@ def _is_registered_automatically(bsym: BoundSymbol) -> bool:
     return prims.OpTags.AUTO_REGISTERED in (bsym.sym.tags or ())
 
 
-# needed while: a fuser's pass rematerialises by dtypes alone.
-# Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled. Backward may also read what
-# forward gathered (``fusion_repair.py``). ``frontends/program_transform.py`` repairs both.
+# needed while: a fuser's pass weighs tensors by their dtypes alone when it rematerialises.
+# So forward may save more bytes than were scheduled. Backward may also read parameters that forward gathered
+# (``fusion_repair.py``). ``frontends/program_transform.py`` repairs both.
 
 
 def fused_only(fuser: FusionExecutor, trace: TraceCtx) -> TraceCtx:
-    """Return the trace behind a fuser's pass, in which Thunder's ``rematerialize`` does nothing.
+    """Return the trace after a fuser's pass in which Thunder's ``rematerialize`` is a no-op.
 
-    The code of the pass runs with other globals, since a patch of its module would change other models, too.
+    The code of the pass runs with other globals, since a patch of its module would also affect other models.
     """
     code = type(fuser).fusion_pass
     if "rematerialize" not in code.__globals__:  # a fuser that does not rematerialise

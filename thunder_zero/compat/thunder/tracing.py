@@ -1,12 +1,12 @@
 """needed while: Thunder has no hook around the trace of a model.
 
 Enters this room while Thunder traces a model of ours: while it interprets forward, and while it transforms the trace.
-``thunder.jit`` makes two functions for each model, which are wrapped here::
+``thunder.jit`` creates two functions for each model, which are wrapped here::
 
-    acquire_initial_trace                      Tracing.acquire: interprets forward, and refuses what would be wrong
+    acquire_initial_trace                      interprets forward; we raise if the trace would be wrong
     apply_transforms_and_build_cache_entry     autodiff, our passes, fusers
 
-Models of a plain ``thunder.jit`` have functions of their own, so they never come here.
+Models of a plain ``thunder.jit`` have other functions, so this room does not change them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ PATCHES: tuple[Patch, ...] = (
 
 @dataclass
 class Tracing:
-    """Follows the traces that Thunder makes of one model. ``findings``: the reports of the last trace."""
+    """Follows Thunder's traces of one model. ``findings`` has the reports of the last trace."""
 
     findings: Findings = field(default_factory=Findings)
 
     def follow(self, model: ThunderModule) -> None:
-        """Enter the room whenever Thunder traces this model."""
+        """Enter this room whenever Thunder traces the model."""
         data = compile_data(model)
-        around = {"acquire_initial_trace": self._acquire, "apply_transforms_and_build_cache_entry": self._inside}
-        for name, call in around.items():
-            _cell(data.get_computation_and_inputs, name).cell_contents = partial(call, getattr(data, name))
+        wrappers = {"acquire_initial_trace": self._acquire, "apply_transforms_and_build_cache_entry": self._inside}
+        for name, wrapper in wrappers.items():
+            _cell(data.get_computation_and_inputs, name).cell_contents = partial(wrapper, getattr(data, name))
 
     def lookups(self) -> tuple[Lookup, ...]:
-        """Return what forward read in the last trace, and forget it."""
+        """Return the lookups of the last trace, and forget them."""
         return self.findings.lookups.taken()
 
     @contextmanager
@@ -64,12 +64,12 @@ class Tracing:
             return function(*args)
 
     def _acquire(self, acquire: Callable[..., Any], *args: Any) -> Any:
-        """Call Thunder's front end, and refuse a trace that would be wrong in the next call.
+        """Call Thunder's front end, and raise if its trace would be wrong in the next call.
 
-        Trace twice if forward changes what it reads: a cache of numbers, for one, is filled at the first attempt.
+        Trace twice if forward changes values that it reads, such as a cache that the first attempt fills.
 
         Raises:
-            Untraceable: forward decides by values, draws random numbers, or changes what it reads.
+            Untraceable: forward branches on values of tensors, draws random numbers, or changes values that it reads.
         """
         changed: dict[str, Any] = {}
         for _ in range(2):
@@ -78,23 +78,23 @@ class Tracing:
             if not (changed := self.findings.lookups.changed()):
                 return result
             if any(isinstance(part, Proxy) for part in tree_iter(list(changed.values()))):
-                break  # another trace would take the tensors of this one for its own
+                break  # a second trace would mix its tensors with those of this trace
         raise Untraceable(
             f"forward changes {', '.join(map(repr, changed))}, which it reads, and only calls that compile would do so"
         )
 
     def _attempt(self, front_end: Callable[[], Any]) -> Any:
-        """Call Thunder's front end; raise what was refused meanwhile, also if forward caught that error."""
-        self.findings.refusal, drawn = None, opaque_calls.generators()
+        """Call Thunder's front end; raise the reported refusal, even if forward caught the error."""
+        self.findings.refusal, generator_states = None, opaque_calls.generators()
         try:
             result = front_end()
         except Exception as error:  # forward may have gone on after a refusal
-            if self.findings.refusal is None and (why := numbers.after_a_number(error)) is not None:
-                self.findings.refusal = Untraceable(why)
+            if self.findings.refusal is None and (reason := numbers.after_a_number(error)) is not None:
+                self.findings.refusal = Untraceable(reason)
             if self.findings.refusal is None:
                 raise
             raise self.findings.refusal from error
-        if (kind := opaque_calls.moved(drawn)) is not None:
+        if (kind := opaque_calls.moved(generator_states)) is not None:
             self.findings.refusal = Untraceable(opaque_calls.draws_by(kind))
         if self.findings.refusal is not None:
             raise self.findings.refusal

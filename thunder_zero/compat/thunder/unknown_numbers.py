@@ -1,11 +1,11 @@
-"""needed while: Thunder takes a branch by a number that nobody knows before the program runs.
+"""needed while: Thunder takes a branch by a number that is unknown before the program runs.
 
-Thunder traces ``.item()`` as a number whose value is None, and takes the branch of None. Here such a number raises
-where Python asks for its value::
+Thunder traces ``.item()`` as a number whose value is None, and takes the branch for None. Here such a number raises
+where Python reads its value::
 
-    if x.sum().item() > 0:      bool      refused
-    isinstance(n, int)          its type  answered
-    x.new_full((2,), n)         nothing   a line of the program
+    if x.sum().item() > 0:      reads its bool    raises
+    isinstance(n, int)          reads its type    returns a value
+    x.new_full((2,), n)         reads nothing     is a line of the program
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_unknown(value: Any) -> bool:
 
 
 def after_a_number(error: Exception) -> str | None:
-    """Return why Thunder failed, if it failed after ``.item()``; None for another error.
+    """Return the reason of Thunder's error if forward called ``.item()``; None for another error.
 
     Thunder handles few uses of an unknown number, and its own messages rarely say so.
     """
@@ -52,19 +52,19 @@ def after_a_number(error: Exception) -> str | None:
     return UNKNOWN if took and is_thunders else None
 
 
-def _asking(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that refuses unknown numbers, and otherwise does what ``ask`` does."""
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that raises for unknown numbers, and calls ``method`` for other numbers."""
 
-    def asking(number: Any, *args: Any) -> Any:
+    def refusing(number: Any, *args: Any) -> Any:
         if is_unknown(number) and (error := refuse(UNKNOWN)) is not None:
             raise error
-        return ask(number, *args)
+        return method(number, *args)
 
-    return asking
+    return refusing
 
 
 def _isinstance(value: Any, cls: Any) -> Any:
-    """Return ``isinstance(value, cls)``, of a number by its type in Python."""
+    """Return ``isinstance(value, cls)``; the class of a number is its Python type."""
     number = unwrap(value)
     if not isinstance(number, NumberProxy):
         return jit_ext._general_jit_isinstance_lookaside(value, cls)
@@ -72,13 +72,13 @@ def _isinstance(value: Any, cls: Any) -> Any:
 
 
 def _converted(a: Any, /, dtype: Any) -> Any:
-    """Convert a value as Thunder does; an unknown number stays unknown."""
+    """Convert a value by Thunder's function; keep an unknown number unknown."""
     is_known = not is_unknown(a) or not is_ours()  # Thunder would convert None
     return _convert(a, dtype) if is_known else numberproxy(dtype, None, constraint=a.constraint)
 
 
 def _is_same_object(inst: Any, /, stack: Any, **kwargs: Any) -> Any:
-    """Handle the instruction ``is``; refuse to compare an unknown number with True or False."""
+    """Handle the instruction ``is``; raise inside forward if it compares an unknown number with True or False."""
     pair = [unwrap(stack.getitem_wrapped(index)) for index in (-2, -1)]
     decides = any(map(is_unknown, pair)) and any(isinstance(value, bool) for value in pair)
     if decides and (error := refuse(UNKNOWN)) is not None:
@@ -86,15 +86,15 @@ def _is_same_object(inst: Any, /, stack: Any, **kwargs: Any) -> Any:
     return _is(inst, stack=stack, **kwargs)
 
 
-_asks = {  # the methods of both classes of numbers -> ours in their place
-    (kind, name): _asking(getattr(kind, name))
+_methods = {  # (class of numbers, method) -> our method in its place
+    (kind, name): _refusing(getattr(kind, name))
     for kind in (NumberProxy, IntegerProxy)
     for name in ASK
     if hasattr(kind, name)
 }
 PATCHES = (
-    *(Patch(kind, name, asking) for (kind, name), asking in _asks.items()),
-    *(Patch(jit_ext._general_jit_lookaside_map, asking, interpreter_needs_wrap(asking)) for asking in _asks.values()),
+    *(Patch(kind, name, method) for (kind, name), method in _methods.items()),
+    *(Patch(jit_ext._general_jit_lookaside_map, asks, interpreter_needs_wrap(asks)) for asks in _methods.values()),
     Patch(jit_ext._general_jit_lookaside_map, isinstance, _isinstance),
     Patch(interpreter._default_opcode_handler_map, "IS_OP", _is_same_object),
     Patch(prims.convert_element_type, "meta", _converted),

@@ -1,7 +1,7 @@
 """needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
 
-In: an error of Thunder. Out: a sentence that says what Thunder could not do (:func:`not_traced`, :func:`not_returned`).
-``UNTRACEABLE`` has the kinds of submodules that Thunder traces wrong in silence, or refuses without naming them.
+In: an error of Thunder. Out: the reason as a sentence (:func:`not_traced`, :func:`not_returned`). ``UNTRACEABLE`` has
+the kinds of submodules that Thunder silently traces wrong, or whose names its errors lack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder.core.interpreter import InterpreterError
 from thunder.core.jit_ext import build_value_from_wrapped
 
 THUNDER = Path(getfile(thunder)).parent
-UNKNOWN = "Trying to call function "  # begins Thunder's error about an operator that it does not have
+UNKNOWN = "Trying to call function "  # begins Thunder's error about an operator that it lacks
 EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds forward's result
 
 
@@ -54,7 +54,7 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
 
 
 class Untraceable(NotImplementedError):
-    """An error: a trace of this forward would be wrong, and Thunder's front end does not notice."""
+    """An error: a trace of forward would be wrong, and Thunder's front end would not raise."""
 
 
 def not_traced(error: Exception) -> str | None:

@@ -1,7 +1,7 @@
-"""needed while: Thunder gets gradients of writes in place, lists and complex numbers wrong.
+"""needed while: Thunder gets gradients of in-place writes, lists and complex numbers wrong.
 
-In: a trace. Out: nothing, or an error about a line whose gradient Thunder gets wrong in silence. There are five kinds.
-Thunder saves a value for backward, and then an operation in place writes to it::
+In: a trace. Out: nothing, or an error about a line whose gradient Thunder silently gets wrong. There are five kinds.
+Thunder saves a value for backward, and then an in-place operation writes to the value::
 
     t3 = torch.sum(t2, -1)
     t4 = torch.div(t2, t3)
@@ -36,8 +36,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.update_aliases import _is_inplace_op
 
-# Operators that are right for complex numbers: linear without a factor, and abs. Automatically registered operators
-# have torch's own gradient.
+# Operators whose gradients are right for complex numbers: linear operators without a factor, and abs. Automatically
+# registered operators have torch's own gradient.
 WITHOUT_CONJUGATE = {
     *("abs", "add", "cat", "chunk", "clone", "contiguous", "expand", "flatten", "getitem", "index_select", "mean"),
     *("movedim", "neg", "permute", "repeat", "reshape", "select", "split", "squeeze", "stack", "sub", "sum", "t", "to"),
@@ -46,10 +46,10 @@ WITHOUT_CONJUGATE = {
 
 
 def require_unwritten(forward: TraceCtx, module: str) -> None:
-    """Refuse a forward that saves a value for backward and writes to it.
+    """Check that forward does not write in place to a value that it saves for backward.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: forward writes to a saved value.
     """
     saved = _names(forward.bound_symbols[-1].args[1])
     alias: dict[str, str] = {}  # new name of a value -> its name before an operation in place
@@ -69,20 +69,20 @@ def require_unwritten(forward: TraceCtx, module: str) -> None:
 
 
 def require_gradients(computation: TraceCtx, module: str) -> None:
-    """Refuse a program that would lose gradients. Call it before autodiff.
+    """Check that Thunder would lose no gradient of a program. Call this before autodiff.
 
     Raises:
-        RuntimeError: an automatically registered operator gets a list of tensors; values with a gradient are put into a
-            tensor without one; complex numbers with a gradient are multiplied; or forward writes in place to an input
-            with a gradient, to a view of a parameter, to a value of which it reads another view later, or, under
-            no_grad, to a value with a gradient.
+        RuntimeError: an automatically registered operator gets a list of tensors, values with a gradient are put into a
+            tensor without a gradient, or complex numbers with a gradient are multiplied. Also if forward writes in
+            place to an input with a gradient, to a view of a parameter, to a value whose memory it reads later through
+            another view, or, under no_grad, to a value with a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
     trained = set(leaves)  # values with a gradient
     shared: set[str] = set()  # values in the memory that the next line writes to
-    slices: dict[str, object] = {}  # view -> the index by which it was taken
-    stale: dict[str, BoundSymbol] = {}  # value -> the line that wrote to its memory by another name
+    slices: dict[str, object] = {}  # view -> the index of the view
+    stale: dict[str, BoundSymbol] = {}  # value -> the line that wrote to its memory through another value
     for position, line in enumerate(lines):
         if line.sym.name == prims.update_aliases.name:
             pairs = list(zip(line.args[0], line.output, strict=True))
@@ -115,7 +115,7 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
 
 
 def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
-    """Refuse a line with an input for which Thunder has no gradient."""
+    """Raise if Thunder has no gradient for an input of a line."""
     if line.sym.name == "index_put" and not _names(line.args[0]) & trained and _names(line.args[2]) & trained:
         raise RuntimeError(
             f"forward of {module} puts values into a tensor that has no gradient, by index_put, and Thunder would lose "
@@ -129,7 +129,7 @@ def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
 
 
 def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
-    """Refuse a line whose gradient would lack a conjugate. ``trained``: its inputs with a gradient."""
+    """Raise if the gradient of a line would lack a conjugate. ``trained`` has its inputs with a gradient."""
     if (
         trained
         and line.sym.name not in WITHOUT_CONJUGATE
@@ -143,7 +143,7 @@ def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
 
 
 def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: str) -> None:
-    """Refuse a write to ``leaves``, or one that loses a gradient."""
+    """Raise if a line writes to ``leaves``, or if its write loses a gradient."""
     if loses:
         raise RuntimeError(
             f"forward of {module} writes in place, under no_grad, to a value that has a gradient, which Thunder "
@@ -158,7 +158,7 @@ def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: 
 
 
 def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -> None:
-    """Refuse to read a value whose memory was written to by another name."""
+    """Raise if a read value's memory was written to through another value."""
     for name in sorted(read & stale.keys()):
         raise RuntimeError(
             f"forward of {module} writes in place to a value and then reads another view of its memory, as in "
@@ -168,7 +168,7 @@ def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -
 
 
 def _is_assigned_next(line: BoundSymbol, following: list[BoundSymbol], slices: dict[str, object]) -> bool:
-    """Return whether the next line puts a written slice back where it was taken, as in h[:, :2] *= 2."""
+    """Return whether the next line assigns a written slice to its old place, as in h[:, :2] *= 2."""
     written = _names(line.output)
     for after in following:
         if after.sym.name == prims.update_aliases.name:
@@ -197,7 +197,7 @@ def _is_complex(proxy: Proxy) -> bool:
 
 
 def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """Yield lines, and in place of a fused region the lines inside."""
+    """Yield lines; for a fused region, yield the lines inside."""
     for bsym in bsyms:
         yield from _lines(bsym.subsymbols) if bsym.sym.is_fusion else (bsym,)
 

@@ -1,4 +1,4 @@
-"""needed while: torch says by private names alone which backward or function transform runs."""
+"""needed while: torch tells by private names alone which backward or function transform runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def accumulates(leaves: Iterable[Node]) -> bool:
     """Return whether the running backward adds to the ``.grad`` of all leaves."""
     try:
         return all(map(will_engine_execute_node, leaves))
-    except RuntimeError:  # torch.autograd.grad of a leaf
+    except RuntimeError:  # raised under torch.autograd.grad of a leaf
         return False
 
 

@@ -1,4 +1,4 @@
-"""needed while: torch asks by a private name alone whether ``fully_shard`` was applied."""
+"""needed while: torch records by a private name alone that ``fully_shard`` was applied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_zero.compat.private import REGISTRY_KEY
 
 
 class Composed(dict[str, Any]):
-    """The registry that ``fully_shard`` reads before it changes a module; reading raises. A copied module has none."""
+    """A registry that raises when ``fully_shard`` reads it, before it changes a module. Copies of modules lack it."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Composed(dict[str, Any]):
 
 
 def refuse_fully_shard(model: nn.Module, plain: nn.Module) -> None:
-    """Let ``fully_shard`` of the model, of the plain module and of its submodules raise."""
+    """Make ``fully_shard`` of the model, of the plain module and of its submodules raise."""
     name = type(plain).__name__
     vars(model)[REGISTRY_KEY] = Composed(name)
     for path, module in plain.named_modules():

@@ -24,8 +24,8 @@ from thunder_zero.compat.private import c10d_world, coalescing_manager, set_pg_t
 def one_launch(group: ProcessGroup) -> Iterator[Any]:
     """Launch the collectives inside the block as one. Yield an object that has ``wait()`` after the block.
 
-    After an exception inside the block, such as an interrupt, torch would leave queued collectives to the next ones of
-    the group, which would then never be launched.
+    After an exception inside the block, such as an interrupt, torch would leave collectives in the group's queue. Then
+    later collectives of the group would never be launched.
     """
     try:
         with coalescing_manager(group, async_ops=True) as launched:
@@ -41,26 +41,26 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long the group's collectives of tensors on a device wait."""
+    """Return the timeout of the group's collectives of tensors on a device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change how long the group's collectives wait."""
+    """Change the timeout of the group's collectives."""
     set_pg_timeout(timeout, group)
 
 
 # needed while: gloo's thread polls a connection to which another thread writes.
-# It is woken by what arrives there. If that takes the core from a thread that is writing, it polls until it loses the
-# core again: a third of a step's CPU time where cores are few. Linux can wake a thread without taking a core from
-# another one of its kind, which changes nothing but who waits.
+# Arriving data wakes the thread. If the thread then preempts a thread that is writing, it polls until it loses the core
+# again, which takes a third of a step's CPU time where cores are few. Linux can wake a thread without preempting
+# another thread, which changes only which thread waits.
 
 GLOO_LOOP = "gloo_tcp_loop"  # the name of the thread
 
 
 def wait_for_a_core(thread: int) -> None:
-    """On Linux, let a thread take no core from another thread when it is woken. ``thread`` is the system's number."""
+    """On Linux, keep a woken thread from preempting other threads. ``thread`` is the system's thread id."""
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it, and the thread may have ended
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
@@ -68,7 +68,7 @@ def wait_for_a_core(thread: int) -> None:
 
 
 def let_gloo_wait_for_a_core() -> None:
-    """Apply :func:`wait_for_a_core` to gloo's threads that run now; a second call changes nothing."""
+    """Apply :func:`wait_for_a_core` to gloo's running threads; idempotent."""
     for thread in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):
             if thread.read_text().strip() == GLOO_LOOP:
@@ -76,14 +76,15 @@ def let_gloo_wait_for_a_core() -> None:
 
 
 # needed while: a thread of gloo that still holds tensors aborts a process that exits.
-# Torch joins such a thread when the last reference to a destroyed group goes, and Python stops no thread cleanly later.
+# Torch joins such a thread when the last reference to a destroyed group is dropped. At exit Python stops no thread
+# cleanly.
 
 
 def at_exit(function: Callable[..., None], *args: Any) -> None:
-    """Call a function when the interpreter exits. The function that was registered last is called first."""
+    """Call a function when the interpreter exits. Functions are called in reverse order of registration."""
     atexit.register(function, *args)
 
 
 def all_groups() -> list[ProcessGroup]:
-    """Return the process groups that were made and not destroyed."""
+    """Return the process groups that were created and not destroyed."""
     return list(c10d_world.pg_map)

@@ -15,20 +15,21 @@ from torch.optim import Optimizer
 from thunder_zero.compat.private import DispatchKeySet, custom_op_handlers, dispatch_keyset_full_after
 
 # needed while: torch has no hook for an optimizer's step that fails.
-# Every step leaves a range of the profiler by an operator of torch, also when it raises. A kernel of ours in front of
-# the operator's own, by torch's own registry, sees the error: nothing of torch is patched.
+# Every step ends a profiler range by calling an operator of torch, also when the step raises. Our kernel, which torch's
+# registry puts in front of the operator's own kernel, sees the error. Nothing of torch is patched.
 
 LEAVE = torch.ops.profiler._record_function_exit._RecordFunction
-# torch has no kernel of the operator there. It is passed once a call, in inference mode and without tensors, too.
+# Torch has no kernel of the operator at this key. Each call passes the key once, also in inference mode and without
+# tensors.
 KEY = torch.DispatchKey.BackendSelect
 
-_libraries: list[torch.library.Library] = []  # a kernel is removed when its library is
+_libraries: list[torch.library.Library] = []  # kept, since a kernel goes with its library
 
 
 def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None:
-    """From now on, for the life of the process, call ``explain`` with the optimizer and the error of a failed step.
+    """Call ``explain`` with the optimizer and the error of each failed step, for the life of the process.
 
-    A second call changes nothing.
+    A second call is a no-op.
     """
     if _libraries:
         return
@@ -36,10 +37,10 @@ def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None
     def leave(keys: DispatchKeySet, record: Any) -> None:
         error = sys.exc_info()[1]
         if error is not None and error.__traceback__ is not None:
-            optimizer = error.__traceback__.tb_frame.f_locals.get("self")  # of the wrapper around all steps
+            optimizer = error.__traceback__.tb_frame.f_locals.get("self")  # a local of the wrapper around all steps
             if isinstance(optimizer, Optimizer):
                 explain(optimizer, error)
-        # Not a guard that excludes our key: what the operator calls next needs it.
+        # A guard that excludes our key is wrong here, since the operators called next need the key.
         LEAVE.redispatch(keys & dispatch_keyset_full_after(KEY), record)
 
     library = torch.library.Library(LEAVE.namespace, "IMPL")
@@ -51,9 +52,9 @@ def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None
 
 
 def step_alone(optimizer: Optimizer) -> None:
-    """Step an optimizer with its own hooks, and without those that were registered for all optimizers.
+    """Step an optimizer with its own hooks, but without hooks that are registered for all optimizers.
 
-    Torch calls both kinds in a wrapper around ``step`` of the class, which it marks as hooked.
+    Torch calls both kinds of hooks in a wrapper around ``step`` of the class, and marks the wrapper as hooked.
     """
     step: Any = type(optimizer).step
     for hook in optimizer._optimizer_step_pre_hooks.values():
@@ -63,22 +64,22 @@ def step_alone(optimizer: Optimizer) -> None:
         hook(optimizer, (), {})
 
 
-# needed while: torch shares what a scaler finds by the first gradient alone, sharded or not.
-# A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler``, and all that is
-# built on it, look at the gradients of a device and dtype with one operator, for which DTensor has a handler. Where the
-# first gradient is replicated, torch's shares nothing: ranks would find 0 and 1, step apart, and scale apart.
+# needed while: torch decides by the first gradient alone whether ranks share a scaler's found_inf.
+# A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler`` and its subclasses
+# check all gradients of a device and dtype with one operator, for which DTensor has a handler. If the first gradient is
+# replicated, torch's handler shares nothing: ranks would find 0 and 1, and their steps and scales would differ.
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_handlers: list[Any] = []  # ours, once it is there
+_handlers: list[Any] = []  # our handler, once it is registered
 
 
 def share_found_inf(is_ours: Callable[[Sequence[Tensor]], bool]) -> None:
-    """From now on, for the life of the process, let ranks share what they find in any gradient of our models.
+    """Share found_inf of our models' gradients between ranks, for the life of the process.
 
-    Torch's own handler still gets all other lists of gradients. A second call changes nothing.
+    Torch's own handler still gets all other lists of gradients. A second call is a no-op.
 
     Args:
-        is_ours: says of a list of gradients whether one of them belongs to a model of ours.
+        is_ours: a predicate that is True if a list has a gradient of one of our models.
     """
     if _handlers:
         return

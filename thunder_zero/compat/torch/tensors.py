@@ -1,4 +1,4 @@
-"""needed while: torch marks parameters, and divides many tensors at once, in private alone."""
+"""needed while: torch marks parameters, and divides many tensors at once, by private names alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from thunder_zero.compat.private import foreach_div_
 
-IS_PARAM = "_is_param"  # the attribute by which torch knows a DTensor that is a parameter; no user set it
+IS_PARAM = "_is_param"  # torch's attribute that marks a DTensor as a parameter
 
 
 def divide_all(tensors: tuple[Tensor, ...], divisor: float) -> None:

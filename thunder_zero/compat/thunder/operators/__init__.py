@@ -1,4 +1,4 @@
-"""Executors that keep an operator of torch one line each way, where Thunder would decompose it."""
+"""Executors that keep an operator of torch one line, where Thunder would decompose it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
-Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # output's -> (input, its gradient)
+Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # output gradient -> (input, gradient)
 
 
 class ClaimingExecutor(NeverFuses, OperatorExecutor):
-    """An executor of operators of torch."""
+    """An executor that claims operators of torch."""
 
     def claim(
         self, symbol: Any, checker: Callable[..., bool], run: Callable[..., tuple[TensorProxy, Gradients]]
@@ -24,9 +24,9 @@ class ClaimingExecutor(NeverFuses, OperatorExecutor):
 
         Args:
             symbol: Thunder's symbol of the operator.
-            checker: gets the arguments of a line, and says whether to claim it.
-            run: gets the arguments. It returns the output, and a function of the output's gradient that yields each
-                input with its gradient.
+            checker: a function of a line's arguments that returns whether to claim the line.
+            run: a function of the arguments that returns the output, and a function of the output's gradient that
+                yields each input with its gradient.
         """
 
         def lower(*args: Any, **kwargs: Any) -> TensorProxy:

@@ -1,7 +1,7 @@
 """needed while: Thunder decomposes GELU, SiLU, softmax and layer norm.
 
-Its autodiff writes pointwise lines and reductions for a fuser. Without a fuser each of these lines passes over memory,
-and backward reads many of their results. Here each way is one of eager torch's operators::
+Thunder's autodiff writes pointwise lines and reductions for a fuser. Without a fuser each line reads and writes memory,
+and backward reads many of the results. Here each phase calls one operator of eager torch::
 
     y = gelu(x, 'none')                                     gx = gelu_backward(gy, x, 'none')
     y = silu(x)                                             gx = silu_backward(gy, x)
@@ -177,7 +177,7 @@ def _norm_backward(
     weight: Tensor | None,
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor, ...]:
-    like_bias = weight if needed[2] else None  # torch reads its shape and dtype only
+    like_bias = weight if needed[2] else None  # torch reads only the shape and dtype
     grads = aten.native_layer_norm_backward(grad, a, shape, mean, rstd, weight, like_bias, needed)
     return tuple(value for value in grads if value is not None)
 

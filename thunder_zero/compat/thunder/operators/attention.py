@@ -1,8 +1,8 @@
 """needed while: Thunder decomposes attention on the CPU.
 
-Its executors for attention need CUDA. Elsewhere its autodiff decomposes ``scaled_dot_product_attention``, and saves
-three or four tensors of shape (batch, heads, query length, key length). Here forward and backward are one line each,
-torch's flash attention for CPUs::
+Thunder's executors for attention need CUDA. Elsewhere its autodiff decomposes ``scaled_dot_product_attention``, and
+saves three or four tensors of shape (batch, heads, query length, key length). Here forward and backward are one line
+each: torch's flash attention for CPUs::
 
     (y, l) = cpu_flash_attention(q, k, v, None, True, None)                      # l: logsumexp of each row of scores
     (gq, gk, gv) = cpu_flash_attention_backward(g, q, k, v, y, l, None, True, None)
@@ -40,8 +40,8 @@ DEVICES = (DeviceType.CPU, DeviceType.META)
 class AttentionExecutor(ClaimingExecutor):
     """Claims ``scaled_dot_product_attention`` where eager torch takes its flash attention for CPUs.
 
-    It leaves other calls to the executors behind it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
-    after ``torch.backends.cuda.enable_flash_sdp(False)``, which turns off flash attention on CPUs, too.
+    It leaves other calls to later executors: calls on CUDA, with dropout, or with inputs of other shapes and dtypes. It
+    claims nothing after ``torch.backends.cuda.enable_flash_sdp(False)``, which also turns off flash attention on CPUs.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class AttentionExecutor(ClaimingExecutor):
         saved = query, key, value, output, logsumexp, attn_mask
 
         def gradients(grad: TensorProxy) -> Iterator[tuple[TensorProxy, TensorProxy]]:
-            """Yield each input and its gradient, also a mask's: whether a mask is learned shows after autodiff only.
+            """Yield each input and its gradient, also for a mask: only autodiff knows whether a mask is learned.
 
-            Thunder drops the line of a gradient that nothing needs.
+            Thunder drops the line of an unused gradient.
             """
             yield from zip((query, key, value), self.backward(grad, *saved, is_causal, scale), strict=True)
             if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
@@ -89,7 +89,7 @@ def is_flash(
     *,
     scale: float | None = None,
 ) -> bool:
-    """Return whether eager torch takes flash attention for CPUs, as far as a trace knows.
+    """Return whether eager torch takes flash attention for CPUs, as far as a trace shows.
 
     The conditions are those of torch's ``use_flash_attention_cpp``, with two exceptions. A trace does not know strides,
     so the lines copy tensors where necessary. A mask may be learned, where torch decomposes attention.
@@ -114,7 +114,7 @@ def is_flash(
 
 
 def _fits(mask: TensorProxy, query: TensorProxy, key: TensorProxy) -> bool:
-    """Return whether a mask has a dtype of torch's flash attention, and broadcasts to the scores."""
+    """Return whether torch's flash attention supports a mask's dtype, and the mask broadcasts to the scores."""
     full = (*query.shape[:3], key.shape[2])
     return (
         to_torch_dtype(mask.dtype) in (torch.bool, torch.float32, to_torch_dtype(query.dtype))
@@ -188,8 +188,8 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask as a term of the scores."""
-    # Forward and backward both compute it, since a boolean mask is smaller to save.
+    """Return a mask as a term to add to the scores."""
+    # Forward and backward both compute the term, since a boolean mask is smaller to save.
     if mask is None:
         return None
     if mask.dtype is torch.bool:

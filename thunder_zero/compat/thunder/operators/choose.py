@@ -16,9 +16,9 @@ NEVER_FUSED = (attention_ex, convolution_ex)
 
 
 def executors_in_front(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
-    """Return our executors that belong in front of these executors.
+    """Return our executors that go in front of ``others``.
 
-    A fuser compiles activations and norms better than they are alone, but for Thunder's default fuser, which fuses
+    Activations and norms are left to a fuser if there is one. Thunder's default fuser does not count, since it fuses
     cross entropy only.
     """
     fuses = any(isinstance(other, FusionExecutor) and other != torch_compile_xentropy_ex for other in others)

@@ -1,14 +1,14 @@
 """needed while: Thunder writes a convolution's gradients as padded convolutions.
 
-Its autodiff writes gradients as convolutions of other sizes, with padded copies of the input and of the gradient. For a
-transposed convolution it runs forward again. Here each gradient is one line, which calls torch's
+Thunder's autodiff writes gradients as convolutions of other sizes, with padded copies of input and gradient. For
+a transposed convolution it runs forward again. Here each gradient is one line, which calls torch's
 ``convolution_backward`` as eager mode does::
 
     y = torch.convolution(x, w, b, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     gx = convolution_input_gradient(g, x, w, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     (gw, gb) = convolution_weight_gradient(g, x, (8, 4, 3, 3), True, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
-Thunder drops a gradient that nobody needs: ``gx`` of images, ``gw`` and ``gb`` of frozen parameters. The line of ``gw``
+Thunder drops an unused gradient: ``gx`` of images, ``gw`` and ``gb`` of frozen parameters. The line of ``gw``
 reads the shape of the weight only, so ZeRO-3 gathers no weight for it.
 """
 
@@ -44,8 +44,8 @@ Numbers = int | Sequence[int]
 class ConvolutionExecutor(NeverFuses, OperatorExecutor):
     """Claims the gradients of convolutions, transposed or not, on every device; it does not change forward.
 
-    It leaves to the executors behind it: sizes that may differ from call to call, complex numbers, and transposed
-    convolutions without a batch dimension.
+    It leaves three kinds to later executors: dynamic sizes, complex numbers, and transposed convolutions without a
+    batch dimension.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ConvolutionExecutor(NeverFuses, OperatorExecutor):
         return output
 
 
-# Arguments as those of torch.convolution
+# Arguments in the order of torch.convolution
 
 
 def convolution_arguments(
@@ -165,8 +165,8 @@ def _weight_gradient(
 def _empty_weight(grad: Tensor, images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a weight whose shape and order of dimensions let torch choose its kernel as eager mode does.
 
-    The choice differs in one case: the weight has channels last, the input has not, and a line behind the convolution
-    changes the order. Then the bits of the gradient differ from those of eager mode.
+    The choice differs if only the weight has channels last, and a line after the convolution changes the order. Then
+    the bits of the gradient differ from those of eager mode.
     """
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = orders.get(grad.ndim)
