@@ -96,8 +96,8 @@ def trace(
         The forward and backward traces, their timeline and the plan.
 
     Raises:
-        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, or ``device`` is not a device; or a
-            field of the policy is among the keyword arguments, and forward does not take it.
+        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or a field
+            of Policy is passed to forward.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or given beside a mesh; the
             module has no parameters, or its slices do not fit the mesh; ``frontend`` is unknown, or does not take an
             argument.
@@ -132,7 +132,7 @@ def trace(
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The arguments of :func:`programs_of`, and those of ``trace`` for Thunder's front end."""
+    """The arguments of :func:`programs_of`, and further arguments of ``trace`` for Thunder's front end."""
 
     module: nn.Module
     args: Sequence[Any]

@@ -69,8 +69,8 @@ def estimate(
     Raises:
         TypeError: ``traces`` or ``device`` has another type, or :func:`thunder_zero.tools.memory` raises for the loss
             or the optimizer.
-        ValueError: the device has no FLOP/s for a dtype of the step, or no link to other nodes and the step needs it,
-            or was calibrated with another number of ranks.
+        ValueError: the device lacks FLOP/s for a dtype or a needed link, or was calibrated with another number of
+            ranks.
         RuntimeError: the loss or the optimizer reads a value.
     """
     if not isinstance(traces, Traces):

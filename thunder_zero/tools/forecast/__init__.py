@@ -1,4 +1,4 @@
-"""Forecasts the memory of a step: runs the lines of its traces on tensors without values.
+"""Forecasts the memory of a step: runs the lines of its traces on meta tensors.
 
-``memory.py`` is the door.
+The entry point is ``memory.py``.
 """

@@ -96,8 +96,8 @@ def take_step(
 class Rehearsal(LocalState):
     """A model's state of meta tensors, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs.
 
-    ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter that
-    ``reshard_after_backward=False`` keeps unsharded after a micro-batch is gathered again.
+    ZeRO-1 refreshes all parameters, as after an optimizer's step. Parameters that stay unsharded after a micro-batch
+    (``reshard_after_backward=False``) are gathered again.
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:

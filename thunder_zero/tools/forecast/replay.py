@@ -136,8 +136,8 @@ class Replay:
         self._end_line(OPTIMIZER_STEP, -1, "optimizer.step()")
 
     def _inputs(self) -> dict[str, Any]:
-        """Return the arguments of forward by the names of their proxies. Keep those alive that a caller or a module
-        holds."""
+        """Return the arguments of forward by the names of their proxies. Keep inputs and buffers alive, as their
+        holders do."""
         timeline, buffer_paths = self.traces.timeline, self.traces.others
         values: dict[str, Any] = {}
         for proxy in self.traces.forward.args:

@@ -1,4 +1,4 @@
 """One HTML file that shows a step: its time, memory, collectives and lines, linked to each other.
 
-Python computes what ``page.js`` draws. Opening the file fetches nothing.
+Python computes the data, and ``page.js`` draws it. The file needs no network.
 """

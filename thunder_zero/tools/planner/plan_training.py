@@ -92,9 +92,9 @@ def plan_training(
             over a mesh (default: a named model's own plan).
 
     Raises:
-        ValueError: ``model`` or ``device`` is unknown, or an option does not fit the model; no parameter is trained; a
-            number is invalid, or the ranks do not fill nodes; ``tp`` does not divide nodes, or has no plan; the
-            data-parallel ranks do not divide ``global_batch``.
+        ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. Or
+            a number is invalid: ranks do not fill nodes, ``tp`` does not divide nodes or has no plan, or
+            ``global_batch`` is not a multiple of the data-parallel ranks.
         TypeError: ``model`` or ``device`` is of another type.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """

@@ -178,7 +178,7 @@ def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], c
 
 
 def _require_balance(period: Sequence[Op]) -> None:
-    """Raise NotPeriodic unless a period has as many waits as launches, since launches would pile up."""
+    """Raise NotPeriodic if a period has more or fewer waits than launches."""
     started = sum(op.kind in LAUNCHES for op in period)
     if started != sum(op.kind is Kind.WAIT for op in period):
         raise NotPeriodic
