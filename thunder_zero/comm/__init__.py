@@ -1,14 +1,14 @@
 """Everything that talks to ``torch.distributed``: groups, collectives, agreement between ranks.
 
 In: tensors of one bucket, and the plans of their parameters; numbers, objects and facts that ranks exchange. Out:
-handles, whose ``wait`` gives what arrived; or an error on all ranks, if a rank refuses or is lost::
+handles, whose ``wait`` returns the received tensors; or an error on all ranks, if a rank raises or is lost::
 
-    launch                 tag -> peers         the first message of a phase says what this rank does there
+    launch                 tag -> peers         the first message of a phase names the phase
       all_gather           rows -> peers        in the background
-    handle.wait()          tags are compared    a rank that does something else: an error on both sides
-      parameters in full   <- rows of peers     a rank that died: an error that names it
+    handle.wait()          tags are compared    a rank in another phase: an error on both sides
+      full parameters      <- rows of peers     a rank that died: an error that names the rank
 
-The doors: ``backends.model_transport`` makes the object that gathers parameters and averages gradients, ``agree.py``
-makes all ranks refuse what one refuses, ``small_collectives.py`` carries numbers, objects and DTensors. Other rooms
+Entries: ``backends.model_transport`` builds the object that gathers parameters and averages gradients. ``agree.py``
+makes all ranks raise if one rank raises. ``small_collectives.py`` exchanges numbers, objects and DTensors. Other rooms
 launch no collectives of their own.
 """

@@ -1,7 +1,7 @@
-"""Compares modules, arguments and schedules between ranks; lets rank 0 decide where one rank must.
+"""Compares modules, arguments and schedules between ranks; broadcasts decisions of rank 0.
 
-Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. So a rank that
-refuses tells all others before anything is written, and ranks compare fact by fact everything that must be equal.
+Ranks that disagree do not fail by themselves: they hang, or mix up messages. So a rank that raises tells all other
+ranks before anything is written, and ranks compare everything that must be equal, fact by fact.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def digest(tensor: Tensor) -> str:
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
     """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
 
-    Values are not among them. Without ``broadcast_from`` all ranks draw the values of parameters on the meta device
-    together, so the facts then say which parameters these are.
+    Values are not compared. Without ``broadcast_from``, the facts include which parameters are on the meta device,
+    since all ranks initialize them together.
     """
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
@@ -73,35 +73,35 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
-    """Raise on every rank at the end of the block if the block raises on any rank; a collective. ``what`` completes
-    "rank 1 refused ..." in the message on the other ranks, which quotes the first refusal."""
+    """Raise on every rank at the end of the block if the block raises on any rank; a collective. The other ranks raise
+    "rank 1 refused ``what``" with the text of the first error."""
     with all_alike_or_none(group, what):
         yield
 
 
 @contextmanager
 def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
-    """Do as :func:`all_or_none`, and yield a list. The facts that the block appends to it must be equal on all ranks.
-    One collective, and a second one if facts differ."""
+    """Extend :func:`all_or_none`: yield a list of facts, to which the block appends, and raise if the lists differ
+    between ranks. It is one collective, or two collectives if the lists differ."""
     facts: list[Fact] = []
     failure: Exception | None = None
     try:
         yield facts
     except Exception as error:
         failure = error
-    answers = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
+    results = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
     if failure is not None:
         raise failure
-    for rank, (refusal, _) in enumerate(answers):
+    for rank, (refusal, _) in enumerate(results):
         if refusal is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
-    if len({digest for _, digest in answers}) > 1:
+    if len({digest for _, digest in results}) > 1:
         _name_difference(all_gather_object(facts, group))
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's facts differ from rank 0's, naming the first difference; a collective. If they
-    agree, only digests travel."""
+    """Raise on every rank if any rank's facts differ from rank 0's, naming the first difference; a collective. Only
+    digests are sent, unless they differ."""
     if len(set(all_gather_object(_digest_of(facts), group))) > 1:
         _name_difference(all_gather_object(facts, group))
 
@@ -112,11 +112,11 @@ def _digest_of(facts: Sequence[Fact]) -> str:
 
 def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
     """Raise an error that names the first fact in which a rank differs from rank 0."""
-    on_rank_0, *others = facts_of_ranks
+    facts_of_rank_0, *other_facts = facts_of_ranks
     rank, expected, actual = next(
         (rank, expected, actual)
-        for rank, facts_there in enumerate(others, 1)
-        for expected, actual in zip_longest(on_rank_0, facts_there)
+        for rank, facts in enumerate(other_facts, 1)
+        for expected, actual in zip_longest(facts_of_rank_0, facts)
         if expected != actual
     )
     if expected and actual and expected.name != actual.name:
@@ -130,17 +130,16 @@ def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
 
 
 def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
-    """Return the facts that arguments, by name, are equal on every rank."""
+    """Return a fact for each argument, by name."""
     return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
-    """Return on every rank what ``decide`` returns on rank 0 of the default process group, or raise what it raises
-    there.
+    """Call ``decide`` on rank 0 of the default process group; return its result, or raise its error, on every rank.
 
     The result must be picklable. An error that cannot be pickled becomes a RuntimeError with its class and text on the
-    other ranks. ``decide`` gets a function to call now and then. Each call, at most one every ``every`` seconds, tells
-    the other ranks that rank 0 is still there, so that they wait past the group's timeout.
+    other ranks. ``decide`` gets a function to call regularly. It tells the other ranks, at most once every ``every``
+    seconds, that rank 0 is alive, so that they wait past the group's timeout.
     """
     if not has_groups():
         return decide(lambda: None)
@@ -173,7 +172,7 @@ def _sendable(error: Exception) -> Exception:
     try:
         copy = pickle.loads(pickle.dumps(error))
         survives = type(copy) is type(error) and str(copy) == str(error)
-    except Exception:  # a class of the user may raise anything there
+    except Exception:  # a user's class may raise anything
         survives = False
     return error if survives else RuntimeError(f"rank 0 raised {type(error).__name__}: {error}; see its traceback")
 

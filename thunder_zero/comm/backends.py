@@ -1,4 +1,4 @@
-"""Chooses the device and the transport of a model; refuses what the group cannot send or reduce.
+"""Chooses the device and the transport of a model; raises if its group cannot reduce a gradient.
 
 ::
 
@@ -32,7 +32,7 @@ Make = Callable[[ProcessGroup, int], Transport]
 BACKENDS: Mapping[tuple[str, str], Make] = {
     ("cpu", "gloo"): PairwiseGloo,  # gloo's own reduce-scatter sends twice the minimum of bytes
     ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
-    ("cuda", "fake"): CoalescedNccl,  # stands in for NCCL: the same kernels and memory, no peers
+    ("cuda", "fake"): CoalescedNccl,  # replaces NCCL in tests: equal kernels and memory, no peers
 }
 
 
@@ -41,9 +41,9 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
 
     Args:
         group: the process group.
-        device: where the tensors are.
-        role: differs between the transports of one model that may share a group.
-        make: makes the transport in place of the backend's (``Policy.transport``).
+        device: the device of the tensors.
+        role: a number that differs between the transports of a model that may share a group.
+        make: a function that builds the transport instead of the backend's class (``Policy.transport``).
     """
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
@@ -67,27 +67,26 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
 
 
 def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make | None) -> TaggedTransport:
-    """Return the transport of a model: one for each axis of its mesh, with tags. ``model`` is its name in errors. Tags
-    are announced where that costs next to nothing (gloo, in host memory), or if torch's debug switch is on."""
+    """Return the tagged transports of a model, one for each axis of its mesh. ``model`` is its name in errors. Tags are
+    announced where they cost almost nothing (gloo, in host memory), or if torch's debug switch is on."""
     groups = {SHARD: ranks.shard_group}
     if ranks.replicate_group is not None:
         groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.data}
     if ranks.tensor is not None:
         groups |= {TENSOR: ranks.tensor.get_group()}
-    transports = {over: transport_for(group, device, role, make) for role, (over, group) in enumerate(groups.items())}
+    transports = {axis: transport_for(group, device, role, make) for role, (axis, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
     return TaggedTransport(transports, model, ranks.world, announces=announces)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
-    """Return the device of the shards: ``device``, or that of the first parameter that is not on the meta device.
+    """Return the device of the shards: ``device``, or the device of the first parameter that is not on the meta device.
 
-    If all parameters are on the meta device, it is the CPU. If the group supports no CPU tensors, it is the first
-    device type that the group supports.
+    If all parameters are on the meta device, the default is the CPU, or the first device type that the group supports.
 
     Raises:
-        ValueError: the module or the policy cannot be trained there.
+        ValueError: the module or the policy does not support training on the device.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
@@ -130,22 +129,21 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Return the bytes of the smallest GPU of all ranks, so that they plan alike; a collective. On the CPU return None,
-    without a collective."""
+    """Return the bytes of the smallest GPU of all ranks, so that their plans are equal; a collective. On the CPU return
+    None, without a collective."""
     if device.type != "cuda":
         return None
     return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:
-    """Return whether the parameter's class changes what operations do, as quantised weights and FSDP2's extensions of
-    gathers do."""
+    """Return whether the parameter's class overrides operations, like a quantised weight."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
 
 
 def _require_current(device: torch.device) -> None:
-    """Refuse a GPU that is not the current one: NCCL and streams would use the current one."""
+    """Raise ValueError if ``device`` is not the current GPU, which NCCL and streams would use."""
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
         raise ValueError(
             f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
@@ -154,6 +152,6 @@ def _require_current(device: torch.device) -> None:
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the CPU, or the first device type that the group supports if it supports no CPU tensors."""
+    """Return the CPU, or else the first device type that the group supports."""
     supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in supported else supported[0])

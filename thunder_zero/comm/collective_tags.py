@@ -1,19 +1,18 @@
-"""Ranks announce a tag before they communicate, so that none takes one collective for another.
+"""Announces a tag before collectives, so that a mismatch raises instead of mixing up messages.
 
-Backends match messages by their order alone. If rank 0 evaluates while rank 1 runs a backward, the gathers of one are
-the gathers of the other, and both train on garbage. So before a rank communicates, it announces what it does, its
-COLLECTIVE TAG: one message of 256 bytes to each peer. Equal tags mean that the ranks do the same thing; a difference is
-an error on both sides::
+Backends match messages by their order alone. If rank 0 evaluates while rank 1 runs a backward, each rank receives the
+other's gathers, and both train on garbage. So before a rank communicates, it announces its activity, its COLLECTIVE
+TAG: one message of 256 bytes to each peer. If the tags of two ranks differ, both ranks raise::
 
     rank 0   tag "backward number 12 of model 0"   gathers, reductions    -> the first wait compares
     rank 1   tag "forward number 13 of model 0"    gathers                -> and raises on both
 
-All tags between two ranks travel in one order, whatever model and group they are about. They use the default process
-group if gloo carries its CPU tensors, else the model's. An announcement does not block: the first wait after it also
-waits for the peers' tags and compares them. Until then two ranks may be under different tags. Their messages never
-meet, as gloo matches the messages of each tag by its own number (:attr:`CollectiveTag.number`).
+Tags between two ranks are sent in one order for all models and groups. They use the default process group if gloo
+carries its CPU tensors, else the model's group. An announcement does not block: the first wait after it also waits for
+the peers' tags and compares them. Until then two ranks may have different tags, but their messages cannot be mixed up:
+gloo matches them by the number of the tag (:attr:`CollectiveTag.number`).
 
-Without gloo (NCCL, MPI) an announcement is a collective for which the host waits, and is made only if
+Without gloo (NCCL, MPI) an announcement is a collective that blocks the host. It is sent only if
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set.
 """
 
@@ -39,7 +38,7 @@ from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
 from thunder_zero.compat.torch.groups import timeout_of
 from thunder_zero.plan.mesh import SHARD
 
-BYTES = 256  # length of a message: a digest, then as much of the text as fits
+BYTES = 256  # length of a message: a digest, then the text, cut to fit
 DIGEST_BYTES = 16
 TAG_BITS = 22
 TAG = 0x63746167  # "ctag", a tag that users are unlikely to send under
@@ -48,11 +47,11 @@ SOMETHING = "a small collective of thunder_zero"
 
 @dataclass(frozen=True)
 class CollectiveTag:
-    """What a rank does, as far as it can tell. Two ranks with different tags must not communicate.
+    """The activity of a rank. Two ranks with different tags must not communicate.
 
     Attributes:
         text: the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
-        details: what else must agree, such as a schedule; only its digest travels.
+        details: additional text that must be equal, such as a schedule; only its digest is sent.
     """
 
     text: str
@@ -60,31 +59,30 @@ class CollectiveTag:
 
     @cached_property
     def digest(self) -> bytes:
-        """Return bytes that differ between tags."""
+        """Bytes that differ between tags."""
         return hashlib.sha256(f"{self.text}\n{self.details}".encode()).digest()[:DIGEST_BYTES]
 
     @property
     def number(self) -> int:
-        """Return a number below 2 ** ``TAG_BITS``. Two tags share a number with a probability of one in four
-        million."""
+        """A number below 2 ** ``TAG_BITS``. Two tags share a number with a probability of one in four million."""
         return int.from_bytes(self.digest[:4], "big") % (1 << TAG_BITS)
 
     @cached_property
     def message(self) -> bytes:
-        """Return the payload of an announcement, ``BYTES`` long."""
+        """The payload of an announcement, ``BYTES`` long."""
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
 _activity: ContextVar[str] = ContextVar("activity", default="")
 _without_tags: WeakSet[ProcessGroup] = WeakSet()
-# By group: the sentence of a difference, after which no rank can go on, and buffers that peers may still read.
+# group -> the error about a difference, which is final, and buffers that peers may still read
 _differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
 _unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary()
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Give small collectives inside the block a tag of this text. Of nested blocks the outermost one counts."""
+    """Tag small collectives inside the block with this text. In nested blocks, the outermost text counts."""
     token = _activity.set(_activity.get() or what)
     try:
         yield
@@ -98,15 +96,15 @@ def current_activity() -> str:
 
 
 def without_tags(group: ProcessGroup) -> None:
-    """Send no tags for collectives of this group. A group for another thread needs this: its order among other groups
-    varies."""
+    """Disable tags for a group. A group of another thread needs this, since its collectives are in no fixed order with
+    other groups'."""
     _without_tags.add(group)
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
-    """Tell all ranks of the group what this rank does. Return the announcement, or None if nothing is left to compare.
+    """Send this rank's tag to all ranks of the group. Return the announcement, or None if no comparison is pending.
 
-    Without gloo, ranks compare only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and at once.
+    Without gloo, ranks compare tags only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and immediately.
     """
     if group.size() == 1 or group in _without_tags:
         return None
@@ -137,7 +135,7 @@ def is_debugging() -> bool:
 
 
 def channel_of(group: ProcessGroup) -> ProcessGroup | None:
-    """Return the group that carries the tags of these ranks as messages: one for all models, if possible. None without
+    """Return the group that carries the tags of these ranks as messages: the default group, if possible; None without
     gloo."""
     world = dist.group.WORLD
     if world is not None and speaks_gloo(world):
@@ -152,12 +150,12 @@ def require_same_so_far(group: ProcessGroup) -> None:
         raise RuntimeError(difference[0])
 
 
-# Per peer: its global rank and its rank in the channel, the buffer of its message, the receive, the send.
+# For each peer: (its global rank, its rank in the channel), the buffer of its message, the receive, the send.
 _Posted = tuple[tuple[int, int], bytearray, dist.Work, dist.Work]
 
 
 class AnnouncedTag:
-    """An announced tag that has not been compared with the peers' yet; its messages travel over gloo."""
+    """An announced tag that has not been compared with the peers' tags yet. Its messages are sent by gloo."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
         self._tag, self._channel = tag, channel
@@ -176,7 +174,7 @@ class AnnouncedTag:
                 sends = [channel.send([message], peer, TAG) for peer in peers.values()]
             self._posted += zip(peers.items(), slots, receives, sends, strict=True)
 
-        # On the sender thread: it holds the connection while it writes. If this thread wrote, gloo's would poll for it.
+        # On the sender thread, which holds the connection while it writes: gloo's thread would poll for it otherwise.
         self._end_of_post: Callable[[], None] | None = in_background(SENDER, post).result  # None: confirmed
         _unconfirmed[channel] = self
 
@@ -198,7 +196,7 @@ class AnnouncedTag:
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
-    """Announce a tag by a collective for which the host waits, and compare it."""
+    """Announce a tag by a collective that blocks the host, and compare it."""
     messages = [b""] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
         dist.all_gather_object(messages, tag.message, group=group)
@@ -207,18 +205,17 @@ def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
 
 
 def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, buffers: object) -> None:
-    """Raise if a peer's message is not that of this tag, now and whenever this channel is used again. ``buffers`` stay
-    alive for the peers."""
+    """Raise if a peer's message does not equal this tag's, now and whenever the channel is used again. ``buffers`` are
+    kept alive for the peers."""
     if message == tag.message:
         return
-    here, there = dist.get_rank(), rank
-    texts = {here: tag.text, there: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
+    texts = {dist.get_rank(): tag.text, rank: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
     _differences[channel] = difference_of(texts), buffers
     raise RuntimeError(_differences[channel][0])
 
 
 def difference_of(texts: dict[int, str]) -> str:
-    """Return the sentence of a difference between two ranks, equal on both."""
+    """Return the error text about a difference between two ranks, equal on both ranks."""
     (first, first_text), (second, second_text) = sorted(texts.items())
     if first_text == second_text:
         difference = f"rank {first} and rank {second} are both in {first_text}, but would send different messages there"
@@ -234,14 +231,14 @@ def difference_of(texts: dict[int, str]) -> str:
 class TaggedTransport:
     """The transports of one model, by the axes of its mesh.
 
-    The first launch after ``enter`` or ``enter_phase`` announces what the rank does. Launches are as in
-    :class:`thunder_zero.comm.transport.Transport`, over the axis ``over``.
+    The first launch after ``enter`` or ``enter_phase`` announces the tag. Launches are as in
+    :class:`thunder_zero.comm.transport.Transport`, with the axis as an additional argument.
 
     Args:
-        transports: by axis.
+        transports: the transport of each axis.
         model: the model's name in tags, such as ``"model 0 (Net)"``.
         group: all ranks that train the model.
-        announces: announce tags; otherwise the transports work alone.
+        announces: True to announce tags.
     """
 
     def __init__(
@@ -251,38 +248,38 @@ class TaggedTransport:
         self._model, self._group, self._announces = model, group, announces
         self._counts: Counter[str] = Counter()
         self._tag = CollectiveTag(model)
-        self._next: Callable[[], CollectiveTag] | None = None  # makes a tag that is not announced yet
+        self._next_tag: Callable[[], CollectiveTag] | None = None  # returns the tag of the next launch
         self._announced_tag: AnnouncedTag | None = None
-        self._tagged = transports  # whose messages carry the number of the tag
+        self._tagged = transports  # transports whose messages carry the number of the tag
         self._launches = 0
 
     def enter(self, tag: CollectiveTag) -> None:
-        """Set the tag of the launches from now on. Peers hear of it only if this rank launches something."""
-        self._next = lambda: tag
+        """Set the tag of later launches. It is announced at the first launch."""
+        self._next_tag = lambda: tag
 
     def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
         """Set the tag of a phase of a step, such as ``"backward"``, with the digest of its launches.
 
-        The tag has two numbers: how many phases of this kind have launched anything, and how many training forwards
-        came before, which may launch nothing. The second number differs where a rank has left out a backward.
+        The tag has two numbers: of phases of this kind with launches, and of training forwards so far, even without
+        launches. The second number differs if a rank has skipped a backward.
         """
 
         def tag() -> CollectiveTag:
             self._counts[phase] += 1
-            number = f"{phase} number {self._counts[phase]} of {self._model}"
+            name = f"{phase} number {self._counts[phase]} of {self._model}"
             forwards = "training forward" if training_forwards == 1 else "training forwards"
-            return CollectiveTag(f"{number} after {training_forwards} {forwards}", schedule)
+            return CollectiveTag(f"{name} after {training_forwards} {forwards}", schedule)
 
-        self._next = tag
+        self._next_tag = tag
 
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather among the ranks that share a copy of the model."""
+        """Gather among the ranks that share a replica."""
         return self._confirmed(self._announced(SHARD).all_gather(shards, shapes, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average among the ranks that share a copy of the model; scatter the means."""
+        """Average among the ranks that share a replica; scatter the means."""
         return self._confirmed(self._announced(SHARD).reduce_scatter(grads))
 
     def all_reduce(self, grads: Sequence[Tensor], over: str = SHARD) -> Waitable:
@@ -308,7 +305,7 @@ class TaggedTransport:
         return any(transport.in_flight for transport in self._transports.values())
 
     def drain(self) -> None:
-        """Wait for what a failed step left in flight. Raise if the ranks differ, or failed at different points."""
+        """Wait for the launches of a failed step. Raise if ranks have different tags, or failed at different points."""
         require_same_so_far(self._group)
         if self._announces and self.in_flight:
             failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
@@ -317,16 +314,16 @@ class TaggedTransport:
         for transport in self._transports.values():
             transport.drain()
 
-    def _announced(self, over: str) -> Transport:
-        """Announce the tag unless that was done; return the transport of an axis under the tag's number."""
-        if self._next is not None and self._announces:
-            self._tag = self._next()
+    def _announced(self, axis: str) -> Transport:
+        """Announce the tag, at most once; return the transport of an axis, with the tag's number."""
+        if self._next_tag is not None and self._announces:
+            self._tag = self._next_tag()
             self._announced_tag = announce(self._tag, self._group)
             number = self._tag.number
-            self._tagged = {axis: transport.with_tag(number) for axis, transport in self._transports.items()}
-            self._next, self._launches = None, 0
+            self._tagged = {name: transport.with_tag(number) for name, transport in self._transports.items()}
+            self._next_tag, self._launches = None, 0
         self._launches += 1
-        return self._tagged[over]
+        return self._tagged[axis]
 
     def _confirmed(self, handle: Waitable) -> Waitable:
         """Return a handle that compares tags before it waits."""
@@ -344,10 +341,10 @@ class _Confirmed:
         self._handle, self._tag, self._announced = handle, tag, announced
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Compare the tags, which raises if a peer has another one; then wait for the handle."""
+        """Compare tags, and raise if a peer's tag differs; then wait for the handle."""
         if self._announced is not None:
             self._announced.confirm()
         try:
             return self._handle.wait()
-        except LostRank as lost:  # not naming_tag, which costs more: every wait comes here
+        except LostRank as lost:  # cheaper than naming_tag, for every wait
             raise lost.at(self._tag.text) from lost.__cause__

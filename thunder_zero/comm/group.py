@@ -1,14 +1,14 @@
-"""Finds the process groups of a model (``process_group``, ``mesh``); destroys what an error left.
+"""Finds the process groups of a model; destroys process groups after an error.
 
 In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for each model. On rank 2 of four::
 
-    process_group, or nothing                world and shard_group {0 1 2 3}, no replicate_group
+    process_group, or neither                world and shard_group {0 1 2 3}, no replicate_group
     mesh [[0, 1], [2, 3]]                    world {0 1 2 3}, shard_group {2 3}, replicate_group {0 2}
          of (replicate, shard)               first_copy (0, 1)
          of (dp, tp)                         world {0 1 2 3}, data and shard_group {0 2}, tensor {2 3}
 
-:func:`group_like` makes a second group of the same ranks, for the thread of an asynchronous save. :func:`tell_launcher`
-and :func:`destroy_groups_after_error` run at exit.
+:func:`group_like` creates a second group of the same ranks, for the thread of an asynchronous save.
+:func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from thunder_zero.compat.torch.groups import all_groups, set_timeout, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
-LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
+LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is created, gloo does not notice a dead rank
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
 
 
@@ -44,13 +44,13 @@ class Ranks:
     """The process groups of a model.
 
     Attributes:
-        world: all ranks that train it.
-        data: the ranks that hold the slices that this one holds; ``world`` without tensor parallelism.
-        shard_group: the ranks that share this rank's copy of the model.
-        replicate_group: the ranks that hold the same rows as this one in each copy; None if there is one copy.
-        first_copy: the ranks of ``world`` that share the first copy, in the order of their rows. It is equal on every
-            rank, and not always the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-        mesh: the mesh of all ranks, if one was given. Its last dimension is ``shard_group``, in ascending order, or
+        world: all ranks that train the model.
+        data: the ranks that hold this rank's slices; ``world`` without tensor parallelism.
+        shard_group: the ranks that share this rank's replica.
+        replicate_group: the ranks that hold this rank's rows, one rank in each replica; None for a single replica.
+        first_copy: the ranks of ``world`` that share the first replica, in the order of their rows; equal on all ranks.
+            They need not be the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
+        mesh: the user's mesh of all ranks, or None. Its last dimension is ``shard_group``, in ascending order, or
             ``tensor``.
         tensor: the mesh of the ranks among which torch slices parameters; None without tensor parallelism.
     """
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def planned(self) -> Mesh:
-        """Return the mesh for a plan: the sizes of these groups, and this rank's numbers in them."""
+        """The mesh for a plan: the sizes of the groups, and this rank's places in them."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
         mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
@@ -73,18 +73,19 @@ class Ranks:
 
 
 def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the names of all groups of these ranks: a DTensor may be on an equal mesh that was made separately."""
+    """Return the names of all groups with the ranks of ``group``: a DTensor may be on an equal mesh with other
+    groups."""
     ranks = dist.get_process_group_ranks(group)
-    groups = (other for other in all_groups() if dist.get_process_group_ranks(other) == ranks)
-    return frozenset(other.group_name for other in groups)
+    equal_groups = (candidate for candidate in all_groups() if dist.get_process_group_ranks(candidate) == ranks)
+    return frozenset(equal_group.group_name for equal_group in equal_groups)
 
 
 def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
-    """Return the process groups of a model: of the mesh, of the process group, or of the default group.
+    """Return the process groups of a model, from the mesh, the process group, or the default group.
 
-    A mesh of one dimension shards over it; a mesh of two (replicate, shard) shards over the second. ``dims`` (FSDP2's
-    ``dp_mesh_dims``) or :data:`DATA_DIMS` name the data dimensions; another dimension is one of tensor parallelism. If
-    the mesh leaves out ranks, this is a collective of the ranks in it.
+    A mesh (shard) or (replicate, shard) shards over its last dimension. ``dims`` (FSDP2's ``dp_mesh_dims``) or
+    :data:`DATA_DIMS` name the data dimensions; any other dimension is for tensor parallelism. If the mesh leaves out
+    ranks, this is a collective of its ranks.
     """
     if mesh is None:
         if dims is not None:
@@ -115,12 +116,12 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 
 
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
-    """Return the names of a mesh's data dimensions, the one that shards last; none if neither ``dims`` nor the names
-    say so.
+    """Return the names of a mesh's data dimensions, the sharding dimension last; empty if neither ``dims`` nor
+    :data:`DATA_DIMS` names any.
 
     Raises:
-        TypeError: ``dims`` is no ``DataParallelMeshDims``.
-        ValueError: it names dimensions that the mesh does not have, or too many.
+        TypeError: ``dims`` is not a ``DataParallelMeshDims``.
+        ValueError: ``dims`` names too many dimensions, or dimensions that the mesh does not have.
     """
     if dims is None:
         return next((candidate for candidate in DATA_DIMS if {*candidate} <= {*names}), ())
@@ -137,7 +138,7 @@ def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
 
 
 def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
-    """Return the process groups of a mesh whose last dimension slices parameters."""
+    """Return the process groups of a mesh whose last dimension is for tensor parallelism."""
     names = mesh.mesh_dim_names or ()
     if names[:-1] != data:
         raise ValueError(
@@ -162,7 +163,7 @@ def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
 
 
 def _require_in(mesh: DeviceMesh) -> None:
-    """Refuse a mesh without this rank."""
+    """Raise ValueError if this rank is not in the mesh."""
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
@@ -171,7 +172,7 @@ def _require_in(mesh: DeviceMesh) -> None:
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the ranks of each row in ascending order, as process groups number them."""
+    """Return the mesh with the ranks of each row in ascending order, the order of process groups."""
     rows = mesh.mesh.sort(dim=-1).values
     if rows.equal(mesh.mesh):
         return mesh
@@ -181,11 +182,11 @@ def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _require_matching_rows(copies: list[list[int]]) -> None:
-    """Refuse a mesh whose columns would join ranks with different rows. A process group numbers its ranks in ascending
-    order, whatever their order in the mesh."""
+    """Raise ValueError if a column of the mesh joins ranks that store different rows of parameters. A process group
+    numbers its ranks in ascending order, for any order in the mesh."""
     columns = {frozenset(column) for column in zip(*copies, strict=True)}
-    same_rows = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
-    if columns != same_rows:
+    sorted_columns = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
+    if columns != sorted_columns:
         raise ValueError(
             f"mesh is {copies}: torch numbers the ranks of a process group in ascending order, so the ranks of a "
             f"column would hold different rows; sort the ranks in each row of the mesh: {[*map(sorted, copies)]}"
@@ -193,29 +194,28 @@ def _require_matching_rows(copies: list[list[int]]) -> None:
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """Make a mesh of all ranks, ``shape`` = (copies, ranks of each copy); a collective."""
+    """Create a mesh of all ranks, ``shape`` = (replicas, ranks of each replica); a collective."""
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Make a gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of these
-    ranks.
+    """Create a gloo group of the ranks of ``group``, with its timeout on ``device``; a collective of these ranks.
 
-    It is for collectives that must not mix with those of ``group``, such as those of another thread. It has no tags.
-    Call it right after another collective: if a rank comes more than a minute later, this raises.
+    The new group is for collectives of another thread, and has no tags. Call this right after another collective: it
+    raises if a rank calls it more than a minute later.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
-    while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
+    creation_timeout = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
-        new_group = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
+        new_group = process_group(dist.new_group(ranks, creation_timeout, "gloo", use_local_synchronization=True))
     set_timeout(new_group, timeout)
     without_tags(new_group)
     return new_group
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of the mesh's ranks. It is the default group if that has the same ranks, so that a rank with
-    another mesh can still object."""
+    """Return a group of the mesh's ranks: the default group if it has exactly these ranks, so that ranks with different
+    meshes can compare them."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
@@ -223,37 +223,36 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def has_groups() -> bool:
-    """Return whether torch has process groups, which were made and not destroyed."""
+    """Return whether torch has process groups that were created and not destroyed."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _uncaught() -> BaseException | None:
-    """Return the exception that ended the script; None while it runs, and if none did."""
+    """Return the uncaught exception that ended the script, or None."""
     error: BaseException | None = vars(sys).get("last_value")
     return error
 
 
 def tell_launcher() -> None:
-    """Write the sentence of an uncaught exception where torchrun looks for it; called at exit.
+    """Write an uncaught exception to the file ``TORCHELASTIC_ERROR_FILE``, as a message and a time; called at exit.
 
-    Torchrun's summary of the failure then ends with the sentence, below all frames. It reads a message and a time from
-    the file that ``TORCHELASTIC_ERROR_FILE`` names.
+    Torchrun's summary of the failure then ends with the message, below all frames.
     """
     error = _uncaught()
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
         return
     sentence = "".join(traceback.format_exception_only(error)).strip()
-    with suppress(OSError):  # the handlers at exit that follow matter more
+    with suppress(OSError):  # later exit handlers matter more
         file.write_text(json.dumps({"message": sentence, "timestamp": str(int(time.time()))}))
 
 
 def destroy_groups_after_error() -> None:
-    """Destroy the process groups that an uncaught exception left, if gloo alone carries them; called at exit.
+    """Destroy process groups after an uncaught exception, if all use gloo alone; called at exit.
 
-    Torch joins a group's threads when the last reference to it goes. Once the interpreter ends that is too late. A
-    thread which still has to drop the tensors of the last collective waits for the GIL in vain, and the process aborts
-    instead of ending with the exception's exit code. The frames of its traceback refer to the group, too.
+    Torch joins a group's threads when the last reference to the group is dropped, which is too late once the
+    interpreter ends. A thread that still has to drop tensors would wait for the GIL forever. The process would abort
+    instead of ending with the exception's exit code. The frames of the traceback hold references to the group, too.
     """
     error = _uncaught()
     configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""

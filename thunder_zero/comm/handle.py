@@ -1,9 +1,9 @@
-"""Handles of launched buckets, and the two background threads: one posts messages, one averages.
+"""Defines handles of launched buckets, and two threads: one posts messages, one averages.
 
-A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in the order given::
+A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in order::
 
     launch     Handle(parts, results)     each part: messages in flight, then local work, such as a mean
-    wait()     parts end, in order        -> results, one tensor for each parameter of the bucket
+    wait()     finishes parts in order    -> results, one tensor for each parameter of the bucket
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitsBy:
-    """A handle that waits by calling a function, at most once. The function wraps the wait of another handle."""
+    """A handle whose ``wait`` is a function, called at most once, such as a wrapper of another handle's wait."""
 
     wait: Callable[[], tuple[Tensor, ...]]
 
@@ -42,8 +42,8 @@ class BucketPart:
     """A part of a bucket that finishes independently.
 
     Attributes:
-        waits: each, in order, returns when its message has ended, or raises if it failed.
-        then: local work on the received data.
+        waits: functions that return when a message has ended, or raise if it failed; called in order.
+        then: a function that does local work on the received data.
     """
 
     waits: Iterable[Callable[[], object]]
@@ -60,8 +60,8 @@ class BucketPart:
 class Handle:
     """A launched bucket. It keeps every tensor alive that the backend still reads or writes.
 
-    The transport that launched it holds it in ``pending`` until it has ended, so that dropping a handle never frees
-    memory that the backend still writes to.
+    The transport holds the handle in ``pending`` until it has ended, so that dropping a handle never frees memory to
+    which the backend still writes.
     """
 
     def __init__(self, parts: Iterable[BucketPart], results: Sequence[Tensor], pending: set[Handle]) -> None:
@@ -80,18 +80,18 @@ class Handle:
         return tuple(results)
 
     def settle(self) -> None:
-        """Wait for all messages and drop the inputs; ``wait`` still returns the results."""
+        """Wait for all messages and drop the inputs. A later ``wait`` returns the results."""
         while self._parts:
-            self._parts.popleft().finish()  # removed first: a message that failed must not be waited for again
+            self._parts.popleft().finish()  # removed first: a failed message must not be waited for again
         self._pending.discard(self)
 
 
 SENDER, AVERAGER = "sender", "averager"
-EXIT_SECONDS = 1.0  # how long an exiting rank waits for its threads
+EXIT_SECONDS = 1.0  # an exiting rank waits this long for its threads
 
 
 class Task(Generic[Result]):
-    """A task of a background thread. A lock says when it has ended; a ``Future`` costs ten times as much."""
+    """A task of a background thread. A lock is held until the task ends; a ``Future`` costs ten times as much."""
 
     __slots__ = "_call", "_error", "_lock", "_result"
 
@@ -103,7 +103,7 @@ class Task(Generic[Result]):
         self._lock.acquire()
 
     def run(self) -> None:
-        """Run the task, on the background thread. What it refers to is freed at its end."""
+        """Run the task, on the background thread, and drop its references."""
         call, self._call = self._call, None
         assert call is not None, "a task runs once"
         try:
@@ -111,7 +111,7 @@ class Task(Generic[Result]):
         except BaseException as error:
             self._error = error
         finally:
-            del call, self  # or the error would hold them, by its traceback
+            del call, self  # otherwise the error's traceback would keep them alive
 
     def end(self) -> None:
         """Wake the threads that wait for the task."""
@@ -123,7 +123,7 @@ class Task(Generic[Result]):
             self._lock.release()
 
     def result(self) -> Result:
-        """Wait until the task has ended; return what it returned, or raise what it raised."""
+        """Wait until the task has ended; return its result, or raise its error."""
         with self._lock:
             error = self._error
         if error is None:
@@ -131,11 +131,11 @@ class Task(Generic[Result]):
         try:
             raise error
         finally:
-            del error, self  # or the error would hold them, by its traceback
+            del error, self  # otherwise the error's traceback would keep them alive
 
 
 def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
-    """Run a task on the named thread, after all tasks that the thread was given earlier."""
+    """Run a task on the named thread, after all earlier tasks of the thread."""
     task = Task(call)
     _thread_of(thread).give(task)
     return task

@@ -1,8 +1,8 @@
 """Makes errors of collectives name the rank that died or does not answer.
 
 If a backend loses a rank, its error has an address at best. Gloo has one connection for each pair of ranks, and a
-closed connection refuses the next message at once. So sending one message to each rank shows which ones are lost.
-Errors that no lost rank causes (out of memory, a CUDA error) keep their own words.
+closed connection rejects the next message immediately. So sending one message to each rank shows which ranks are lost.
+Errors with other causes (out of memory, a CUDA error) stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
 LOST_TYPES = (DistNetworkError, DistStoreError)  # torch's classes: a socket failed; a rank left the store
-# Words of the backends about a lost rank, in errors of other types.
+# Texts of the backends about a lost rank, in errors of other types.
 LOST_WORDS = (
-    # gloo: a connection ended, broke, or was silent too long
+    # gloo: a connection ended, broke, or timed out
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -39,8 +39,8 @@ LOST_WORDS = (
     "(Read|Write|Connect|Wait|Socket) [Tt]imeout",
     "Application timeout caused pair closure",  # an earlier message timed out
     "connectFullMesh failed",
-    "monitoredBarrier",  # under TORCH_DISTRIBUTED_DEBUG=DETAIL gloo's groups check each collective by one
-    # NCCL: a peer's process ended, a socket failed, torch's watchdog gave up or was told so by another rank
+    "monitoredBarrier",  # under TORCH_DISTRIBUTED_DEBUG=DETAIL gloo's groups check each collective by a barrier
+    # NCCL: a peer's process ended, a socket failed, torch's watchdog on this or another rank timed out
     "remote process exited",
     "ncclRemoteError",
     "ncclSystemError",
@@ -57,14 +57,14 @@ class LostRank(DistNetworkError):
     Args:
         rank: this rank.
         who: the ranks that may be lost, such as ``"one of ranks [1, 2]"``.
-        reason: the backend's words.
-        tag: what this rank was doing, if that is known.
+        reason: the text of the backend's error.
+        tag: the collective tag of this rank; empty if unknown.
     """
 
     def __init__(self, rank: int, who: str, reason: str, tag: str = "") -> None:
-        where = f" in {tag}" * bool(tag)
+        suffix = f" in {tag}" * bool(tag)
         super().__init__(
-            f"rank {rank} got no answer from {who}{where}: it died, failed before this one, or was silent longer than "
+            f"rank {rank} got no answer from {who}{suffix}: it died, failed before this one, or was silent longer than "
             f"the process group's timeout; read its last output, then restart all ranks from the last checkpoint "
             f"({reason})"
         )
@@ -72,7 +72,7 @@ class LostRank(DistNetworkError):
         self.tag = tag
 
     def at(self, tag: str) -> LostRank:
-        """Return this error with a tag; the error itself if it already has one."""
+        """Return a copy of this error with a tag; the error itself if it already has a tag."""
         return self if self.tag else LostRank(*self._facts, tag)
 
     def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
@@ -81,7 +81,7 @@ class LostRank(DistNetworkError):
 
 @contextmanager
 def naming_tag(tag: str) -> Iterator[None]:
-    """Add a tag to errors of the block that name a lost rank."""
+    """Add a tag to each :class:`LostRank` that the block raises."""
     try:
         yield
     except LostRank as lost:
@@ -95,12 +95,12 @@ def is_about_lost_rank(error: RuntimeError) -> bool:
 
 @contextmanager
 def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
-    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all other errors.
+    """Replace a backend's error about a lost rank by a :class:`LostRank`; keep all other errors.
 
     Args:
         group: the process group of the block's collectives.
-        rank: the rank of the group that the block waits for; None if it waits for all.
-        timeout: how long the block waits at most; None for the group's timeout.
+        rank: the rank of the group that the block waits for; None for all ranks.
+        timeout: the timeout of the block's collectives; None for the group's timeout.
     """
     start = time.monotonic()
     try:
@@ -112,9 +112,9 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: tim
 def raise_named(
     error: RuntimeError, group: ProcessGroup, start: float, rank: int | None = None, timeout: timedelta | None = None
 ) -> NoReturn:
-    """Raise what :func:`naming_lost_ranks` makes of an error. Its block began at ``start``, of ``time.monotonic``.
+    """Raise an error as :func:`naming_lost_ranks` does; ``start`` is the ``time.monotonic()`` at which waiting began.
 
-    Code that runs many times in a step calls it in an ``except``: a ``try`` costs nothing there.
+    Code that runs many times in a step calls it in an ``except``, since a ``try`` costs less than a context manager.
     """
     if isinstance(error, LostRank) or not is_about_lost_rank(error):
         raise error
@@ -125,10 +125,9 @@ def raise_named(
 
 
 def find_possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
-    """Return the ranks of the group that may be lost after ``seconds`` of waiting.
+    """Return the ranks of the group that may be lost after ``seconds`` of waiting (see :func:`naming_lost_ranks`).
 
-    ``rank`` and ``timeout`` are those of :func:`naming_lost_ranks`. Gloo knows which connections are closed, but not
-    after a timeout, since it then closes all of them itself.
+    Gloo knows which connections are closed, except after a timeout, when it closes all connections itself.
     """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
@@ -143,7 +142,7 @@ def speaks_gloo(group: ProcessGroup) -> bool:
 
 
 def _is_closed(peer: int, group: ProcessGroup) -> bool:
-    """Return whether the connection to a rank of the group refuses a message."""
+    """Return whether the connection to a rank of the group is closed."""
     try:
         dist.isend(torch.empty(1), group=group, group_dst=peer, tag=PROBE_TAG)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Transports over the backend's own collectives: one launch a bucket on NCCL.
+"""Implements transports with the backend's own collectives: one launch a bucket on NCCL.
 
-The tensors travel without copies. A gradient is copied only if the number of ranks does not divide its rows: these
-collectives send chunks of equal size, so the copy ends with zeros.
+Tensors are sent without copies, with one exception. The collectives send chunks of equal size, so a gradient is copied
+and padded with zeros if the number of ranks does not divide its rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from thunder_zero.plan import layout
 
 
 class _Native(Launching):
-    """A base class of both transports: buffers, padding and handles."""
+    """The base class of both transports: buffers, padding and handles."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
-    means: frozenset[torch.dtype] = frozenset()  # dtypes of which the collective itself takes the mean
+    means: frozenset[torch.dtype] = frozenset()  # dtypes for which the collective itself averages
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class _Native(Launching):
         return Handle(self._start_messages(outgoing, incoming), (), self._pending)
 
     def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
-        ways = ((dist.isend, outgoing), (dist.irecv, incoming))
+        directions = ((dist.isend, outgoing), (dist.irecv, incoming))
         ops = [
-            dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)
-            for way, buffers in ways
+            dist.P2POp(operation, _sendable(tensor), group=self._group, group_peer=rank)
+            for operation, buffers in directions
             for rank, tensors in buffers.items()
             for tensor in tensors
             if tensor.numel()
@@ -95,19 +95,19 @@ class _Native(Launching):
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return two divisors: of gradients before they are added up, and of their sum."""
+        """Return the divisor of gradients before the sum, and the divisor of the sum."""
         if dtype in self.means:
             return 1, 1
         return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
-        """Return the bucket part that divides sums once they have arrived."""
+        """Return the bucket part that divides the received sums."""
         _, after = self._divisors(means[0].dtype)
         return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
 
     def _input(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's contiguous input of the reduction, padded with zero rows. It is the gradient itself if
-        possible."""
+        """Return this rank's contiguous input of the reduction, padded with zero rows: the gradient itself if possible,
+        else a copy."""
         if grad.shape == padded_shape and grad.is_contiguous() and self._divisors(grad.dtype)[0] == 1:
             return grad
         padded = grad.new_empty(padded_shape)
@@ -129,11 +129,10 @@ class _Native(Launching):
 
 
 class CoalescedNccl(_Native):
-    """The transport for NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
+    """The transport for NCCL: one launch for all calls of a bucket; the collective itself averages.
 
-    ``wait`` makes the current stream wait for the collectives, not the host. NCCL takes the mean by dividing each
-    rank's gradient by W before it adds them up, which loses small float16 numbers. So float16 gradients are added up as
-    a sum.
+    ``wait`` blocks the current stream, not the host. NCCL averages by dividing each rank's gradient by W before the
+    sum, which loses small float16 numbers. So float16 gradients are summed, and divided here.
     """
 
     means = FLOATS - {torch.float16}
@@ -146,8 +145,7 @@ class CoalescedNccl(_Native):
 
 
 class PerTensor(_Native):
-    """The transport for other backends: one collective for each tensor, and a sum of gradients that are divided
-    first."""
+    """The transport for other backends: one collective for each tensor, which sums gradients that are divided first."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
@@ -158,10 +156,10 @@ class PerTensor(_Native):
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:
-    """Return two divisors for float16 gradients: before they are added up, a power of 2, and of their sum.
+    """Return the divisor of float16 gradients before the sum, a power of 2, and the divisor of the sum.
 
-    Each is about the square root of W, as in FSDP2: dividing by W first loses small gradients, and adding up first
-    overflows.
+    Each is about the square root of W, as in FSDP2: dividing by W before the sum loses small gradients, and dividing
+    after it overflows.
 
     >>> float16_divisors(8)
     (4, 2.0)
@@ -173,10 +171,10 @@ def float16_divisors(world_size: int) -> tuple[float, float]:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or its bytes if not every backend sends its dtype: NCCL has no int16, for example."""
+    """Return the tensor, or its bytes if a backend does not send its dtype: NCCL has no int16, for example."""
     return tensor if tensor.dtype in FLOATS else tensor.view(torch.uint8)
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
-    """Return a function that holds ``tensors`` until it is called and dropped."""
+    """Return a no-op that keeps ``tensors`` alive until it is dropped."""
     return lambda: tensors

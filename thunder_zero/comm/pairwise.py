@@ -1,27 +1,27 @@
-"""The transport for gloo: each rank sends every other rank exactly the rows that it needs.
+"""Implements the transport for gloo: each rank sends a peer exactly the rows that it needs.
 
-Gloo's reduce-scatter is an all-reduce that discards most of its result, and it adds up in the dtype of the messages.
-Messages between pairs of ranks send the fewest bytes possible. They travel in the background, directly from and into
+Gloo's reduce-scatter is an all-reduce that discards most of its result, and it sums in the dtype of the messages.
+Messages between pairs of ranks send the fewest bytes possible. They are sent in the background, directly from and into
 the tensors' own memory (rows of dim 0 are contiguous)::
 
-    all_gather       own rows -> every peer                              (W - 1) / W of the bytes
-    reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
+    all_gather       local rows -> every peer                            (W - 1) / W of the bytes
+    reduce_scatter   every peer's rows -> that peer, which sums          (W - 1) / W
     all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
-                     W = 2: both send everything and add up              the same, one message
-    trade            what each rank names for each other one             those bytes
+                     W = 2: both ranks send everything and sum           2 (W - 1) / W, in one message
+    trade            the given tensors -> each peer                      the bytes of the tensors
 
-Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and dtypes alone.
-Sums run in rank order, half precision is added up in float32, and the division comes last.
+Padding is never sent, and an empty range needs no message. Sender and receiver derive the messages from shapes and
+dtypes alone. Sums run in rank order, half precision is summed in float32, and the division comes last.
 
-There are two background threads, which mostly sleep. SENDER posts receives and sends to gloo. Gloo copies as much as
-the socket takes before a send returns, which takes milliseconds for a large one; to post a receive waits for that.
-Posting a receive also sends a message to announce it, so a bucket's receives are posted before its sends: the
-announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an all-reduce, or of
-:meth:`PairwiseGloo.in_two`, when the first part has ended, so that it does not depend on a call of ``wait``.
+Two background threads mostly sleep. SENDER posts receives and sends to gloo. A large send returns after milliseconds,
+when gloo has copied as much as the socket takes; posting a receive waits for it. Posting a receive also sends an
+announcement, which would queue behind earlier sends. So a bucket's receives are posted before its sends. AVERAGER
+starts the second part of an all-reduce, or of :meth:`PairwiseGloo.in_two`, when the first part has ended, so that no
+call of ``wait`` is needed.
 
-Gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. What
-AVERAGER starts has tags of its own. So has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages of
-ranks that do different things (``collective_tags.py``) never meet. Gloo keeps no state for a tag that was used.
+Gloo matches messages by tag: between two ranks, the n-th send of a tag matches the n-th receive. Messages that AVERAGER
+starts have tags of their own. So has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages of
+different phases (``collective_tags.py``) never match. Gloo keeps no state for used tags.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from thunder_zero.plan import layout
 
 Wait = Callable[[], object]  # returns when a message has ended
 StartMessage = Callable[[Tensor, int, ProcessGroup, int], Wait]  # :func:`send` or :func:`receive`
-# Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
-# two copies of its bytes. Measured on loopback, docs/performance.md.
+# Tensors with fewer bytes to one peer are packed into one message: a smaller message costs more than two copies of its
+# bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
 TAG = 0x7A000000  # "z", the first of 2 ** 26 tags that users are unlikely to send under
-BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
+BLOCK = 1 << 16  # elements of half precision summed at a time, so that their float32 sums stay in the cache
 
 
 class PairwiseGloo(Launching):
     """The transport for gloo."""
 
-    averages = FLOATS | COMPLEX  # torch adds up, not the backend
+    averages = FLOATS | COMPLEX  # torch sums, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PairwiseGloo(Launching):
         self._tag, self._tag_of_means, self._tag_of_second = tags_of(role, 0)
         self.world_size = group.size()
         self.rank = group.rank()
-        # Each rank starts with its successor, so that not all send to the same peer at once.
+        # Each rank starts with its successor, so that no peer is the first of several ranks.
         self._peers = tuple((self.rank + step) % self.world_size for step in range(1, self.world_size))
 
     @outside_autograd
@@ -91,7 +91,7 @@ class PairwiseGloo(Launching):
     ) -> BucketPart:
         """Gather parameters that share a message, if the number of ranks divides the rows of each.
 
-        One call of torch packs the rows of all parameters, and one call cuts what has arrived into full parameters.
+        One call of torch packs the rows of all parameters, and one call cuts the received rows into full parameters.
         """
         local_rows = flatten(shards)
         packed = local_rows.new_empty((self.world_size, message.elements))
@@ -108,8 +108,8 @@ class PairwiseGloo(Launching):
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
     ) -> BucketPart:
-        """Gather a parameter, or several that share a message. ``copies``: copy this rank's rows into the full
-        parameters, too."""
+        """Gather a parameter, or several parameters that share a message. If ``copies``, also copy this rank's rows
+        into the full parameters."""
         parts_of_members = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
         local_rows = [
             shard.view(-1)[: parts[self.rank].numel()] for shard, parts in zip(shards, parts_of_members, strict=True)
@@ -154,7 +154,8 @@ class PairwiseGloo(Launching):
         return Handle(bucket.post(bucket_parts), means, self._pending)
 
     def _without_padding(self, bucket: GlooBucket, mean: Tensor, rows_of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return this rank's rows of a flat mean without its padding, which is set to zero while messages travel."""
+        """Return this rank's rows of a flat mean without padding. The padding is zeroed while messages are in
+        flight."""
         rows = rows_of_ranks[self.rank].numel()
         bucket.meanwhile(mean[rows:].zero_)
         return mean[:rows]
@@ -200,7 +201,7 @@ class PairwiseGloo(Launching):
         return Handle([BucketPart((lambda: results.extend(launched().wait()),))], results, self._pending)
 
     def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start`` in AVERAGER, after its earlier tasks. Return a function that waits for the result."""
+        """Run ``start`` on AVERAGER, after earlier tasks. Return a function that waits for the result."""
         return in_background(AVERAGER, start).result
 
     def with_tag(self, tag: int) -> PairwiseGloo:
@@ -213,7 +214,7 @@ class PairwiseGloo(Launching):
     ) -> BucketPart:
         """Write the mean of all ranks' parts for this rank into ``mean``, then call ``then``; the caller sends
         ``parts[r]`` to rank r."""
-        lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
+        lowest = min(self._peers)  # its part is summed first or second, so ``mean`` may be its receive buffer
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
 
@@ -229,10 +230,10 @@ class PairwiseGloo(Launching):
     ) -> Callable[[Wait], list[BucketPart]]:
         """Average this rank's part of ``mean``, send it to all peers, and receive the other parts.
 
-        Call the result when the bucket is posted, with a function that waits for that.
+        Call the returned function after the bucket is posted, with a function that waits for the end of posting.
         """
         slots = self._cut_rows(mean)
-        others = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
+        other_parts = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
         reduce = self._reduce(bucket, parts, slots[self.rank], None)
         bucket.send({rank: parts[rank] for rank in self._peers})
         sent: list[Wait] = []
@@ -244,7 +245,7 @@ class PairwiseGloo(Launching):
                 messages = dict.fromkeys(self._peers, slots[self.rank])
                 sent.extend(self._bucket().start_all(send, messages, self._tag_of_means))
 
-            return [BucketPart((self._average_in_background(average_then_send),)), others, BucketPart(sent)]
+            return [BucketPart((self._average_in_background(average_then_send),)), other_parts, BucketPart(sent)]
 
         return spread
 
@@ -252,7 +253,7 @@ class PairwiseGloo(Launching):
         return GlooBucket(self._group, self._tag)
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
-        """Return the flat rows of each rank, in rank order; ``tensor`` is contiguous."""
+        """Return views of the flat rows of each rank, in rank order, of a contiguous tensor."""
         sizes = _elements_of_ranks(tuple(tensor.shape), self.world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
@@ -268,7 +269,7 @@ class GlooBucket:
         self._meanwhile: list[Callable[[], object]] = []
 
     def receive(self, slots: dict[int, Tensor], then: Callable[[], None] | None, tag: int | None = None) -> BucketPart:
-        """Receive messages, given by rank, and call ``then`` when all have arrived; the part waits for that."""
+        """Receive messages, given by rank; the returned part waits for all messages and calls ``then``."""
         received: list[Wait] = []
         self._receives.append((slots, self._tag if tag is None else tag, received))
         return BucketPart(received, then)
@@ -278,23 +279,24 @@ class GlooBucket:
         self._sends.append(messages)
 
     def meanwhile(self, work: Callable[[], object]) -> None:
-        """Do local work while messages travel."""
+        """Do local work while messages are in flight."""
         self._meanwhile.append(work)
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
-        """Start the messages without blocking the caller. Return all that a handle waits for: the end of posting, the
-        given parts, the end of the sends."""
+        """Start the messages without blocking the caller. Return the parts of a handle: the end of posting, the given
+        parts, the end of the sends."""
         posted = self.run(self._post)
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
 
     def run(self, post: Callable[[], None]) -> Wait:
-        """Run ``post`` on the sender thread; return what waits for its end."""
+        """Run ``post`` on the sender thread; return a function that waits for its end."""
         return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Start messages, given by rank; the waits return when they end. An empty tensor needs no message."""
+        """Start messages, given by rank; return a function for each that waits for it. Empty tensors need no
+        message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
@@ -305,7 +307,7 @@ class GlooBucket:
 
 
 def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
-    """Receive what a rank sends by ``trade``, in the messages in which it sends it."""
+    """Receive the messages that a peer sends with ``trade``."""
     for members in messages(slots):
         column = [slots[index] for index in members]
         buffer = _one_buffer(column)
@@ -313,17 +315,17 @@ def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iter
 
 
 def tags_of(role: int, tag: int) -> tuple[int, int, int]:
-    """Return three tags: for what a transport launches, for the means of an all-reduce, for the second launch of
+    """Return three tags: for a transport's launches, for the means of an all-reduce, for the second launch of
     ``in_two``.
 
-    The second and the third tag are for what AVERAGER starts. Transports of a model (roles 0 to 2) may share a group.
+    AVERAGER uses the second and the third tag. Transports of a model (roles 0 to 2) may share a group.
     """
     first = TAG + 16 * tag + 4 * role
     return first, first + 1, first + 2
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
-    """Start sending to a rank of the group; nothing else sends messages."""
+    """Start sending to a rank of the group."""
     start = monotonic()
     try:
         work = group.send([_real(message)], rank, tag)
@@ -343,10 +345,10 @@ def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor, or its numbers as pairs if it is complex: gloo sends no complex numbers.
+    """Return the tensor, or a real view if it is complex: gloo does not send complex numbers.
 
-    :func:`send` and :func:`receive` call the group directly. ``dist.isend`` would convert complex tensors, too, but its
-    checks are not needed: they hold for all our messages.
+    :func:`send` and :func:`receive` call the group directly, since ``dist.isend``, which also converts complex tensors,
+    has slow checks.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -365,12 +367,12 @@ class PackedMessage:
     """Parameters that share a message.
 
     Attributes:
-        members: their positions in the bucket.
+        members: the indices of the parameters in the bucket.
         shapes: the shapes of the parameters.
-        shard_shapes: the shapes of what the message holds: a rank's rows with padding, or all rows.
-        sizes: the same in elements.
+        shard_shapes: the shapes of the message's tensors: a rank's rows with padding, or all rows.
+        sizes: the number of elements of each shape in ``shard_shapes``.
         elements: the sum of the sizes.
-        is_even: there are several members, and the number of ranks divides the rows of each.
+        is_even: True if there are several members, and the number of ranks divides the rows of each member.
     """
 
     members: tuple[int, ...]
@@ -383,7 +385,7 @@ class PackedMessage:
 
 @cache
 def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, limit: int) -> tuple[PackedMessage, ...]:
-    """Return the messages of a bucket of parameters of these shapes. Parameters below ``limit`` bytes share one
+    """Return the messages of a bucket of parameters with these shapes. Parameters below ``limit`` bytes share a
     message."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
     packed = []
@@ -403,7 +405,7 @@ def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
 
 
 def group_by_size(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the positions of tensors that share a message, by their sizes: those below the limit share one."""
+    """Return, for each message, the indices of its tensors. Tensors below ``limit`` bytes share a message."""
     small: list[int] = []
     large: list[list[int]] = []
     for index, size in enumerate(nbytes):
@@ -415,13 +417,13 @@ def group_by_size(nbytes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the mean of two or more 1-D ``parts`` into ``out``, added up in their order; half precision in float32.
-    ``out`` may be the first or the second part."""
-    first, second, *others = parts
+    """Write the mean of two or more 1-D ``parts`` into ``out``, summed in order, half precision in float32. ``out`` may
+    be the first or the second part."""
+    first, second, *remaining = parts
     if out.itemsize >= 4:
         torch.add(first, second, out=out)
-        for other in others:
-            out.add_(other)
+        for part in remaining:
+            out.add_(part)
         out.div_(len(parts))
         return
     for block, *pieces in zip(*(torch.split(tensor, BLOCK) for tensor in (out, *parts)), strict=True):
@@ -432,20 +434,18 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one 1-D message: a single tensor itself, or several concatenated."""
+    """Return a 1-D message: the concatenated tensors, or a single tensor itself."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def messages(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the positions of tensors that share a message, for each message.
-
-    Each large tensor has its own message, all small tensors share one. The order depends on shapes and dtypes only.
-    """
+    """Return, for each message, the indices of its tensors. All small tensors share a message. The order depends on
+    shapes and dtypes only."""
     return group_by_size([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 1-D buffer for a packed message: a single tensor itself, or new memory for several."""
+    """Return a 1-D buffer for a packed message: new memory, or a single tensor itself."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
@@ -458,10 +458,10 @@ def _cut(
     sizes: Sequence[int],
     dim: int,
 ) -> None:
-    """Cut a packed message into new tensors; put them into ``results`` at the positions ``members``."""
-    split: Any = torch.split_with_sizes_copy  # torch's stubs give it no result
+    """Cut a packed message into new tensors; write them into ``results`` at the indices ``members``."""
+    split: Any = torch.split_with_sizes_copy  # torch's stubs have no result for it
     for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
-        # Not a view, which would hold one more tensor. Most biases have their shape already.
+        # A view would hold one more tensor. Most biases need no resize.
         results[index] = piece if piece.shape == shape else piece.resize_(shape)
 
 

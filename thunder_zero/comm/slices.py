@@ -1,4 +1,4 @@
-"""Finds the slices that torch's tensor parallelism has made of parameters; refuses other DTensors.
+"""Finds the parameters that torch's tensor parallelism has sliced; raises for other DTensors.
 
 ::
 
@@ -27,7 +27,8 @@ def mesh_and_slices(
     """Return the last three arguments of ``make_plan``: this rank's mesh, :func:`slices_of`, and :func:`partial_of`.
 
     Raises:
-        ValueError: the mesh is not one of data dimensions and at most one of slices; or as the two functions.
+        ValueError: ``mesh`` has two dimensions for tensor parallelism, or :func:`slices_of` or :func:`partial_of`
+            raises it.
     """
     ranks = ranks_of(None, mesh, dp_mesh_dims)
     return ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
@@ -37,8 +38,8 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
     """Return the dimensions along which parameters are sliced, by all their names; empty without tensor parallelism.
 
     Raises:
-        ValueError: the mesh has a dimension for tensor parallelism, and no parameter is a DTensor on it. Or a parameter
-            is a DTensor on another mesh, or its slices differ in size.
+        ValueError: no parameter is a DTensor on the mesh's dimension for tensor parallelism, a parameter is a DTensor
+            on another mesh, or a parameter's slices differ in size.
     """
     mesh = ranks.tensor
     if mesh is None:
@@ -67,9 +68,9 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 
 
 def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
-    """Return the parameters whose gradients each rank of tensor parallelism makes a part of, by all their names.
+    """Return all names of the parameters whose gradients are sums of parts, one part from each rank along ``tensor``.
 
-    They are those of modules that a plan of Hugging Face places by ``replicated_with_grad_allreduce``.
+    Hugging Face's plans mark their modules by ``replicated_with_grad_allreduce``.
 
     Raises:
         ValueError: the parts would be summed over another mesh, or a parameter is a DTensor.
@@ -107,11 +108,7 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that have hooks, or that the policy ignores.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
+    """Raise ValueError if a parameter has hooks on its gradient, or if :func:`require_in_plan` does."""
     require_in_plan(module, plan)
     for name, param in module.named_parameters(remove_duplicate=False):
         if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -122,11 +119,8 @@ def require_planned(module: nn.Module, plan: Plan) -> None:
 
 
 def require_in_plan(module: nn.Module, plan: Plan) -> None:
-    """Refuse slices that the policy ignores, and a ``reduce_format`` for a gradient that ranks make in parts.
-
-    Raises:
-        ValueError: naming the parameter.
-    """
+    """Raise ValueError if the policy ignores a DTensor, or has a ``reduce_format`` for a gradient that is a sum of
+    parts."""
     for planned in plan.params:
         if planned.is_partial and planned.reduce_format:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""Small collectives of numbers, objects and DTensors: tagged, with errors that name the lost rank.
+"""Runs small, tagged collectives of numbers, objects and DTensors; errors name the lost rank.
 
-They are for what ranks must tell each other outside of a program's schedule: agreements, counts, flags, a full tensor
-for a state dict. In: this rank's value. Out: the values of all ranks. Where tags are announced, each rank first says
-what it does, so that ranks which differ raise and no value is taken for another::
+They exchange values outside of a program's schedule: agreements, counts, flags, a full tensor for a state dict. In:
+this rank's value. Out: the values of all ranks. Ranks first announce and compare tags, so that a mismatch raises::
 
     rank 0    all_gather_object, in tz.save of model 0 (Net)             -> RuntimeError
     rank 1    all_gather_tensor, in clip_grad_norm_ of model 0 (Net)     -> RuntimeError
@@ -29,8 +28,8 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Tag a small collective. The block starts only if all ranks of the group are at it, and its error names a lost
-    rank."""
+    """Tag the small collective in the block. The block starts after all ranks of the group have reached it; its errors
+    name lost ranks."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 
@@ -74,11 +73,11 @@ def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.de
     totals = to_device(numbers, torch.int64, device)
     with small_collective("sum", group):
         dist.all_reduce(totals, group=group)
-    return [int(total) for total in totals.tolist()]  # read at once: each read makes the host wait for a GPU
+    return [int(total) for total in totals.tolist()]  # one read: each read makes the host wait for a GPU
 
 
 def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a 1-D tensor of these numbers. On a GPU the host does not wait for the copy."""
+    """Return a 1-D tensor of the numbers. The host does not wait for the copy to a GPU."""
     on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
@@ -95,7 +94,7 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective.
 
-    They travel as bytes on ``device``, since no backend carries every dtype.
+    The values are sent as bytes on ``device``, since no backend supports every dtype.
     """
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
@@ -120,7 +119,7 @@ def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have reached this call."""
     with small_collective("barrier", group):
         dist.barrier(group=group)
 

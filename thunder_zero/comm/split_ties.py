@@ -1,10 +1,10 @@
-"""Finds tied parameters that ``parallelize_module`` made two of, which would train apart unnoticed.
+"""Finds tied parameters that ``parallelize_module`` has separated, which would silently diverge.
 
-It gives each module that it slices a new parameter. A model of Hugging Face says which parameters are tied. In other
-models the values tell: an embedding and a module of another kind never have equal values by chance::
+``parallelize_module`` gives each module that it slices a new parameter. A Hugging Face configuration tells which
+parameters are tied. In other models, an embedding and another parameter with equal values were tied::
 
     head.weight = embed.weight     one parameter
-    parallelize_module             head.weight: a DTensor, Shard(0); embed.weight: as before    -> ValueError
+    parallelize_module             head.weight: a DTensor, Shard(0); embed.weight: unchanged    -> ValueError
     head.weight = embed.weight     one parameter again, if both were sliced
 """
 
@@ -21,23 +21,18 @@ from thunder_zero.plan.params import Param, Plan
 
 
 def require_whole_ties(module: nn.Module, plan: Plan) -> None:
-    """Refuse tied parameters that slicing has separated.
-
-    Raises:
-        ValueError: naming the two.
-    """
+    """Raise ValueError if slicing has separated two tied parameters."""
     embeddings = {param.path for param in plan.params if isinstance(_owner(module, param), nn.Embedding)}
-    others = [param for param in plan.params if param.path not in embeddings]
-    for embedding, other in product((plan.by_name[path] for path in sorted(embeddings)), others):
-        if _was_tied(module, plan, embedding, other):
-            raise ValueError(_split(embedding.path, other.path))
+    non_embeddings = [param for param in plan.params if param.path not in embeddings]
+    for embedding, param in product((plan.by_name[path] for path in sorted(embeddings)), non_embeddings):
+        if _was_tied(module, plan, embedding, param):
+            raise ValueError(_split_error(embedding.path, param.path))
     names = {id(tensor): name for name, tensor in module.named_parameters()}
-    if (pair := _of_hugging_face(module)) is not None and pair[0] is not pair[1]:
-        raise ValueError(_split(*(names[id(tensor)] for tensor in pair)))
+    if (pair := _tied_by_hugging_face(module)) is not None and pair[0] is not pair[1]:
+        raise ValueError(_split_error(*(names[id(tensor)] for tensor in pair)))
 
 
-def _split(first: str, second: str) -> str:
-    """Return the sentence that refuses two separated parameters."""
+def _split_error(first: str, second: str) -> str:
     return (
         f"parameters {first!r} and {second!r} were tied, and parallelize_module has made two of them, which would "
         f"train apart; slice both modules alike and tie them again afterwards, or untie them before, with values of "
@@ -46,15 +41,14 @@ def _split(first: str, second: str) -> str:
 
 
 def _owner(module: nn.Module, param: Param) -> nn.Module:
-    """Return the module of a parameter."""
     return module.get_submodule(param.path.rpartition(".")[0])
 
 
 def _was_tied(module: nn.Module, plan: Plan, first: Param, second: Param) -> bool:
-    """Return whether two parameters have equal values, as far as this rank has both."""
+    """Return whether two parameters have equal values in the elements that this rank has of both."""
     tensors = [module.get_parameter(param.path) for param in (first, second)]
-    alike = plan.whole_shape(first) == plan.whole_shape(second) and first.dtype == second.dtype
-    if not alike or not any(isinstance(tensor, DTensor) for tensor in tensors) or any(t.is_meta for t in tensors):
+    fits = plan.whole_shape(first) == plan.whole_shape(second) and first.dtype == second.dtype
+    if not fits or not any(isinstance(tensor, DTensor) for tensor in tensors) or any(t.is_meta for t in tensors):
         return False
     first_values = _common(tensors[0], first, second, plan)
     second_values = _common(tensors[1], second, first, plan)
@@ -63,7 +57,7 @@ def _was_tied(module: nn.Module, plan: Plan, first: Param, second: Param) -> boo
 
 @torch.no_grad()
 def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
-    """Return the part of a parameter whose values this rank has of the other parameter, too."""
+    """Return the part of ``param`` that this rank has of ``other``, too."""
     part, axis, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, plan.mesh.tensor, other.sliced
     if dim is not None and dim != param.sliced:
         size = part.shape[dim] // axis.size
@@ -71,8 +65,8 @@ def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
     return part.detach()
 
 
-def _of_hugging_face(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the weights that the configuration of a model of Hugging Face ties; None if it ties none."""
+def _tied_by_hugging_face(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return the two weights that a Hugging Face model's configuration ties, or None."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None

@@ -1,4 +1,4 @@
-"""What all transports do and share, and the transport of one rank alone.
+"""Defines the interface and base class of transports, and the transport of a single rank.
 
 In: tensors of a bucket, one dtype. Out: a handle, whose ``wait`` gives the results::
 
@@ -33,9 +33,9 @@ def outside_autograd(function: Function) -> Function:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Programs run without gradients anyway, and entering both modes costs more than asking.
-        inside = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        return (outside if inside else function)(*args, **kwargs)
+        # Programs run without gradients anyway, and entering both modes costs more than the check.
+        needs_modes = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        return (outside if needs_modes else function)(*args, **kwargs)
 
     return cast(Function, wrapper)
 
@@ -43,13 +43,13 @@ def outside_autograd(function: Function) -> Function:
 class Transport(ABC):
     """The interface of a transport, which launches the collectives of one bucket at a time.
 
-    All tensors of a bucket share a dtype; those of gradients are among ``averages``. Every rank launches the same
-    buckets in the same order, from one thread. Inputs must not change before the handle's ``wait`` returns.
+    All tensors of a bucket share a dtype; dtypes of gradients must be in ``averages``. All ranks launch equal buckets
+    in one order, each from one thread. Inputs must not change before the handle's ``wait`` returns.
     """
 
     averages: frozenset[torch.dtype]
-    world_size: int  # ranks of its group
-    rank: int  # this rank's number among them
+    world_size: int  # the number of ranks of the transport
+    rank: int  # this rank's index among them
 
     @abstractmethod
     def all_gather(
@@ -58,10 +58,10 @@ class Transport(ABC):
         """Gather sharded tensors.
 
         Args:
-            shards: contiguous, each ``layout.shard_shape(shape, W)``.
-            shapes: of the full tensors, without padding.
-            into: buffers of ``layout.padded_shape(shape, W)`` in which this rank's rows already are the
-                shards; the other rows are filled.
+            shards: contiguous tensors of shape ``layout.shard_shape(shape, W)``.
+            shapes: the shapes of the full tensors, without padding.
+            into: buffers of shape ``layout.padded_shape(shape, W)`` that already contain this rank's shards; all other
+                rows are overwritten.
 
         Returns:
             A handle of the full, unpadded, contiguous tensors (views of ``into``, if given).
@@ -71,37 +71,38 @@ class Transport(ABC):
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
         """Average full tensors over ranks, contiguous or not.
 
-        The handle has this rank's rows of the means, ``layout.shard_shape(grad.shape, W)``, zero in the padding.
+        The handle returns this rank's rows of the means, ``layout.shard_shape(grad.shape, W)``, with zeros as padding.
         """
 
     @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average full tensors over ranks. The handle has the means, equal on all ranks, in new tensors (for W > 1)."""
+        """Average full tensors over ranks. The handle returns the means in new tensors (for W > 1), equal on all
+        ranks."""
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Send tensors to other ranks, and receive others from them, by rank.
+        """Send the tensors in ``outgoing`` to other ranks, and receive into the tensors in ``incoming``, by rank.
 
-        Both ends list the same sizes in the same order, and all tensors of a call have one dtype. ``incoming`` is
-        complete when the handle's ``wait``, without results, returns.
+        Sender and receiver list equal sizes in one order, and all tensors of a call have one dtype. ``incoming`` is
+        complete when the handle's ``wait`` returns; it returns an empty tuple.
         """
 
     def in_two(
         self, first: Callable[[Transport], Waitable], second: Callable[[Transport, tuple[Tensor, ...]], Waitable]
     ) -> Waitable:
-        """Launch ``first`` and then, with its results, ``second``, each on the transport that it is called with.
+        """Launch ``first``, then ``second`` with the results of ``first``; return the handle of ``second``.
 
-        The handle returned is that of ``second``. It is launched in the background when ``first`` has ended. A backend
-        that orders launches by streams launches it where the handle is waited for.
+        Each function launches on the transport that it receives. ``second`` is launched in the background when
+        ``first`` has ended, or, on a backend that orders launches by streams, when the handle is waited for.
         """
         handle = first(self)
         return WaitsBy(lambda: second(self, handle.wait()).wait())
 
     def with_tag(self, tag: int) -> Transport:
-        """Return this transport, whose messages meet only messages with this tag, 0 to 2 ** 22 - 1.
+        """Return a transport whose messages match only messages with this tag, 0 to 2 ** 22 - 1.
 
-        A handle is in flight for both transports. A backend without tags, which matches by order alone, ignores the
-        tag.
+        Both transports share their handles in flight. A backend without tags ignores the tag and matches messages by
+        order alone.
         """
         return self
 
@@ -112,11 +113,11 @@ class Transport(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
+        """Wait for all launches of a failed step. Every rank must have failed after equally many launches."""
 
 
 class Launching(Transport):
-    """A base class of transports that keeps the handles in flight."""
+    """A base class of transports that keeps track of handles in flight."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
@@ -126,13 +127,13 @@ class Launching(Transport):
         return bool(self._pending)
 
     def drain(self) -> None:
-        """Wait for all that a failed step left in flight. If the backend fails, the remaining handles stay pending."""
+        """Wait for all launches of a failed step. If the backend raises, the remaining handles stay pending."""
         while self._pending:
             next(iter(self._pending)).settle()
 
 
 class SingleRank(Launching):
-    """The transport of one rank alone: it sends nothing."""
+    """The transport of a single rank: it sends nothing."""
 
     averages = FLOATS | COMPLEX
     world_size, rank = 1, 0

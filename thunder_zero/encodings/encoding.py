@@ -1,4 +1,4 @@
-"""What an encoding is: how many bytes elements take, how to write and read them. A cast is one.
+"""Defines encodings: the bytes of elements, encode and decode. A cast is an encoding.
 
 ::
 
@@ -6,8 +6,8 @@
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
     NF4(block=64)                half a byte an element, 4 bytes a block; rows of frozen parameters, also at rest
 
-``plan/params.py`` asks ``nbytes`` how much a collective of a parameter sends. Memory, forecasts, proofs and reports
-read the plan. ``sharded/wire.py`` encodes and decodes.
+``plan/params.py`` computes the bytes that collectives send, by ``nbytes``. Memory, forecasts, proofs and reports read
+the plan. ``sharded/wire.py`` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-LARGEST_BLOCK = 1 << 16  # elements: the largest sets the scale, and in a longer block most of them would round to 0
+LARGEST_BLOCK = 1 << 16  # elements; in a longer block most elements would round to 0, since the largest sets the scale
 SCALE_BYTES = 4  # a float32; payloads are padded to a multiple of it, so that the scales of all ranks are aligned
-PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, and operators cost little a piece
-PIECE_ON_GPU = 1 << 22  # buffers of 16 MiB, so that launches cost little beside the kernels
+PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, with little overhead a piece
+PIECE_ON_GPU = 1 << 22  # elements at a time on a GPU: with buffers of 16 MiB, launches have little overhead
 
 
 def piece_on(device: torch.device) -> int:
@@ -31,11 +31,11 @@ def piece_on(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How elements travel.
+    """The encoding of elements on the wire: a cast, unless a subclass overrides it.
 
     Attributes:
-        dtype: the dtype of an element.
-        block: how many consecutive elements, in row-major order, share a scale; 0: there are no scales.
+        dtype: the dtype of an encoded element.
+        block: the number of consecutive elements, in row-major order, that share a scale; 0: there are no scales.
     """
 
     dtype: torch.dtype
@@ -49,11 +49,11 @@ class Encoding:
         return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, numel: int) -> int:
-        """Return how many scales so many elements have."""
+        """Return the number of scales of ``numel`` elements."""
         return -(-numel // self.block) if self.block else 0
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes that so many elements take, with their scales.
+        """Return the bytes of ``numel`` encoded elements and their scales.
 
         >>> Encoding(torch.bfloat16).nbytes(1000)
         2000
@@ -65,7 +65,7 @@ class Encoding:
         """Return the payload of a tensor: ``x`` in the dtype of this encoding, or ``x`` itself if it has that dtype.
 
         Args:
-            piece: how many elements to encode at a time (default: by the device).
+            piece: the number of elements to encode at a time (default: by the device).
         """
         return x.to(self.dtype)
 
@@ -78,7 +78,7 @@ class Encoding:
 class Blocks(Encoding, ABC):
     """An encoding with a scale for each block of elements.
 
-    A class of your own defines ``encode``, ``decode`` and ``error``.
+    A subclass defines ``encode``, ``decode`` and ``error``.
     """
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
@@ -107,4 +107,4 @@ class Blocks(Encoding, ABC):
 
     @abstractmethod
     def error(self, rounds: str) -> str:
-        """Describe how far an element may be off, if it ``rounds`` "to nearest" or "at random"."""
+        """Describe the largest error of an element; ``rounds`` is "to nearest" or "at random"."""

@@ -1,19 +1,19 @@
-"""Integers of 8 bits with a scale for each block: what gathers and reductions send.
+"""Encodes payloads as 8-bit integers with a scale for each block.
 
 ::
 
     payload of n elements    [ scales, float32, one a block | n elements of a byte | padding to a multiple of 4 ]
 
     encode  x (n,)           ->  payload         scale = max |x| of the block / 127;  element = x / scale, rounded
-    decode  payload          ->  x (n,)          element * scale;  with ``add``, added to what ``out`` has
+    decode  payload          ->  x (n,)          element * scale;  with ``add``, added to ``out``
 
 Both work in pieces. On a CPU a piece stays in the cache; on a GPU most tensors are one piece. A block with Inf or NaN
 has the scale NaN, so all of its elements are decoded as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
 quantizers, 1993). Here u is a Weyl sequence over the elements of a piece. A hash of the parameter, the sender, and the
-number of its reduction chooses where the sequence begins. This costs nothing, is equal in each run, and is uniform over
-the hashes.
+number of its reduction chooses the start of the sequence. The sequence costs nothing, is reproducible, and is uniform
+over the hashes.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from thunder_zero.encodings.encoding import SCALE_BYTES, Blocks, piece_on
 
 LEAST = torch.finfo(torch.float32).tiny  # the least scale: its inverse is finite
 GOLDEN = 0.6180339887498949  # the step of the Weyl sequence, the golden ratio's fractional part
-STARTS = 1 << 16  # how many places the sequence can begin at
-BELOW_1 = 1 - 2**-13  # the largest number of the sequence: 127 and a few ulps, added to it, are less than 128
+STARTS = 1 << 16  # the number of possible starts of the sequence
+BELOW_1 = 1 - 2**-13  # the largest number of the sequence: added to 127 and a few ulps, it stays below 128
 
 
 @dataclass(frozen=True, repr=False)
 class Int8(Blocks):
-    """Integers of 8 bits, each a multiple of its block's scale: the largest magnitude of the block, over 127.
+    """8-bit integers. The scale of a block is its largest magnitude, divided by 127.
 
-    Gathers round to nearest, so an element is off by half a step at most: 0.4% of the largest of its block. Reductions
-    round up or down at random, so that the mean is right, and an element of one rank is off by less than a whole step.
-    A step is at least 2 ** -126, so the percentages do not hold where all elements of a block are below 1.5e-36.
+    Gathers round to nearest: the error of an element is at most half a step, 0.4% of the largest in its block.
+    Reductions round stochastically, which is unbiased: the error of a rank's element is less than a step. A step is at
+    least 2 ** -126, so the percentages do not hold for a block whose elements are all below 1.5e-36.
 
     >>> Int8(128).nbytes(1000)
     1032
 
     Attributes:
-        block: how many elements share a scale.
+        block: the number of elements that share a scale.
 
     Raises:
-        ValueError: ``block`` is no number of elements.
+        ValueError: ``block`` is not an int from 1 to 65,536.
     """
 
     largest = 127.0
 
     def error(self, rounds: str) -> str:
-        """Describe how far an element may be off, if it ``rounds`` "to nearest" or "at random"."""
+        """Describe the largest error of an element; ``rounds`` is "to nearest" or "at random"."""
         steps, percent = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
         return f"{steps}, {percent} of the largest in its block, or {steps} of 2 ** -126"
 
@@ -63,9 +63,9 @@ class Int8(Blocks):
         """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,).
 
         Args:
-            out: the payload to write to (default: a new one).
-            key: round up or down at random, by the hash of this text; empty: round to nearest.
-            piece: how many elements to encode at a time (default: by the device).
+            out: the payload to write to (default: a new tensor).
+            key: the text whose hash seeds stochastic rounding; empty: round to nearest.
+            piece: the number of elements to encode at a time (default: by the device).
         """
         x, piece = x.detach().reshape(-1), piece or piece_on(x.device)
         payload = x.new_empty(self.nbytes(len(x)), dtype=torch.uint8) if out is None else out
@@ -92,8 +92,8 @@ class Int8(Blocks):
         """Decode a payload into ``out``, floating-point and contiguous, and return it.
 
         Args:
-            add: add to the values in ``out``, which is float32.
-            piece: how many elements to decode at a time (default: by the device).
+            add: True to add to the values in ``out``, which is float32.
+            piece: the number of elements to decode at a time (default: by the device).
         """
         flat, piece = out.view(-1), piece or piece_on(out.device)
         scales, elements = self._parts(payload, len(flat))
@@ -116,9 +116,9 @@ class Int8(Blocks):
 
 
 def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where each piece begins and ends, the number of its first block, and how many blocks it has.
+    """Yield the start and stop of each piece, the index of its first block, and its number of blocks.
 
-    A remainder that is shorter than a block is a block and a piece of its own.
+    A remainder shorter than a block is a piece of its own, with one block.
     """
     whole = numel // block
     step = max(piece // block, 1)
@@ -131,6 +131,6 @@ def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int,
 
 @cache
 def weyl(piece: int, device: torch.device) -> Tensor:
-    """Return the Weyl sequence of a piece, long enough for each start. It is cached for the life of the process."""
+    """Return the Weyl sequence of a piece, long enough for each start; cached for the life of the process."""
     numbers = torch.arange(piece + STARTS, dtype=torch.float64, device=device)
     return numbers.mul_(GOLDEN).frac_().float().clamp_(max=BELOW_1)

@@ -1,4 +1,4 @@
-"""4-bit levels with a scale for each block: how rows of frozen parameters rest and travel.
+"""Encodes rows of frozen parameters as 4-bit levels with a scale for each block.
 
 ::
 
@@ -7,11 +7,11 @@
     encode   x (rows, n)   ->  bytes (rows, NF4.nbytes(n))    scale = max |x| of the block; level nearest to x / scale
     decode   bytes         ->  x (rows, n)                    level * scale
 
-Each row has its own blocks, so that the bytes of a row do not depend on how many ranks share the parameter. Levels and
-order of elements are those of bitsandbytes, where blocks continue from row to row.
+Each row has its own blocks, so that the bytes of a row do not depend on the number of ranks. The levels and the order
+of elements are as in bitsandbytes, but its blocks continue from row to row.
 
-If decoded values are encoded again, in the dtype of the original, the bytes are equal: the largest element of a block
-is exactly its scale times 1 or -1. A block with Inf or NaN is decoded as NaN.
+Encoding decoded values again, in the dtype of the original, gives equal bytes: the largest element of a block is
+exactly its scale times 1 or -1. A block with Inf or NaN is decoded as NaN.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ LEVELS = (
 class NF4(Blocks):
     """4 bits an element: one of the 16 levels of NormalFloat, times the largest magnitude of its block.
 
-    The levels are those of Dettmers et al., QLoRA, 2023. Only frozen parameters rest in this format, row by row. An
-    element is off by at most 15.2% of the largest of its block. If elements are normally distributed, each level stands
-    for equally many.
+    The levels are from Dettmers et al., QLoRA, 2023. If elements are normally distributed, all levels are equally
+    frequent. Only frozen parameters are stored in this format, row by row. The error of an element is at most 15.2% of
+    the largest in its block.
 
     Attributes:
-        block: how many elements share a scale, an even number. Each row begins with a new block.
+        block: the number of elements that share a scale, an even number. Each row begins with a new block.
 
     Raises:
-        ValueError: ``block`` is no even number of elements.
+        ValueError: ``block`` is not an even int from 2 to 65,536.
     """
 
     dtype: torch.dtype = field(default=torch.uint8, init=False)
@@ -58,7 +58,7 @@ class NF4(Blocks):
             raise ValueError(f"block is {self.block}; give an even number of elements, as two share a byte")
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a row of so many elements, with its scales.
+        """Return the bytes of a row of ``numel`` elements and its scales.
 
         >>> NF4(64).nbytes(1000)
         564
@@ -66,7 +66,7 @@ class NF4(Blocks):
         return SCALE_BYTES * self.blocks(numel) + -(-numel // (2 * SCALE_BYTES)) * SCALE_BYTES
 
     def error(self, rounds: str) -> str:
-        """Describe how far an element may be off."""
+        """Describe the largest error of an element."""
         return "15.2% of the largest in its block"
 
     @torch.no_grad()
@@ -74,13 +74,13 @@ class NF4(Blocks):
         """Return the bytes of floating-point rows (rows, ...): uint8 (rows, bytes of a row).
 
         Args:
-            piece: how many elements to encode at a time (default: by the device).
+            piece: the number of elements to encode at a time (default: by the device).
         """
         width = prod(x.shape[1:])
         flat, blocks = x.detach().reshape(len(x), width), self.blocks(width)
         payload = torch.zeros(len(flat), self.nbytes(width), dtype=torch.uint8, device=flat.device)
         levels = torch.tensor(LEVELS, device=flat.device)
-        borders = (levels[1:] + levels[:-1]) / 2
+        midpoints = (levels[1:] + levels[:-1]) / 2
         for start, stop in _pieces(flat, piece):
             values = torch.zeros(stop - start, blocks * self.block, device=flat.device)
             values[:, :width] = flat[start:stop]
@@ -88,7 +88,7 @@ class NF4(Blocks):
             scales = values.abs().amax(2)
             scales.masked_fill_(scales.isinf(), torch.nan)
             values /= scales.masked_fill(scales == 0, 1.0).unsqueeze(2)
-            codes = torch.bucketize(values, borders, out_int32=True).to(torch.uint8).view(stop - start, -1, 2)
+            codes = torch.bucketize(values, midpoints, out_int32=True).to(torch.uint8).view(stop - start, -1, 2)
             payload[start:stop].view(torch.float32)[:, :blocks] = scales
             pairs = (codes[..., 0] << 4) | codes[..., 1]
             self._codes(payload[start:stop], width).copy_(pairs[:, : -(-width // 2)])
@@ -104,7 +104,7 @@ class NF4(Blocks):
         for start, stop in _pieces(flat, piece):
             codes = self._codes(payload[start:stop], width)
             scales = payload[start:stop].view(torch.float32)[:, : self.blocks(width)]
-            # one look-up for each byte finds two levels
+            # one look-up of a byte returns two levels
             levels = pairs.index_select(0, codes.reshape(-1).int()).view(torch.float32).view(stop - start, -1)
             levels = levels[:, :width]
             levels[:, :end].unflatten(1, (-1, self.block)).mul_(scales[:, : end // self.block].unsqueeze(2))
@@ -113,13 +113,13 @@ class NF4(Blocks):
         return out
 
     def _codes(self, payload: Tensor, width: int) -> Tensor:
-        """Return a view of the bytes of rows: those that hold elements, without the scales."""
+        """Return a view of the elements' bytes, without the scales."""
         begin = SCALE_BYTES * self.blocks(width)
         return payload[:, begin : begin + -(-width // 2)]
 
 
 def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
-    """Yield where each piece of rows begins and ends."""
+    """Yield the start and stop of each piece of rows."""
     step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))
@@ -127,9 +127,9 @@ def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
 
 @cache
 def pairs_on(device: torch.device) -> Tensor:
-    """Return the two levels that each byte stands for: (256,), with each pair in the memory of an int64.
+    """Return the two float32 levels of each byte, as an int64 tensor of shape (256,).
 
-    The result is cached for the life of the process.
+    The tensor is cached for the life of the process.
     """
     levels = torch.tensor(LEVELS)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64).view(-1).to(device)

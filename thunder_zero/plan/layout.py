@@ -1,6 +1,6 @@
 """Shard arithmetic on integers: which rows a rank owns, how many it stores, how many are padding.
 
-A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ranks pad theirs with zeros::
+A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ranks pad their shards with zeros::
 
     rows = 5, world_size = 4 -> stored_rows = 2
 

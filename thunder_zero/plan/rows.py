@@ -9,7 +9,7 @@ from thunder_zero.plan.params import Param, Plan
 
 
 def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a copy of this rank's tensor-parallel slice of a parameter, or the parameter itself if it has none."""
+    """Return a copy of this rank's tensor-parallel slice of a parameter, or the parameter itself if it is unsliced."""
     tensor = plan.mesh.tensor
     if param.sliced is None or tensor.size == 1:
         return whole

@@ -260,7 +260,7 @@ class _Placement:
         self.written: dict[int, tuple[str, ...]] = {}  # line -> values that it writes in forward
 
     def run(self) -> None:
-        """Insert the recomputed operations. ``refused`` lists those that would read a parameter that has been freed."""
+        """Insert the recomputed operations. ``refused`` has the indices that would read a freed parameter."""
         timeline = self.phases.timeline
         for index, op in enumerate(timeline.ops[:-1]):
             if op.backward:
