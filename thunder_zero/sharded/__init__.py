@@ -1,8 +1,8 @@
-"""This rank's state of a model: what it holds, and what training code and traces do with it.
+"""This rank's state of a model: shards, gradients, and the functions that traces and training code call.
 
 In: a plan and a module's initial values. Out: shards that optimizers step, rows that programs read, gradients.
-``state.py`` has the state. The doors are ``runtime.py`` for compiled traces, ``sharded_model.py`` for functions that
-take a model (checkpoints, state dicts, clipping), and ``initial_values/`` before there is a model. Nothing here knows
+``state.py`` has the state. The entry points are ``runtime.py`` for compiled traces, ``sharded_model.py`` for functions
+that take a model (checkpoints, state dicts, clipping), and ``initial_values/`` to create a model. No module here knows
 Thunder::
 
     optimizer.step() --> shards  DTensor (5, 8)           zero_rows(shards)      rows (3, 8), in the same memory

@@ -1,6 +1,6 @@
-"""What Accelerate asks of a sharded model: an autocast, no wrapper, no files of one rank's rows.
+"""Adapts a sharded model to Accelerate: runs its autocast, and refuses files with one rank's rows.
 
-Accelerate is never imported: if a script uses it, ``sys.modules`` has it, and its public names say how it is set up.
+Accelerate is never imported. If a script uses it, ``sys.modules`` has it, and its public names tell its settings.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PAGE = "(docs/hugging-face.md)"
 def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.device) -> torch.dtype | None:
     """Return the dtype of the autocast in which Accelerate would call a model.
 
-    Return None if Accelerate uses no autocast, if the model has a precision of its own, or if the caller is already
+    Return None if Accelerate uses no autocast, if the policy sets ``mixed_precision``, or if the caller is already
     inside an autocast.
 
     Raises:
-        RuntimeError: Accelerate is set up to shard the model, or has a precision other than bf16 and fp16.
+        RuntimeError: Accelerate is set up to shard the model, or its precision is neither bf16 nor fp16.
     """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
@@ -48,13 +48,12 @@ def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.devi
 
 
 def in_float32(output: Any) -> Any:
-    """Return what a model returned under autocast as Accelerate hands it on: floating-point tensors in float32."""
+    """Return a model's output with floating-point tensors in float32, as Accelerate returns it after an autocast."""
     return sys.modules["accelerate.utils"].convert_to_fp32(output)
 
 
 def refuse_plain_trainer(kind: str) -> None:
-    """Raise if a Trainer of transformers asks whether the model still must be wrapped: it would save one rank's
-    rows."""
+    """Raise RuntimeError if a plain Trainer of transformers is a caller: it would save one rank's rows."""
     if _is_running("transformers.trainer._inner_training_loop"):
         raise RuntimeError(
             f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "
@@ -63,7 +62,7 @@ def refuse_plain_trainer(kind: str) -> None:
 
 
 def refuse_model_file(kind: str) -> None:
-    """Raise if Accelerate asks for a model's state dict, since it would write one rank's rows."""
+    """Raise RuntimeError if Accelerate requests a model's state dict: it would write one rank's rows."""
     if _is_running("accelerate.accelerator.get_state_dict"):
         raise RuntimeError(
             f"Accelerate writes the state dict of {kind} on one rank, and each rank holds its own rows; call "
@@ -73,7 +72,7 @@ def refuse_model_file(kind: str) -> None:
 
 
 def refuse_optimizer_file(kind: str) -> None:
-    """Raise if Accelerate's ``save_state`` asks for an optimizer's state, since it would write one rank's rows."""
+    """Raise RuntimeError if Accelerate's ``save_state`` requests a state dict: it would write one rank's rows."""
     if _is_running("accelerate.checkpointing.save_accelerator_state"):
         raise RuntimeError(
             f"save_state of Accelerate writes the state of {kind} on one rank, and each rank may hold its own rows; "
@@ -82,7 +81,7 @@ def refuse_optimizer_file(kind: str) -> None:
 
 
 def _is_running(function: str) -> bool:
-    """Return whether a function, given by module and name, is among the callers of this one."""
+    """Return whether a function, given as ``module.name``, is among the callers."""
     frame = inspect.currentframe() if "accelerate" in sys.modules else None
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:

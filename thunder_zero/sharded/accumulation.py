@@ -1,18 +1,18 @@
-"""The gradients that ``no_sync`` has deferred so far, and the guard that refuses wrong backwards.
+"""Holds the gradients that ``no_sync`` has deferred; raises before a backward that would be wrong.
 
-The forward decides which program runs. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises in a
-program of the other kind (``runtime.py``); Thunder then takes or compiles the one that fits. ``tz.compile`` chooses by
-``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in the place of each reduction
+The forward decides which program runs. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the
+program does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects
+by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
 (``defer_reductions`` in ``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
 
     with model.no_sync():
         loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad
         loss(model(x1)).backward()      zero_defer_reduction(g1, 'w')     holds g0 + g1
     loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
-                                        zero_reduce_deferred(('b',))      reduces what this backward does not reach
+                                        zero_reduce_deferred(('b',))      reduces sums of other parameters
 
-PyTorch tells what kind of backward runs only while it runs. So :func:`guard` puts a hook on the graph of each
-forward's outputs.
+Only during backward does PyTorch tell how it was called. So :func:`guard` puts a hook on the graph of each forward's
+outputs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class Accumulation:
-    """Full gradients that wait for their reduction, by the paths of their parameters.
+    """Deferred gradients: full gradients that are not reduced yet, by the paths of their parameters.
 
-    If ``synced``, the gradients of a forward that runs now are reduced; otherwise they wait.
+    Attributes:
+        synced: True if the gradients of a forward that runs now are reduced; False if they are deferred.
     """
 
     def __init__(self, *, synced: bool = True) -> None:
@@ -57,24 +58,24 @@ class Accumulation:
     @contextmanager
     def unsynced(self) -> Iterator[None]:
         """Defer the gradients of forwards inside the block."""
-        before, self.synced = self.synced, False
+        was_synced, self.synced = self.synced, False
         try:
             yield
         finally:
-            self.synced = before
+            self.synced = was_synced
 
     def defer(self, grad: Tensor, path: str) -> None:
-        """Add a full gradient to the parameter's deferred one."""
+        """Add a full gradient to the parameter's deferred gradient."""
         self._grew = True
         deferred = self.take(path)
-        # Cloned, since the gradient may be a view, or may have another owner.
+        # Cloned, since the gradient may be a view, or other code may write to it.
         self._deferred[path] = grad.clone() if deferred is None else deferred.add_(grad)
 
     def take(self, path: str) -> Tensor | None:
         """Remove and return a parameter's deferred gradient; None if there is none."""
         return self._deferred.pop(path, None)
 
-    def grew_since_asked(self) -> bool:
+    def has_grown(self) -> bool:
         """Return whether a backward under ``no_sync`` has run since the last call."""
         grew, self._grew = self._grew, False
         return grew
@@ -90,18 +91,18 @@ ROWS = node_class(Rows)
 
 
 def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Make the backward of a forward that has just run raise where it would be wrong.
+    """Add hooks to the output of a forward, which raise before a backward that would be wrong.
 
-    It raises a RuntimeError, before any of its collectives, on each rank that runs it:
+    A rank raises RuntimeError before the backward's first collective:
 
-    - with ``create_graph=True``: the compiled backward has no graph, so a gradient penalty would lose its part;
-    - with ``torch.autograd.grad`` or ``inputs=``, if ``no_sync`` defers its gradients or has deferred others. The
-      gradients of the parameters left out would be added, or lost, though nobody asked for them.
+    - with ``create_graph=True``, since the compiled backward has no graph, and a gradient penalty would be ignored;
+    - with ``torch.autograd.grad`` or ``inputs=``, if gradients are deferred in this backward or were deferred before.
+      The gradients of parameters that are not among the inputs would be added, or lost.
 
     Args:
-        output: what forward returned.
+        output: the output of forward.
         node_types: the types of the nodes that connect the output's tensors to the compiled backward.
-        model: its name in the error.
+        model: the model's name in the error.
         accumulation: the deferred gradients.
     """
     was_synced = accumulation.synced
@@ -118,9 +119,9 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
 
 
 def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
-    """Raise if the backward of a forward would be wrong, as :func:`guard` does, before it runs.
+    """Raise RuntimeError if a backward would be wrong, under the conditions of :func:`guard`.
 
-    ``node`` is the node of the backward. ``was_synced`` says whether the forward reduces gradients.
+    ``node`` is the node of the backward. ``was_synced`` is True if the forward reduces gradients.
     """
     _refuse(_inputs_of(node), model, accumulation, was_synced)
 
@@ -141,7 +142,7 @@ def _refuse(inputs: Iterable[Node], model: str, accumulation: Accumulation, was_
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a structure of collections and dataclasses."""
+    """Yield the tensors in nested collections and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -156,13 +157,12 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _inputs_of(node: Node) -> tuple[Node, ...]:
-    """Return the nodes behind the inputs of the compiled forward: one node for all rows, and one for each input that
-    requires grad."""
+    """Return the nodes of the compiled forward's inputs: one node for all rows, one for each input with a gradient."""
     return tuple({source: None for source, _ in node.next_functions if source is not None})
 
 
 def _leaves_of(inputs: Iterable[Node]) -> Iterator[Node]:
-    """Yield the leaves behind these nodes: parameters, behind their rows, and inputs."""
+    """Yield the leaf nodes of the forward's inputs. The node of the rows leads to the nodes of the parameters."""
     for node in inputs:
         candidates = (leaf for leaf, _ in node.next_functions) if isinstance(node, ROWS) else (node,)
         yield from (leaf for leaf in candidates if leaf is not None and leaf.name() == LEAF)

@@ -8,7 +8,7 @@ from thunder_zero.compat.torch.tensors import IS_PARAM
 
 
 def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
-    """Return a parameter of these values with the attributes of ``original``; it trains if ``original`` does."""
+    """Return a parameter with these values, and with the attributes and ``requires_grad`` of ``original``."""
     return with_attributes_of(nn.Parameter(values, original.requires_grad), original)
 
 

@@ -1,4 +1,4 @@
-"""Parameters at rest as DTensors: how ranks share them, their rows in a program, their gradients.
+"""Parameters as DTensors: how they are placed on ranks, their rows in a program, their gradients.
 
 ::
 
@@ -29,11 +29,10 @@ from thunder_zero.plan.policy import STAGES
 
 
 def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
-    """Return how ranks share each parameter, by path; empty in stage 0 without slices, whose parameters are plain
-    tensors.
+    """Return the DTensor spec of each parameter, by path. Return {} if parameters are plain tensors.
 
-    The rows of a parameter are sharded over the last data dimension of the mesh, or replicated. Its slices are over the
-    dimension for tensor parallelism.
+    Parameters are plain tensors in stage 0 without tensor parallelism. Otherwise, rows are sharded over the last data
+    dimension of the mesh, or replicated. Slices are sharded over the mesh dimension of tensor parallelism.
     """
     if not (STAGES[plan.policy.stage].sharded or plan.mesh.is_sliced):
         return {}
@@ -41,11 +40,12 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
     @cache
     def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool, sliced: int | None) -> DTensorSpec:
-        # Cached: torch compares specs in each call of an operator, and is fast if they are one object.
-        of_rows = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
-        of_slices = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
-        of_copies = [Replicate()] * (mesh.ndim - 1 - len(of_slices))
-        return DTensorSpec(mesh, (*of_copies, *of_rows, *of_slices), contiguous(shape, dtype))
+        # Cached: torch compares specs in each call of an operator, which is fast if they are the same object.
+        row_placements = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
+        slice_placements = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
+        replica_placements = [Replicate()] * (mesh.ndim - 1 - len(slice_placements))
+        placements = (*replica_placements, *row_placements, *slice_placements)
+        return DTensorSpec(mesh, placements, contiguous(shape, dtype))
 
     return {
         param.path: spec(plan.resting(param).shape, param.rest_dtype, param.sharded, param.sliced)
@@ -54,36 +54,30 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
 
 def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
-    """Return how the rows of slices are placed: as FSDP2 places them, if slices are rows themselves."""
+    """Return FSDP2's placement of rows for a parameter that torch slices along dimension ``sliced``."""
     return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
-    """Return the shape, strides and dtype of a contiguous full tensor, for a DTensor's spec."""
+    """Return the metadata of a contiguous full tensor, for a DTensor's spec."""
     return TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
 def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """Return a DTensor of rows without padding; the rows themselves in stage 0.
-
-    ``DTensor.from_local`` would cost ten times as much in every step. So would ``__init__``, which does nothing: torch
-    hides it from dynamo.
-    """
+    """Return a DTensor with these local rows, without padding. Return the rows themselves if ``spec`` is None."""
+    # DTensor.from_local, or calling the class, would cost ten times as much in every step.
     return rows if spec is None else DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
 
 def parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
-    """Return the parameter that the optimizer steps: rows without padding, in the same memory.
-
-    A DTensor's local tensor begins at storage offset 0, since torch neither copies nor saves one with another offset.
-    """
-    if spec is not None and rows.storage_offset():
+    """Return the parameter that the optimizer steps: an alias of rows without padding."""
+    if spec is not None and rows.storage_offset():  # torch neither copies nor saves a DTensor with a storage offset
         rows = torch.from_dlpack(rows) if rows.numel() else torch.empty_like(rows)
     return nn.Parameter(as_dtensor(rows, spec), requires_grad)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, as it is stored: not a view with a history; any other tensor itself."""
+    """Return the local tensor of a DTensor, without an autograd view. Return any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -104,14 +98,11 @@ class HoldsRows(Protocol):
 
 
 class Rows(torch.autograd.Function):
-    """The rows of shards, as an autograd function that turns their gradients into gradients of the shards.
-
-    One call serves all parameters of a program.
-    """
+    """An autograd function from shards to the rows that a program reads. One call has all parameters of a program."""
 
     @staticmethod
     def forward(ctx: Any, state: HoldsRows, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows, padded. A tied parameter may be there twice."""
+        """Return the padded rows. A tied parameter may occur twice in ``paths``."""
         ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
         ctx.state, ctx.paths = state, paths
         rows = tuple(state.rows[path].detach() for path in paths)
@@ -123,43 +114,42 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return gradients of the shards; None for rows whose gradient is deferred, or that have none.
+        """Return gradients of the shards, or None for rows whose gradient is deferred, missing, or in ``.grad``.
 
-        A first gradient is put into ``.grad`` here, as in FSDP2: autograd would make one more DTensor of each. A single
-        row's gradient is an exception, since autograd may add another one to it in place, such as that of a penalty.
-        DTensor would take the one row for a dimension to broadcast.
+        A first gradient is written to ``.grad`` here, as in FSDP2: autograd would create another DTensor for it.
         """
         state: HoldsRows = ctx.state
-        puts = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
+        writes_grads = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         shard_grads: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):
             grad, shard = None if rows is None else state.gradient(rows, path), state.shards[path]
+            # Not for single rows: autograd may later add to .grad in place, and DTensor would broadcast the single row.
             is_first = grad is not None and shard.grad is None and path not in state.single_rows
-            if puts and is_first and not has_hooks(shard):
+            if writes_grads and is_first and not has_hooks(shard):
                 shard.grad, grad = grad, None
             shard_grads.append(grad)
         return None, None, *shard_grads
 
 
 def has_hooks(shard: Tensor) -> bool:
-    """Return whether a function is called with the gradient of a shard, or after it is added."""
+    """Return whether a shard has hooks on its gradient, or on its accumulation."""
     return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)
 
 
-def require_own(value: Any, param: Any, what: str) -> None:
-    """Refuse the rows of another rank, as in a file that one rank wrote and every rank has loaded."""
+def require_own(value: Any, param: Any, label: str) -> None:
+    """Raise ValueError if a value has another rank's rows. One rank may have written a file that all ranks load."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is not param.device_mesh:
         place, other = param.device_mesh.get_coordinate(), value.device_mesh.get_coordinate()
         if value.device_mesh == param.device_mesh and place != other:
             raise ValueError(
-                f"{what} has the rows of the rank at {other} of the mesh, and this rank is at {place}: one rank wrote "
+                f"{label} has the rows of the rank at {other} of the mesh, and this rank is at {place}: one rank wrote "
                 f"its own rows, and others loaded them; save with tz.save on all ranks, or full values "
                 f"(tz.full_state_dict)"
             )
 
 
 def refuse_to_compute(module: nn.Module, args: Any) -> None:
-    """Raise if a module with shards is called: it is a copy of a sharded model."""
+    """Raise RuntimeError if a module has shards. A hook of copies of a sharded model, which cannot compute."""
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise RuntimeError(
             f"a copy of a sharded {type(module).__name__} has its rows and computes nothing; call the model itself, or "
@@ -168,10 +158,10 @@ def refuse_to_compute(module: nn.Module, args: Any) -> None:
 
 
 def part_of(full: Tensor, param: Tensor) -> Tensor:
-    """Return a copy of this rank's part of a full tensor of a parameter's shape; not a collective.
+    """Return a DTensor like a parameter, with a copy of this rank's part of a full tensor; not a collective.
 
-    If the parameter has no parts, or ``full`` is a DTensor itself, return ``full``. Only the part is on the parameter's
-    device.
+    Return ``full`` if the parameter is not a DTensor, or ``full`` is a DTensor already. Only this rank's part is copied
+    to the parameter's device.
     """
     if not isinstance(param, DTensor) or isinstance(full, DTensor):
         return full
@@ -183,16 +173,16 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
 
 
 def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of full tensors with this rank's parts in their places; ``state_dict`` is the model's.
+    """Replace the full tensors of a state dict by this rank's parts. ``state_dict`` is the model's state dict.
 
-    Names that the model does not have stay.
+    Values whose names the model does not have are unchanged.
     """
     parts = dict(full)
     for name, value in full.items():
         like = state_dict.get(name)
         require_own(value, like, repr(name))
         if not isinstance(like, Tensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-            continue  # a part, an extra state, or a value that torch refuses
+            continue  # a part, an extra state, or a value for which torch raises
         if value.shape != like.shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(like.shape)} in the model; load "
@@ -204,11 +194,11 @@ def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str
 
 def load_parts(module: nn.Module, full: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Load a state dict of full tensors into a module whose state dict has parts; not a collective."""
-    # A value under an old name, which the module renames, reaches the parameter in full, and DTensor cuts it.
+    # If the module renames an old name while it loads, its value is still in full, and DTensor shards it.
     with implicit_replication():
         return module.load_state_dict(parts_of(full, state_dict), strict)
 
 
 def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:
-    """Return a DTensor of a full shape, placed as a parameter is, over this rank's rows, which are not copied."""
+    """Return a DTensor with this full shape, a parameter's placements, and these local rows, which are not copied."""
     return as_dtensor(rows, DTensorSpec(param.device_mesh, param.placements, contiguous(shape, rows.dtype)))

@@ -1,11 +1,11 @@
-"""Frozen parameters that rest as bytes: what rests, and their values in full state dicts.
+"""Encodes frozen parameters as bytes at rest, and decodes them for full state dicts.
 
 ::
 
-    q_proj.weight (64, 64), bfloat16    a rank of two has    DTensor (64, 36), uint8, local (32, 36)
-                                        state dicts in full  (64, 64), bfloat16: decoded, and encoded when they load
+    q_proj.weight (64, 64), bfloat16    one rank of two      DTensor (64, 36), uint8, local (32, 36)
+                                        full state dicts     (64, 64), bfloat16: decoded; encoded by a load
 
-Encoding a decoded value gives the same bytes, so a full state dict changes nothing on its way out and back.
+Encoding a decoded value gives its old bytes, so saving and loading a full state dict changes no value.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from thunder_zero.sharded.wire import decode_frozen
 
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return this rank's rows of a full parameter as they rest: padded, and as bytes if the plan says so."""
+    """Return this rank's rows of a full parameter: padded, and encoded if the plan has a format for them."""
     rows = local_rows(full, param, plan)
     return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
 
 def frozen_param(tensor: object) -> Param | None:
-    """Return the plan of a parameter that rests as bytes, given its tensor at rest; None for anything else."""
+    """Return the plan of a parameter if ``tensor`` is its encoded shard; None for any other object."""
     owner = owner_of(tensor) if isinstance(tensor, Tensor) else None
     return owner[1] if owner is not None and owner[1].frozen_format is not None else None
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return the shape and dtype of a tensor of a model in full. A parameter that rests as bytes has those of the plain
-    module."""
+    """Return the full shape and the dtype of a model's tensor. For an encoded parameter, return the plain module's."""
     param = frozen_param(tensor)
     return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
 
 
 def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a full state dict as a plain module has them: bytes are decoded."""
+    """Return a full state dict with encoded parameters decoded, as the plain module has them."""
     decoded = dict(values)
     for name, _, param in _frozen_of(module):
         if name in decoded:
@@ -53,20 +52,19 @@ def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, An
 
 
 def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a state dict that a module loads: full frozen parameters become this rank's rows,
-    encoded."""
+    """Return a state dict in which full frozen parameters are replaced by this rank's encoded rows."""
     encoded = dict(values)
     for name, shard, param in _frozen_of(module):
-        value, form = encoded.get(name), param.frozen_format
-        if form and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
+        value, encoding = encoded.get(name), param.frozen_format
+        if encoding and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
             start = shard.__create_chunk_list__()[0].offsets[0]
             rows = value[start : start + len(local(shard))].to(local(shard).device, param.dtype)
-            encoded[name] = dtensor_like(form.encode(rows), shard, shard.shape)
+            encoded[name] = dtensor_like(encoding.encode(rows), shard, shard.shape)
     return encoded
 
 
 def _frozen_of(module: nn.Module) -> Iterator[tuple[str, Any, Param]]:
-    """Yield the names in a module's state dict, the shards and the plans of the parameters that rest as bytes."""
+    """Yield the name in the state dict, the shard and the plan of each encoded parameter of a module."""
     for name, value in module.state_dict(keep_vars=True).items():
         if (param := frozen_param(value)) is not None:
             yield name, value, param

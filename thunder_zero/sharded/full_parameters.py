@@ -1,7 +1,7 @@
-"""``tz.full_parameters``: the plain module with full parameters, inside a block.
+"""``tz.full_parameters``: a block in which the plain module has full parameters.
 
-In: a sharded model. Out: the module that was sharded, with full parameters; with ``writeback``, shards that have its
-values::
+In: a sharded model. Out: the plain module with full parameters; with ``writeback``, shards with the values at the end
+of the block::
 
     rows of all ranks  -- gather_now, one parameter at a time -->  parameters of the plain module      before the block
     rows of each rank  <-- rows_at_rest --  values of rank 0, sent to all                              with writeback
@@ -30,30 +30,30 @@ from thunder_zero.sharded.state import State
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bool = False) -> Iterator[Any]:
-    """Give the plain module full parameters inside the block: to generate, export, inspect or initialise.
+    """Temporarily give the plain module full parameters: to generate, export, inspect or initialise.
 
-    A collective: all ranks enter the block, and with ``writeback`` all leave it. Parameters are gathered one at a time.
-    Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The sharded model
-    itself cannot be called meanwhile.
+    A collective: all ranks must enter the block; with ``writeback`` all ranks must leave it. Parameters are gathered
+    one at a time. Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The
+    sharded model cannot be called inside the block.
 
     >>> with tz.full_parameters(model) as module, torch.no_grad():
     ...     tokens = module.generate(prompt)
 
     Args:
         model: a model with ZeroTransform.
-        writeback: at the end of the block the shards take the values that the parameters have on rank 0. If the block
-            raises on any rank, nothing is written and every rank raises.
-        rank0_only: only rank 0 of the process group gets and holds full parameters; on other ranks the module
-            refuses to compute.
+        writeback: True copies rank 0's parameters into the shards at the end of the block. If the block raises on any
+            rank, nothing is written and every rank raises.
+        rank0_only: True gives full parameters to rank 0 of the process group only. On other ranks the module cannot
+            compute.
 
     Yields:
-        The module that was jitted, without the casts of mixed precision.
+        The plain module, without the casts of mixed precision.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
-        ValueError: ``writeback``, and a parameter has another shape or dtype at the end; nothing is written.
-        RuntimeError: the block is inside another one of the same model; an argument differs between ranks; with
-            ``writeback``, another rank raised; torch's tensor parallelism slices parameters.
+        TypeError: ``model`` has no ZeroTransform.
+        ValueError: ``writeback`` is True, and a parameter has another shape or dtype at the end. Nothing is written.
+        RuntimeError: blocks of one model are nested, an argument differs between ranks, another rank raised with
+            ``writeback``, or the model is tensor-parallel.
     """
     sharded = sharded_model(model)
     instead = "load tz.full_state_dict(model) into a plain module of one rank"
@@ -80,7 +80,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
 
 
 def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
-    """Gather full parameters by path; every rank takes part, and keeps them or not."""
+    """Gather full parameters by path; a collective. With ``rank0_only``, return {} on other ranks."""
     group = state.group
     full: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):
@@ -98,7 +98,7 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
 
 @contextmanager
 def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Temporarily replace the plain module's shards by full parameters, or by placeholders where there are none."""
+    """Temporarily replace the plain module's shards by full parameters, or by placeholders if ``full`` is empty."""
     state.unsharded = True
     try:
         slots = ParameterSlots(module, state.plan, state.shards)
@@ -108,17 +108,17 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
         state.unsharded = False
 
 
-def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
-    """Return the value that a parameter has at the end of the block.
+def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
+    """Return a parameter's value at the end of the block.
 
     Raises:
-        ValueError: it was replaced by a tensor of another shape or dtype.
+        ValueError: the parameter was replaced by a tensor of another shape or dtype.
     """
     value = module.get_parameter(param.path).detach()
-    if value.shape != before.shape or value.dtype is not before.dtype:
+    if value.shape != original.shape or value.dtype is not original.dtype:
         raise ValueError(
             f"parameter {param.path!r} is {tuple(value.shape)} {value.dtype} at the end of full_parameters, and was "
-            f"{tuple(before.shape)} {before.dtype}; write new values into it in place"
+            f"{tuple(original.shape)} {original.dtype}; write new values into it in place"
         )
     return value
 

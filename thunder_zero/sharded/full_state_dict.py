@@ -1,11 +1,11 @@
-"""``tz.full_state_dict``; full state dicts of optimizers, and back, for Fabric.
+"""``tz.full_state_dict``; converts state dicts of optimizers to full tensors and back, for Fabric.
 
 In: DTensors, or an optimizer over them. Out: full tensors, as a plain module and its optimizer have them; and back::
 
     full_state_dict               model: DTensors -> full tensors, on every rank
-    full_optimizer_state_dict     optimizer: states by rows -> full ones on the CPU, where they are wanted
+    full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True
     shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
-    step_shards                   an optimizer of the plain module's parameters -> one of the shards
+    step_shards                   an optimizer of the plain module's parameters -> an optimizer of the shards
 
 The first two are collectives; ``lightning/`` uses the last three.
 """
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
 from thunder_zero.sharded.dtensors import local, part_of
 from thunder_zero.sharded.frozen import decoded_values
-from thunder_zero.sharded.optimizers import StepsWhole, alike_states, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, param_shaped_states, parameters_of
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, owners_of, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -44,7 +44,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         Copies on the model's device, by the plain module's names.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
+        TypeError: ``model`` has no ZeroTransform.
     """
     sharded = sharded_model(model)
     parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
@@ -55,11 +55,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
-    """Return an optimizer's state dict with full tensors on the CPU, as the plain module's optimizer has it; a
-    collective.
+    """Return an optimizer's state dict with full tensors on the CPU; a collective.
 
-    Unless it is ``wanted``, this rank only takes part, and returns an empty dict. States of parameters that are no
-    shards stay as they are.
+    With ``wanted=False`` this rank only takes part, and returns {}. States of parameters that are not shards are
+    unchanged.
     """
     state_dict = optimizer.state_dict()
     states: dict[int, Any] = {}
@@ -81,21 +80,21 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Cut the full states of a plain module's optimizer to this rank's parts; DTensors stay.
+    """Replace full states in a state dict by this rank's parts. DTensors are unchanged.
 
-    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
+    A hook for ``Optimizer.register_load_state_dict_pre_hook``.
     """
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     if len(indices) != len(params):
-        return state_dict  # torch refuses it right after this hook
+        return state_dict  # torch raises right after this hook
     states = dict(state_dict["state"])
-    alike = alike_states((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
+    names = param_shaped_states((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
     for index, param in zip(indices, params, strict=True):
         if (owner := owner_of(param)) is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
-            states[index] = _parts(owner[1].path, states[index], param, alike)
+            states[index] = _parts(owner[1].path, states[index], param, names)
         elif optimizer.owner_of(param) != owner[0].plan.mesh.shard.place:
             del states[index]
     return {**state_dict, "state": states}
@@ -103,15 +102,16 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
-    """Replace the plain module's parameters in an optimizer by its shards, and their states by parts."""
-    alike = alike_states((values, param) for param, values in optimizer.state.items() if isinstance(param, Tensor))
+    """Replace the plain module's parameters in an optimizer by the shards, and their states by this rank's parts."""
+    pairs = ((values, param) for param, values in optimizer.state.items() if isinstance(param, Tensor))
+    names = param_shaped_states(pairs)
     for group in optimizer.param_groups:
-        for index, before in enumerate(group["params"]):
-            if (owner := owner_of_replaced(before)) is not None:
+        for index, original in enumerate(group["params"]):
+            if (owner := owner_of_replaced(original)) is not None:
                 state, param = owner
                 shard = group["params"][index] = state.shards[param.path]
-                if before in optimizer.state:
-                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(before), shard, alike)
+                if original in optimizer.state:
+                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(original), shard, names)
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
@@ -122,17 +122,17 @@ def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
 
 
 def _memory_of(value: Any) -> int | None:
-    """Return the address of a tensor's memory; None for anything else."""
+    """Return the address of a tensor's memory; None for any other value."""
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container[str]) -> dict[str, Any]:
-    """Return a parameter's states; those of the names ``alike`` are cut to this rank's part."""
+def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
+    """Return a parameter's states, with the states of these names replaced by this rank's parts."""
     parts = dict(values)
     for name, value in values.items():
         if not isinstance(value, Tensor) or not isinstance(param, DTensor):
             continue
-        if value.shape == param.shape and name in alike:
+        if value.shape == param.shape and name in names:
             parts[name] = part_of(value, param)
         elif value.numel() != 1:
             raise ValueError(

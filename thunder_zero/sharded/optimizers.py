@@ -1,9 +1,9 @@
-"""What all optimizers share: parameters, exact loads, whole steps; hooks around every step.
+"""Functions for any optimizer of shards, and hooks around every step.
 
-Before a step, hooks refuse parameters that a transform replaced, shards whose gradients are not reduced yet, shards
-that hold averages, and states of another rank. After it they raise the versions of the rows, by which autograd refuses
-a backward whose forward read them before. They also mark other ranks' rows of ZeRO-1's buffers as stale. The step of a
-DTensor does neither. If torch fails in a step, a note names ``tz.whole``.
+Before a step, hooks raise for parameters that a transform replaced, shards whose gradients are not reduced yet, shards
+that hold averages, and states of another rank. After a step, they bump the versions of rows, so that autograd detects a
+backward whose forward read the old values. They also mark other ranks' rows in ZeRO-1's buffers as stale. If torch
+fails in a step, a hook adds a note that names ``tz.whole``.
 """
 
 from __future__ import annotations
@@ -29,54 +29,52 @@ from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 
 class StepsWhole(Optimizer):
-    """An optimizer over shards that steps no rows: the rank that owns a parameter steps the whole of it.
-
-    The states are whole, too, and on that rank alone.
-    """
+    """An optimizer over shards in which one rank, the owner, steps the whole parameter and holds its whole state."""
 
     kind: str  # the name of the class of the optimizer that steps whole parameters
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+        """Return the owner's number among the ranks of a replica; None if the parameter is frozen."""
 
 
-def exact(loaded: Any, saved: Any) -> Any:
-    """Return what torch has loaded in the dtypes that were saved: torch casts tensors to the parameter's dtype."""
+def with_saved_dtypes(loaded: Any, saved: Any) -> Any:
+    """Return a loaded state with the dtypes of the saved state: torch casts to the parameter's dtype."""
     if isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict):
-        return {key: exact(value, saved[key]) for key, value in loaded.items()}
+        return {key: with_saved_dtypes(value, saved[key]) for key, value in loaded.items()}
     if isinstance(loaded, list | tuple):
-        return type(loaded)(exact(value, other) for value, other in zip(loaded, saved, strict=True))
+        pairs = zip(loaded, saved, strict=True)
+        return type(loaded)(with_saved_dtypes(value, saved_value) for value, saved_value in pairs)
     return loaded
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Return the class of an optimizer, or of the one that steps whole parameters for it: their states are alike."""
+    """Return the name of an optimizer's class. For ``tz.whole`` return the ordinary optimizer's class."""
     return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that the optimizer steps, in its order."""
+    """Return the parameters of all groups of an optimizer, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def alike_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """Return the names of states that have their parameter's shape.
+def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
+    """Return the names of states that have their parameter's shape, given pairs of states and parameter.
 
-    Parameters that are numbers do not count: a number may be a step, or the average of a number.
+    0-dim parameters do not count, since a 0-dim state may be a count of steps.
     """
-    pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
-    return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
+    triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
+    return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict into an optimizer; refuse the state of another kind of optimizer.
+    """Load a state dict into an optimizer. Raise ValueError if another kind of optimizer saved it.
 
-    Torch may accept such a state, and then fail in a step.
+    torch may accept a foreign state, and fail later in a step.
     """
-    kind, before = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
+    kind, old_groups = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
         optimizer.load_state_dict(saved)
@@ -85,25 +83,25 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             f"{kind} refuses the saved optimizer state ({type(error).__name__}: {error}); load it into an optimizer of "
             f"the kind that saved it"
         ) from error
-    for old_group, group in zip(before, optimizer.param_groups, strict=True):
+    for old_group, group in zip(old_groups, optimizer.param_groups, strict=True):
         if missing := sorted((defaults & old_group.keys()) - group.keys()):
             raise ValueError(
                 f"the saved optimizer state has no {missing[0]!r}, so it is not of {kind}; load it into an optimizer "
                 f"of the kind that saved it"
             )
         for name, value in old_group.items():
-            group.setdefault(name, value)  # a scheduler's or a user's own entries, which were not saved
+            group.setdefault(name, value)  # entries of a scheduler or a user that were not saved
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict, and keep the dtypes with which states were saved.
+    """Load a state dict, and keep the saved dtypes of states.
 
-    Torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
+    torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
     """
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
-        optimizer.state[params[number]] = exact(optimizer.state[params[number]], values)
+        optimizer.state[params[number]] = with_saved_dtypes(optimizer.state[params[number]], values)
 
 
 MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
@@ -113,26 +111,25 @@ _checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepp
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """Note the steps of a model's shards from now on; refuse steps of the parameters that its plain module still
-    has."""
+    """Register a model, so that the hooks around steps see its shards and the parameters that these replaced."""
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_note_step)
         on_failed_steps(_explain)
-        share_found_inf(_has_own_gradient)
+        share_found_inf(_has_gradient_of_shard)
         _hooked = True
 
 
-def _has_own_gradient(grads: Iterable[Tensor]) -> bool:
-    """Return whether one of these gradients is that of a shard."""
-    own = {id(shard.grad) for state in sharded_model.states() for shard in state.shards.values()}
-    return not own.isdisjoint(map(id, grads))
+def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
+    """Return whether any of these gradients belongs to a shard."""
+    ids = {id(shard.grad) for state in sharded_model.states() for shard in state.shards.values()}
+    return not ids.isdisjoint(map(id, grads))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step that would be lost or wrong; a hook before the step of every optimizer."""
+    """Raise if a step would be lost or wrong; a hook before the step of every optimizer."""
     stepped = parameters_of(optimizer)
     _refuse_replaced(optimizer, stepped)
     _refuse_early(optimizer, stepped)
@@ -140,7 +137,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Refuse to step parameters that a transform replaced."""
+    """Raise RuntimeError if the optimizer has parameters that a transform replaced."""
     for param in stepped if sharded_model.has_replaced(stepped) else ():
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
@@ -151,7 +148,7 @@ def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Refuse a step before gradients are reduced, or of parameters that hold averages."""
+    """Raise RuntimeError if the parameters' gradients are not reduced yet, or if the parameters hold averages."""
     kind = type(optimizer).__name__
     for state in sharded_model.states():
         state.require_reduced(f"step {kind}", stepped)
@@ -160,10 +157,9 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Check an optimizer before its first step of shards, and whenever it loads states.
+    """Check an optimizer's states before its first step of shards, and register hooks that check them after a load.
 
-    States of another rank are refused, full states are cut to this rank's rows. From then on, the optimizer's states
-    are not given to a file that one rank writes.
+    Another hook raises if Accelerate requests the optimizer's state dict.
     """
     if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
         _checked.add(optimizer)
@@ -172,62 +168,62 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
             if state.plan.mesh.is_sliced and ids:
                 require_equal_gradients_once(state, ids)
         _take_own_states(optimizer)
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may leave them to the optimizer inside
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # only the inner optimizer of a wrapper may have them
             optimizer.register_load_state_dict_post_hook(_take_own_states)
             optimizer.register_state_dict_pre_hook(lambda asked: refuse_optimizer_file(type(asked).__name__))
 
 
 def _take_own_states(optimizer: Optimizer) -> None:
-    """Refuse states of another rank. Replace full states, as a plain optimizer saves them, by this rank's rows."""
+    """Replace full states by this rank's rows. Raise ValueError if states belong to another rank."""
     if isinstance(optimizer, StepsWhole):
         return
     params_and_states = [
         (param, optimizer.state[param]) for param in parameters_of(optimizer) if param in optimizer.state
     ]
-    alike = alike_states((states, param) for param, states in params_and_states)
+    names = param_shaped_states((states, param) for param, states in params_and_states)
     for param, states in params_and_states:
         for name, value in states.items():
             require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
-            if name in alike and value.shape == param.shape:
+            if name in names and value.shape == param.shape:
                 states[name] = part_of(value, param)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise versions and mark stale rows; a hook after the step of every optimizer."""
-    stepped = set(map(id, parameters_of(optimizer)))
+    """Bump versions and mark stale rows, which a DTensor's step does not; a hook after every optimizer's step."""
+    stepped_ids = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
-        paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
+        paths = [path for path, shard in state.shards.items() if id(shard) in stepped_ids]
         increment_version([state.rows[path] for path in paths])
         state.mark_stale(paths)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
-    """Add a note with advice to an error that torch's DTensors raised in a step of our shards."""
+    """Add a note with advice to an error that torch's DTensors raised in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
     owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
     if any(map(any, owners)):
-        mixed = next(
+        mixed_group = next(
             (number for number, group_owners in enumerate(owners) if any(group_owners) and not all(group_owners)), None
         )
-        error.add_note(f"thunder_zero: {_plain_gradient(optimizer) or _advice(optimizer, str(error), mixed)}")
+        error.add_note(f"thunder_zero: {_plain_gradient(optimizer) or _advice(optimizer, str(error), mixed_group)}")
 
 
 def _plain_gradient(optimizer: Optimizer) -> str | None:
-    """Return advice if a shard's gradient is a plain tensor; else None."""
+    """Return advice if a shard's gradient is a plain tensor; otherwise None."""
     for shard in parameters_of(optimizer):
         if isinstance(shard, DTensor) and shard.grad is not None and not isinstance(shard.grad, DTensor):
             return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"
     return None
 
 
-def _advice(optimizer: Optimizer, error: str, mixed: int | None) -> str:
-    """Return advice for an error in a step; ``mixed`` is the number of a group with shards and other tensors."""
+def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
+    """Return advice for an error in a step; ``mixed_group`` is the number of a group with shards and plain tensors."""
     kind = type(optimizer).__name__
-    if mixed is not None and MIXED in error:
+    if mixed_group is not None and MIXED in error:
         return (
-            f"group {mixed} of {kind} has shards, and plain tensors such as parameters that the policy ignores, which "
-            f"torch does not step in one list; put the plain ones into a group of their own"
+            f"group {mixed_group} of {kind} has shards, and plain tensors such as parameters that the policy ignores, "
+            f"which torch does not step in one list; put the plain ones into a group of their own"
         )
     for option in ("fused", "foreach"):
         if f"_{option}_" in error and any(group.get(option) for group in optimizer.param_groups):
@@ -239,6 +235,6 @@ def _advice(optimizer: Optimizer, error: str, mixed: int | None) -> str:
 
 
 def _is_of_dtensors(error: BaseException) -> bool:
-    """Return whether torch's DTensors raised the error, or an operator that was called with them."""
+    """Return whether torch's DTensor code raised the error, or an operator that was called with DTensors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

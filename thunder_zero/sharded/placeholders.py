@@ -1,9 +1,9 @@
-"""Placeholders stand for parameters while forward runs: shapes and dtypes; using a value raises.
+"""Placeholders for parameters while forward runs: they have shapes and dtypes; using a value raises.
 
-Thunder and dynamo read the module tree, and would trace DTensors with operators of their own. So in each forward::
+Thunder and dynamo read the module tree, and would trace DTensors as such. So in each forward::
 
     module.h[0].weight    at rest, DTensor (10, 8)  ->  while forward runs, Placeholder (10, 8)  ->  DTensor (10, 8)
-                                                        shape, dtype: as compute has them
+                                                        full shape, dtype of compute
                                                         plain Python that computes with it raises
 
 Programs get rows from the model's state, not from the tree.
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from thunder_zero.compat.private import make_wrapper_subclass
 from thunder_zero.plan.params import Plan
 
-# Names that work on a placeholder: those that read how it looks (LOOKS), those that make tensors like it (MAKES).
-_LOOKS = """
+# Names that work on a placeholder: some read its metadata, others create tensors like it.
+_READ_METADATA = """
     shape dtype device layout requires_grad grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
     is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
     is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks
@@ -32,15 +32,15 @@ _LOOKS = """
     is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size
     is_set_to is_tensor is_storage is_distributed
 """
-_MAKES = """
+_CREATE_TENSORS = """
     empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
     new_empty_strided result_type can_cast
 """
-LOOKS, MAKES = frozenset(_LOOKS.split()), frozenset(_MAKES.split())
+READ_METADATA, CREATE_TENSORS = frozenset(_READ_METADATA.split()), frozenset(_CREATE_TENSORS.split())
 
 
 class ValuesNeeded(RuntimeError):
-    """Raised when code computes with the placeholder of the parameter ``path``, or writes to it."""
+    """Raised when code computes with a placeholder, or writes to it. ``path`` is the parameter's path."""
 
     def __init__(self, sentence: str, path: str) -> None:
         super().__init__(sentence)
@@ -63,11 +63,11 @@ class Placeholder(nn.Parameter):
         kwargs = kwargs or {}
         name, attribute = _name(func)
         with torch.DisableTorchFunctionSubclass():
-            # Dynamo itself reads more while it captures, such as _is_view, but no values.
-            if torch.compiler.is_compiling() or (name in LOOKS and attribute in (None, "__get__")):
+            # While it captures, dynamo reads further metadata, such as _is_view, but no values.
+            if torch.compiler.is_compiling() or (name in READ_METADATA and attribute in (None, "__get__")):
                 return func(*args, **kwargs)
-            if name in MAKES:
-                return func(*tree_map_only(Placeholder, _look_alike, args), **kwargs)
+            if name in CREATE_TENSORS:
+                return func(*tree_map_only(Placeholder, _expanded_zero, args), **kwargs)
             if attribute == "__get__" and name == "data":
                 return args[0]
             param = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
@@ -79,20 +79,19 @@ class Placeholder(nn.Parameter):
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def cannot_use(what: str, path: str) -> str:
-    """Return why code that runs between graphs cannot use a parameter."""
+def cannot_use(operation: str, path: str) -> str:
+    """Return the error message for an operation on a placeholder."""
     return (
-        f"{what} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only what "
-        f"is compiled of the model's forward gathers them; to compute with the plain module or to read its values, use "
-        f"the module that thunder_zero.full_parameters(model) gives"
+        f"{operation} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only "
+        f"what is compiled of the model's forward gathers them; to compute with the plain module or to read its values, "
+        f"use the module that thunder_zero.full_parameters(model) gives"
     )
 
 
 class _WithoutMemory(nn.Parameter):
-    """The class with which torch makes a tensor without memory; :func:`without_memory` then changes the class.
+    """The class with which torch creates a tensor without memory; :func:`without_memory` then changes the class.
 
-    Dynamo takes no tensor whose class has ``__torch_dispatch__``, so a placeholder has another class. An operator that
-    gets past ``__torch_function__`` finds no kernel for either.
+    Dynamo does not accept a tensor whose class has ``__torch_dispatch__``, so the final class must differ.
     """
 
     @classmethod
@@ -101,22 +100,18 @@ class _WithoutMemory(nn.Parameter):
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """Return the placeholder of a parameter: of its shape and with its attributes, contiguous, without memory.
-
-    Front ends trace shapes and the dtypes of compute from the plain module; the values are in the shards.
-    """
+    """Return the placeholder of a parameter, with its shape and attributes and the dtype of compute."""
     stand_in = without_memory(Placeholder, param, dtype, device)
     vars(stand_in).update(vars(param), path=path)
     return stand_in
 
 
 class Memoryless(Tensor):
-    """A contiguous tensor without memory, for code that is captured and does not run; no operator has a kernel for
-    it."""
+    """A contiguous tensor without memory, for code that is captured and does not run. No operator accepts it."""
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a parameter, without memory on the CPU that looks like the given one."""
+    """Return a CPU tensor or parameter without memory, with the shape and dtype of ``tensor``."""
     kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
     return without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
 
@@ -127,7 +122,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 def without_memory(
     kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool | None = None
 ) -> AnyTensor:
-    """Return a contiguous tensor without memory that looks like another one; ``requires_grad`` may differ."""
+    """Return a contiguous tensor without memory, with the shape of ``like``, whose ``requires_grad`` is the default."""
     requires_grad = like.requires_grad if requires_grad is None else requires_grad
     strides = torch.empty(like.shape, device="meta").stride()
     options: Any = {"dtype": dtype, "device": device, "requires_grad": requires_grad, "storage_size": 0}
@@ -136,13 +131,13 @@ def without_memory(
     return tensor  # type: ignore[no-any-return]
 
 
-def _look_alike(param: Placeholder) -> Tensor:
-    """Return a plain tensor of a placeholder's shape, with the memory of one element."""
+def _expanded_zero(param: Placeholder) -> Tensor:
+    """Return a plain tensor with a placeholder's shape, in the memory of one element."""
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 class ParameterSlots:
-    """The places where a plain module keeps its parameters: shards at rest, other tensors temporarily."""
+    """The dict entries of a plain module's parameters. They hold shards, and temporarily other tensors."""
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
         self._name, self._are_traced, self._shards = type(module).__name__, False, shards
@@ -153,22 +148,22 @@ class ParameterSlots:
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     @contextmanager
-    def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's parameters, keyed by path."""
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Temporarily replace the module's parameters by these tensors, keyed by path."""
         try:
-            self._hold(others)
+            self._assign(tensors)
             yield
         finally:
-            self._hold(self._shards)
+            self._assign(self._shards)
 
-    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def _assign(self, tensors: Mapping[str, Tensor]) -> None:
         for holder, key, path in self._slots:
             holder[key] = tensors[path]
-        for part in self._recurrent:  # recurrent layers have their parameters in a list, too
+        for part in self._recurrent:  # recurrent layers also have a list of their parameters
             part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
 
     def require_at_rest(self) -> None:
-        """Raise while forward runs."""
+        """Raise RuntimeError while forward runs."""
         if self._are_traced:
             raise RuntimeError(
                 f"{self._name} was called inside of its own forward, or from a second thread, after thunder_zero "
@@ -177,8 +172,8 @@ class ParameterSlots:
 
     @contextmanager
     def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
-        """Temporarily replace the parameters by placeholders; in every call, since dynamo guards which objects the
-        module has."""
+        """Temporarily replace the parameters by placeholders, while forward runs."""
+        # In every call, not only while it is captured, since dynamo guards the identity of the module's parameters.
         self._are_traced = True
         try:
             with self.holding(placeholders):
@@ -188,13 +183,13 @@ class ParameterSlots:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or a buffer into the module tree."""
+    """Assign a parameter or a buffer in the module tree."""
     parent, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(parent), attribute, tensor)
 
 
 def _name(func: Callable[..., Any]) -> tuple[str, str | None]:
-    """Return the name of a function, or of an attribute with the way in which it is used (``__get__``, ``__set__``)."""
+    """Return a function's name and None, or an attribute's name and its access (``__get__``, ``__set__``)."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__, func.__name__  # type: ignore[attr-defined]
     return func.__name__, None

@@ -1,4 +1,4 @@
-"""What ``print(model)`` shows: stage, ranks and bytes, then torch's tree with the shapes of rows.
+"""Formats ``print(model)``: stage, ranks and bytes, then torch's tree with the shapes of rows.
 
 ::
 
@@ -25,7 +25,7 @@ def format_model(kind: str, module: nn.Module, state: State) -> str:
     full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
     storages = [tensor.untyped_storage() for tensor in (*state.rows.values(), *full, *ignored)]
-    at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # some are views of others
+    at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # each storage once
     ranks = _count(plan.ranks, "rank") + f" ({copies} copies of the model)" * (copies > 1)
     return (
         f"{kind} of {type(module).__name__}: stage {plan.policy.stage}, {ranks}, {_count(len(plan.units), 'unit')}, "
@@ -33,13 +33,13 @@ def format_model(kind: str, module: nn.Module, state: State) -> str:
     )
 
 
-def _count(number: int, what: str) -> str:
-    """Return a number with its noun in the plural if needed."""
-    return f"{number} {what}{'s' * (number > 1)}"
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if needed."""
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 class _Printed(nn.Module):
-    """A module that prints as another one, with more in its own line."""
+    """A module that prints the line of another module, with the shapes of its rows."""
 
     def __init__(self, module: nn.Module, rows: str) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class _Printed(nn.Module):
 
 
 class _PrintedList(_Printed, nn.ModuleList):
-    """A list that folds blocks which print alike, as torch's does."""
+    """A list that prints equal blocks once, as ``nn.ModuleList`` does."""
 
 
 def _tree(module: nn.Module, plan: Plan, prefix: str) -> nn.Module:
-    """Return modules that torch prints in the place of a module and its children."""
+    """Return a tree of modules to print in place of a module and its children."""
     params = ((name, param) for name, param in module._parameters.items() if param is not None)
     shapes = ", ".join(f"{name}: {_shapes(f'{prefix}{name}', param, plan)}" for name, param in params)
     tree = _PrintedList(module, shapes) if isinstance(module, nn.ModuleList) else _Printed(module, shapes)
@@ -71,5 +71,6 @@ def _shapes(name: str, tensor: nn.Parameter, plan: Plan) -> str:
     """Return a parameter's shape, and the shape of the rows that programs read."""
     if (param := plan.by_name.get(name)) is None:
         return f"{list(tensor.shape)} ignored"
-    form = f" as {param.frozen_format}" if param.frozen_format else ""
-    return f"{list(param.shape)} " + (f"rows {list(plan.shard_shape(param))}{form}" if param.sharded else "replicated")
+    suffix = f" as {param.frozen_format}" if param.frozen_format else ""
+    rows = f"rows {list(plan.shard_shape(param))}{suffix}" if param.sharded else "replicated"
+    return f"{list(param.shape)} {rows}"

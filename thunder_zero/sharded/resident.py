@@ -1,15 +1,14 @@
-"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded.
+"""Full parameters that stay between forwards: ZeRO-1's buffers; those that an accumulation keeps.
 
 ::
 
-    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps its own rows in place;
-                                      ^ stale after a step           a gather then fills the others'
-    ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps this rank's rows in place;
+                                      ^ stale after a step           a gather then updates the other rows
+    ZeRO-2, accumulating     the first micro-batch gathers, later micro-batches read these tensors, the last frees them
 
-:func:`lay_out` makes the memory when the model is made. ``runtime.py`` sends the gathers of these parameters here. Only
-what is stale or missing travels, and the handle gives full parameters as any other does. If an optimizer may have
-stepped, ranks agree before the next forward on what is stale: a rank that took its buffer for fresh would not take part
-in the gather.
+:func:`lay_out` allocates the memory when the model is built. ``runtime.py`` asks the classes here which parameters are
+stale or missing, and gathers only these. If an optimizer may have stepped, ranks agree before the next forward on the
+stale parameters. Otherwise a rank without stale parameters would not take part in the gather.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from thunder_zero.sharded.writes import Versions, digests_of
 class RankMemory:
     """The tensors that a rank holds at rest, by parameter path."""
 
-    rows: dict[str, Tensor]  # what programs read: this rank's rows with padding, or a replicated parameter in full
+    rows: dict[str, Tensor]  # this rank's rows with padding, or a replicated parameter in full
     buffers: dict[str, Tensor]  # ZeRO-1's full parameters, padded
-    shared: tuple[str, ...]  # paths of the buffers whose own rows are ``rows`` themselves, not copies of them
+    shared: tuple[str, ...]  # paths of the buffers that share memory with ``rows``
 
 
 def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
-    """Allocate the memory at rest, with the values of ``at_rest``. That is emptied, so that no unpadded full tensor
-    outlives its copy."""
+    """Allocate a rank's memory, with the values of ``at_rest``. Each value is removed from ``at_rest`` once copied."""
     rows: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for param in plan.params:
@@ -47,57 +45,56 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Ran
             buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
             is_copied = is_staged(param, plan, device)
             value = local_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan)
-        rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
+        rows[param.path] = _to_rest_device(value, rest_device(param, plan, device), device)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
     return RankMemory(rows, buffers, shared)
 
 
-def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
-    """Move rows to where they rest. In host memory they are pinned if ``device`` is a GPU."""
-    rows = rows.to(place)
-    return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows
+def _to_rest_device(rows: Tensor, rest: torch.device, device: torch.device) -> Tensor:
+    """Move rows to the device ``rest``. Pin them if this is the CPU and ``device`` is a GPU."""
+    rows = rows.to(rest)
+    return rows.pin_memory() if device.type == "cuda" and rest.type == "cpu" else rows
 
 
 OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]  # ``State.on_any_rank``
 
 
 # Tensors to gather, their parameters, and the buffers to gather into.
-WhatTravels = tuple[list[Tensor], list[Param], list[Tensor] | None]
+GatherArgs = tuple[list[Tensor], list[Param], list[Tensor] | None]
 
 
 class StayingParameters(Protocol):
-    """Full parameters that stay between forwards, so that a gather brings only what is due."""
+    """Full parameters that stay between forwards, so that a gather is due only for stale or missing parameters."""
 
     def due(self, params: Sequence[Param]) -> list[int]:
-        """Return the positions of the parameters that must be gathered."""
+        """Return the indices of the parameters that must be gathered."""
 
-    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
-        """Return what travels of a bucket."""
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> GatherArgs:
+        """Return the arguments of the gather of the parameters at the indices ``due``."""
 
     def full(self, param: Param) -> Tensor:
-        """Return a view of a full parameter that is not due, unpadded."""
+        """Return an unpadded view of a full parameter that is not due."""
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
-        """Note that the gather of what is due was launched. ``last``: in the last micro-batch."""
+        """Record that the gather was launched. ``last`` is True in the last micro-batch."""
 
     def arrived(self, params: Sequence[Param], full: Sequence[Tensor], *, last: bool) -> None:
-        """Note that all of these parameters have arrived."""
+        """Record that all of these parameters have arrived. ``last`` is True in the last micro-batch."""
 
 
-def _at(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> tuple[list[Tensor], list[Param]]:
-    """Return the tensors and the parameters at the positions ``due``."""
+def _select(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> tuple[list[Tensor], list[Param]]:
+    """Return the tensors and the parameters at the indices ``due``."""
     return [sent[index] for index in due], [params[index] for index in due]
 
 
 class ResidentParameters(StayingParameters):
-    """ZeRO-1's full parameters, padded, by path. Their own rows are the shards, or copies of them, cast or offloaded.
+    """ZeRO-1's full parameters. This rank's rows of a buffer are the shard itself, or a cast or offloaded copy.
 
     Args:
-        buffers: the full parameters.
-        shared: paths of the buffers whose own rows are the shards themselves.
-        versions: finds writes that raise a version.
-        digested: the shards of all buffers, in which writes without a version are looked for; empty if no other memory
-            holds their values.
+        buffers: the full, padded parameters by path.
+        shared: paths of the buffers that share memory with the shards.
+        versions: an object that detects writes by tensors' versions.
+        digested: the shards in which digests detect other writes. It is empty if a single rank holds all values once.
     """
 
     def __init__(
@@ -110,33 +107,33 @@ class ResidentParameters(StayingParameters):
         self._buffers, self.shared, self._versions, self._digested = buffers, shared, versions, digested
         self._digests = self._digests_now()
         self._stale: set[str] = set()  # paths whose rows changed on this rank or, once ranks agreed, on any
-        self._may_step = False  # gradients were reduced since ranks last agreed, so an optimizer may have stepped
+        self._may_step = False  # True if gradients were reduced since ranks last agreed
         versions.note(buffers)
 
     def expect_step(self) -> None:
-        """Note that gradients were reduced: an optimizer may step before the next forward, on some ranks or on all."""
+        """Record that gradients were reduced, so that an optimizer may step before the next forward."""
         self._may_step = True
 
     def mark_stale(self, paths: Iterable[str]) -> None:
-        """Note that these parameters changed: their next gather refreshes the other ranks' rows."""
+        """Record that these parameters changed. Their next gather refreshes the other ranks' rows."""
         if self._buffers:
             self._stale.update(self._buffers.keys() & set(paths))
 
     def _digests_now(self) -> Tensor | None:
-        """Return the digests of the shards as they are now; None if nothing is digested."""
+        """Return the current digests of the shards; None if no shards are digested."""
         return digests_of(tuple(self._digested.values())) if self._digested else None
 
     def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:
-        """Let all ranks refresh the parameters that changed on any rank.
+        """Make the parameters that changed on any rank stale on all ranks.
 
-        Ranks agree, by one small collective, after each backward: an optimizer may then have stepped on some of them
-        only (a scaler that found an Inf). They also agree after other changes on this rank, such as a load or a write
-        in place. These changes must be made on all ranks, as with any replicated parameter, since a rank without them
-        would not take part. While nothing can have changed, there is no collective.
+        Ranks agree by one small collective after each backward, since an optimizer may then have stepped on some ranks
+        only. (A scaler may have found an Inf.) They also agree after other changes on this rank, such as a load or a
+        write in place. All ranks must make these changes, since a rank without a change would not join the collective.
+        If no parameter can have changed, there is no collective.
 
-        Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count when
-        ranks agree for another reason. Otherwise such a write raises: a rank without it would not take part in an
-        agreement.
+        Digests detect other writes, such as a custom optimizer's through ``.data``. A detected write marks the
+        parameter as stale if ranks agree for another reason. Otherwise it raises, since a rank without the write would
+        not join the collective.
         """
         if not self._buffers:
             return
@@ -155,29 +152,29 @@ class ResidentParameters(StayingParameters):
             )
 
     def out_of_date(self, paths: Iterable[str]) -> list[bool]:
-        """Return for each path whether the full parameter may differ from the shards, as far as this rank can tell.
+        """Return for each path True unless this rank knows that the full parameter equals the shards.
 
-        It may for parameters that are not resident, and for buffers that are copies in another dtype or place.
+        It is also True for a parameter without a buffer, and for a buffer that does not share memory with the shard.
         """
         old_digests, new_digests = self._digests, self._digests_now()
-        unseen: set[str] = set()
+        written: set[str] = set()
         if old_digests is not None and new_digests is not None:
             flags = (old_digests != new_digests).tolist()
-            unseen = {path for path, is_written in zip(self._digested, flags, strict=True) if is_written}
+            written = {path for path, is_written in zip(self._digested, flags, strict=True) if is_written}
         return [
-            path not in self.shared or path in self._stale or path in unseen or self._versions.changed(path)
+            path not in self.shared or path in self._stale or path in written or self._versions.changed(path)
             for path in paths
         ]
 
     def full(self, param: Param) -> Tensor:
-        """Return a view of the full parameter as it was refreshed last, unpadded."""
+        """Return an unpadded view of the full parameter, with the values of its last refresh."""
         return self._buffers[param.path][: param.shape[0]]
 
     def due(self, params: Sequence[Param]) -> list[int]:
         return [index for index, param in enumerate(params) if param.path in self._stale]
 
-    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
-        return (*_at(due, sent, params), [self._buffers[params[index].path] for index in due])
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> GatherArgs:
+        return (*_select(due, sent, params), [self._buffers[params[index].path] for index in due])
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
         # Only after the launch: if it fails, the rows are still stale.
@@ -188,7 +185,7 @@ class ResidentParameters(StayingParameters):
 
 
 class KeptUnsharded(StayingParameters):
-    """ZeRO-2's gathered parameters between micro-batches (``policy.reshard_after_backward=False``)."""
+    """ZeRO-2's gathered parameters, kept between micro-batches (``policy.reshard_after_backward=False``)."""
 
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
         self._shards, self._versions = shards, versions
@@ -196,9 +193,9 @@ class KeptUnsharded(StayingParameters):
         self._digests: dict[str, Tensor] = {}  # digests of shards when they were gathered
 
     def require_unwritten(self) -> None:
-        """Raise if a shard was written to without a version since it was gathered.
+        """Raise RuntimeError if a shard was written to since it was gathered, and its version did not change.
 
-        Another rank, without such a write, would not gather again.
+        A rank without the write would not join a second gather.
         """
         paths = [path for path in self._held if not self._versions.changed(path)]
         if not paths:
@@ -217,8 +214,8 @@ class KeptUnsharded(StayingParameters):
         self.drop(filter(self._versions.changed, tuple(self._held)))
         return [index for index, param in enumerate(params) if param.path not in self._held]
 
-    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> WhatTravels:
-        return (*_at(due, sent, params), None)
+    def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> GatherArgs:
+        return (*_select(due, sent, params), None)
 
     def full(self, param: Param) -> Tensor:
         return self._held[param.path]

@@ -1,17 +1,17 @@
 """The functions that compiled traces call while they run, bound to one model's state.
 
-A line of a trace names tensors and parameter paths; :class:`ModelRuntime` decides what is done with them::
+A line of a trace has tensors and parameter paths; :class:`ModelRuntime` implements the lines::
 
-    zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then takes another program
-    t4 = zero_encode(t_w, 'w')              encode        a cast, a copy, or bytes; of all rows, stale ones or none
+    zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then selects another program
+    t4 = zero_encode(t_w, 'w')              encode        casts, copies or encodes the rows, if they must be gathered
     t5 = zero_all_gather(t4, 'w')           all_gather    ((t4,), ('w',))
     t6 = zero_wait(t5)                                    the handle's wait
-    t7 = zero_decode(t6, 'w')               decode        full parameters of bytes
-    t9 = zero_reduce_scatter(g_w, 'w')      reduce        with what no_sync has deferred
-    t1 = zero_defer_reduction(g_w, 'w')     defer         held in accumulation.py, nothing is sent
+    t7 = zero_decode(t6, 'w')               decode        decodes full parameters from bytes
+    t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum that no_sync has deferred, and averages
+    t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to the sum in accumulation.py
 
 In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
-the mean gradients (all rows of a replicated parameter's).
+the mean gradients. The mean gradient of a replicated parameter has all rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelRuntime:
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
         self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # parameters of each bucket, by their paths
-        self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # whether a line encodes the gradients of a bucket
+        self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
 
     @cached_property
     def guards(self) -> thunder_room.Guards:
@@ -63,24 +63,22 @@ class ModelRuntime:
         return self._accumulation.synced
 
     def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
-        """Keep the guard of the program that is compiled for the current call; return its number."""
+        """Store the guard of the program that is compiled for the current call; return its number."""
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Raise unless the program fits this call; a part of each prologue. Thunder then takes another program, or
-        compiles one."""
+        """Raise RuntimeError unless the program fits this call; a part of each prologue."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
         if not self.guards.holds(guard):
             raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
 
     def enter(self, phase: str, schedule: str) -> None:
-        """Set the collective tag of a phase; each phase calls it first. Peers whose launches there have another digest
-        are refused."""
+        """Set the collective tag of a phase, at its start. Ranks raise if their digests of the schedule differ."""
         self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return what the gather of these shards sends."""
+        """Return the payloads of the gather of these shards."""
         params = self._params_of(paths)
         keeper = self._keeper_of(params)
         if keeper is None:
@@ -92,10 +90,10 @@ class ModelRuntime:
         return sent
 
     def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Start gathering.
+        """Launch the gather of a bucket; return its handle.
 
-        ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 under
-        ``policy.reshard_after_backward=False`` sends only those that the accumulation has not gathered before.
+        ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 with
+        ``policy.reshard_after_backward=False`` sends only the parameters that this accumulation has not gathered yet.
         """
         with label_launch(Kind.GATHER, paths):
             handle = self._state.clock.watch(self._gather(sent, self._params_of(paths)), paths[0], gather=True)
@@ -121,8 +119,7 @@ class ModelRuntime:
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return full parameters, decoded if a gather has brought bytes. Parameters that were kept in full are returned
-        as they are."""
+        """Return full parameters. Decode those that arrived as bytes; parameters that were kept are unchanged."""
         params = self._params_of(paths)
         keeper = self._keeper_of(params)
         if keeper is None:
@@ -136,36 +133,36 @@ class ModelRuntime:
         return results
 
     def _keeper_of(self, params: Sequence[Param]) -> StayingParameters | None:
-        """Return the object that keeps these parameters in full; None if they are freed after their use."""
+        """Return the object that keeps these parameters in full; None if they are freed after use."""
         if params[0].resident:
             return self._state.resident
         keeps = not self._plan.policy.reshard_after_backward and params[0].kept_unsharded
         return self._state.kept_unsharded if keeps else None
 
     def _params_of(self, paths: Sequence[str]) -> tuple[Param, ...]:
-        """Return the parameters of a bucket. Its paths are a constant of a program, so the result is cached."""
+        """Return the parameters of a bucket, from a cache, since a program always has the same paths."""
         if paths not in self._buckets:
             self._buckets[paths] = tuple(self._plan.by_name[path] for path in paths)
         return self._buckets[paths]
 
     def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[OnTheWire]:
-        """Return what the reduction of gradients, or of means inside of a copy, sends."""
+        """Return the payloads of the reduction of gradients, or of intra-replica means."""
         params = self._params_of(paths)
         return self._wire.encode_grad(self._sums(grads, params, over), params, over)
 
     def _sums(self, grads: Sequence[Tensor], params: Sequence[Param], over: str) -> Sequence[Tensor]:
-        """Return gradients plus their deferred sums, in the dtype in which they are reduced; means as they are."""
+        """Return gradients plus their deferred sums, in the dtype of the reduction. Return means unchanged."""
         if over in OF_MEANS:
             return grads
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
 
     def reduce(self, sent: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Start averaging over an axis: gradients plus their deferred sums, or means inside of a copy."""
+        """Launch the average over an axis: of gradients plus their deferred sums, or of intra-replica means."""
         params = self._params_of(paths)
         if over not in OF_MEANS:
             self._state.resident.expect_step()
-            self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
+            self._state.kept_unsharded.clear()  # backward has no gathers of kept parameters
         if (paths, over) not in self._encoded:
             self._encoded[paths, over] = self._plan.encodes_gradient(over, *params)
         if not self._encoded[paths, over]:
@@ -177,20 +174,20 @@ class ModelRuntime:
         return self._state.labels.watch(handle, Kind.REDUCE, paths, over)
 
     def decode_grad(self, arrived: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the means that a reduction has brought in another form."""
+        """Return the mean gradients from the results of a reduction."""
         return self._wire.decode_grad(arrived, self._params_of(paths), over)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
-        """Return a gradient plus the parameter's deferred one, which is dropped."""
+        """Return a gradient plus the parameter's deferred gradient, which is removed."""
         deferred = self._accumulation.take(param.path)
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the rows that a program reads, connected to the shards that train.
+        """Return the rows that a program reads, connected by autograd to the shards that train.
 
-        Under ``no_sync`` the rows of a shard with hooks on its gradient are not connected: backward returns no
-        gradient, and autograd would call the hooks with None. They run when the gradient is reduced, as FSDP2's do.
+        Under ``no_sync`` the rows of a shard with hooks on its gradient are not connected, since autograd would call
+        the hooks with None. The hooks run when the gradient is reduced, as with FSDP2.
         """
         if not self.synced:
             shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
@@ -198,7 +195,7 @@ class ModelRuntime:
         return rows
 
     def defer(self, grad: Tensor, path: str) -> None:
-        """Keep a full gradient until the next reduction of its parameter."""
+        """Add a full gradient to the parameter's deferred sum."""
         self._state.copies.wait()  # this backward does not end with ``wait_offloaded``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
         self._state.labels.gradients_are_made((path,))
@@ -206,11 +203,11 @@ class ModelRuntime:
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
 
-        Nothing travels unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
-        parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at a
-        time.
+        Nothing is sent unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
+        parameters with a deferred gradient on any rank. They are reduced one at a time, and a rank without a deferred
+        gradient sends zeros.
         """
-        if not self._accumulation.grew_since_asked():
+        if not self._accumulation.has_grown():
             return
         self._state.resident.expect_step()
         means = {}
@@ -227,8 +224,7 @@ class ModelRuntime:
             accumulate(self._state.shards[path], self._state.gradient(mean, path))
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Raise on all ranks if a gradient on any rank is NaN or Inf, naming the first one (policy
-        ``check_gradients``)."""
+        """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
         with doing(f"policy check_gradients of {self._state.name}"):
             flags = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
             first_bad = self._state.first_on_any_rank(flags)
@@ -246,12 +242,12 @@ class ModelRuntime:
             torch.cuda.current_stream(self.device).synchronize()
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
-        """Compare the collectives of all ranks before a program first runs.
+        """Compare a program's collectives between ranks before its first run.
 
-        Only the first forward, the first backward and the first forward without backward are compared here, each with
-        reductions and under ``no_sync``. Digests are compared first, then lines if they differ. A later compilation
-        (another batch size) may happen on one rank alone; :meth:`enter` compares its digest whenever it runs. A forward
-        of DDP may run on one rank alone, too: it has no collective.
+        This compares only the first forward, the first backward and the first forward without backward, each with
+        reductions and under ``no_sync``. A later compilation, such as for a new batch size, may happen on one rank
+        alone, so :meth:`enter` compares its digest in each run. A forward of DDP has no collective, so it may also run
+        on one rank alone.
         """
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
@@ -260,17 +256,14 @@ class ModelRuntime:
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:
-    """Add to ``.grad`` as autograd does, with the hooks of the shard."""
+    """Add a gradient to ``.grad`` by autograd, which calls the hooks of the shard."""
     with torch.enable_grad():
         alias = shard.view_as(shard)
     torch.autograd.backward(alias, grad)
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
-    """Return a full gradient in the dtype in which it is reduced, in the parameter's shape.
-
-    Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
-    """
-    if grad.shape != param.shape:
+    """Return a full gradient in the parameter's shape and in the dtype of the reduction."""
+    if grad.shape != param.shape:  # Thunder treats a 0-dim CPU tensor as a number, and does not sum its gradient
         grad = grad.sum_to_size(param.shape)
     return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)

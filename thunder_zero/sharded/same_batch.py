@@ -1,10 +1,10 @@
-"""Ranks that compute with slices of one model have one batch, and draw the same random numbers.
+"""Checks that tensor-parallel ranks of one model have equal batches and random generators.
 
-No step would fail otherwise: gradients of two batches would be added as if they were parts of one. So
-before a forward ranks compare a digest of its arguments, and one of their random generators::
+Otherwise no step would fail, but gradients of two batches would be added as if they were parts of one gradient. So
+before a forward, ranks compare digests of its arguments and of their random generators::
 
-    mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    the same, or RuntimeError on all ranks
-                              ranks 2 and 3    tokens (2, 6)    others
+    mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    equal, or RuntimeError on all ranks
+                              ranks 2 and 3    tokens (2, 6)    any other batch, which must be equal on both
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from thunder_zero.comm.small_collectives import all_gather_object, all_gather_te
 from thunder_zero.plan.params import Plan
 
 FIRST, EVERY = 8, 16  # forwards that are compared: the first 8, and then one of 16
-SAMPLED = 1 << 16  # elements of a tensor at most, evenly spaced
+SAMPLED = 1 << 16  # the maximum number of elements in a tensor's digest, evenly spaced
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor that spreads bits well
 KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # shown by their values
 
 
 class SameBatch:
-    """Compares the inputs of the ranks of one data-parallel index.
+    """The comparison of inputs and generators between the ranks of one data-parallel index.
 
     Attributes:
-        unlike: the error about random generators that differ, or None; a forward that draws nothing ignores it.
+        unlike: the error message if random generators differ, or None. Only a forward that draws numbers raises it.
     """
 
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
@@ -45,42 +45,36 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward between ranks by a small collective, if this forward is one that is
-        compared.
+        """Compare the arguments of a forward between ranks by a small collective. Not every forward is compared.
 
         Raises:
-            RuntimeError: naming an argument that differs, on every rank.
+            RuntimeError: an argument differs. All ranks raise, and the error names the argument.
         """
         number, self._forwards = self._forwards, self._forwards + 1
         if self._plan.mesh.tensor.size == 1 or (number >= FIRST and number % EVERY):
             return
         leaves = list(_leaves(args, kwargs))
-        total = to_device([_number(str([(name, what) for name, what, _ in leaves]))], torch.int64, self._device)
+        total = to_device([_number(str([(name, text) for name, text, _ in leaves]))], torch.int64, self._device)
         for position, (_, _, value) in enumerate(leaves):
             if value is not None:
                 total = total + (2 * position + 1) * value.to(self._device)
-        digests_here = torch.cat(
+        local_digests = torch.cat(
             (total, to_device([_number(_generator_state(self._device))], torch.int64, self._device))
         )
         with doing(f"the comparison of the batches of {self._name}"):
-            digests_of_ranks = torch.stack(all_gather_tensor(digests_here, self._group)).cpu()
+            digests_of_ranks = torch.stack(all_gather_tensor(local_digests, self._group)).cpu()
             batch, generators = (self._first_unlike(digests) for digests in digests_of_ranks.unbind(1))
             if batch is not None:
                 raise RuntimeError(self._batch_sentence(leaves, batch))
         self.unlike = None if generators is None else self._generators_sentence(generators)
 
     def require_same_generators(self) -> None:
-        """Raise if generators differ; for a forward that draws random numbers.
-
-        Raises:
-            RuntimeError: naming the ranks, on every rank.
-        """
+        """Raise RuntimeError on all ranks if generators differ. A forward that draws random numbers calls this."""
         if self.unlike is not None:
             raise RuntimeError(self.unlike)
 
     def _first_unlike(self, digests: Tensor) -> tuple[int, int] | None:
-        """Return the numbers of two neighbouring ranks that hold slices of one model and have different digests; None
-        if none have."""
+        """Return two neighbouring tensor-parallel ranks whose digests differ; None if there are none."""
         slices = self._plan.mesh.tensor.size
         neighbours = pairwise(enumerate(digests.tolist()))
         return next(
@@ -88,9 +82,9 @@ class SameBatch:
         )
 
     def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], unlike: tuple[int, int]) -> str:
-        """Return the sentence for arguments that differ; a small collective."""
-        leaves_here = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
-        leaves_of_ranks = all_gather_object(leaves_here, self._group)
+        """Return the error message for arguments that differ; a small collective."""
+        local_leaves = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
+        leaves_of_ranks = all_gather_object(local_leaves, self._group)
         leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in unlike)
         (name, text, _), (_, other_text, _) = next(
             (pair for pair in zip(leaves_of_first, leaves_of_second, strict=False) if pair[0] != pair[1]),
@@ -104,7 +98,7 @@ class SameBatch:
         )
 
     def _generators_sentence(self, unlike: tuple[int, int]) -> str:
-        """Return the sentence for random generators that differ."""
+        """Return the error message for random generators that differ."""
         first, second = self._ranks(unlike)
         return (
             f"forward of {self._name} draws random numbers, as dropout does, and the generators of rank {first} and "
@@ -113,18 +107,18 @@ class SameBatch:
         )
 
     def _ranks(self, numbers: tuple[int, int]) -> tuple[int, int]:
-        """Return the global ranks of two ranks of the group."""
+        """Return the global numbers of two ranks of the group."""
         first, second = (dist.get_global_rank(self._group, number) for number in numbers)
         return first, second
 
     def _index_expression(self) -> str:
-        """Return the user's expression for a rank's data-parallel index."""
+        """Return a Python expression for a rank's data-parallel index, for error messages."""
         names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
         slices = self._plan.mesh.tensor.size
         return f"mesh[{names[0]!r}].get_local_rank()" if len(names) == 2 else f"dist.get_rank() // {slices}"
 
     def _remedy(self) -> str:
-        """Return what the user should do about batches that differ."""
+        """Return the advice for batches that differ."""
         return (
             f"give all ranks of one data-parallel index the same batch: a sampler takes "
             f"num_replicas={self._plan.mesh.batches}, rank={self._index_expression()}"
@@ -132,7 +126,7 @@ class SameBatch:
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor | None]]:
-    """Yield for each leaf of the arguments its name, a description, and a digest of a tensor's values."""
+    """Yield the name and description of each leaf of the arguments, and a tensor's digest or None."""
     for number, value in [*enumerate(args), *kwargs.items()]:
         for path, leaf in tree_flatten_with_path(value)[0]:
             name = f"argument {number!r}{keystr(path)}"
@@ -146,10 +140,7 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def digest_of(value: Tensor) -> Tensor | None:
-    """Return a number for the elements of a tensor, in order, on its device; None if it is not strided.
-
-    Of a large tensor only some elements count.
-    """
+    """Return a digest of a tensor's elements, or of a sample if it is large; None if the tensor is not strided."""
     if value.layout is not torch.strided or value.is_nested:
         return None
     elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
@@ -162,12 +153,12 @@ def digest_of(value: Tensor) -> Tensor | None:
 
 
 def _generator_state(device: torch.device) -> bytes:
-    """Return the state of the default generator of a device; the host has it, so it does not wait."""
+    """Return the state of a device's default generator, which is in host memory."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return bytes(state.numpy().tobytes())
 
 
 def _number(value: str | bytes) -> int:
-    """Return 63 bits of a digest."""
+    """Return a digest of 63 bits."""
     data = value.encode() if isinstance(value, str) else value
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

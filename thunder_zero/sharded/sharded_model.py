@@ -1,8 +1,7 @@
-"""A sharded model as loops, checkpoints and state dicts see it; finds the model of a shard.
+"""The base class of sharded models, and weak tables that find the model of a shard.
 
-A front end, such as ``thunder.jit`` with ZeroTransform, makes models of this class. Code that uses them does not know
-which front end made them. The tables that find a model, by a shard or by the parameter that it replaced, keep nothing
-alive.
+Front ends, such as ``thunder.jit`` with ZeroTransform, build models of subclasses. Training loops, checkpoints and
+state dicts use this class only. Tables find a model by a shard, or by the parameter that a shard replaced.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class ShardedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep full gradients instead of reducing them; the next backward outside reduces the sum.
+        """Defer the reduction of gradients. The next backward outside the block reduces their sum.
 
         As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside the block.
 
-        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them. An optimizer's ``zero_grad``, as
-        in FSDP2, and ``param.grad = None`` do not. Drop those that the end of an epoch leaves, or they are added to the
-        next gradients.
+        Deferred gradients are not in ``.grad``. The model's ``zero_grad`` drops them. An optimizer's ``zero_grad``, as
+        in FSDP2, and ``param.grad = None`` do not. If an epoch ends with deferred gradients, drop them; otherwise they
+        are added to the next gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:
@@ -68,20 +67,19 @@ class ShardedModel(nn.Module):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as ``nn.Module.zero_grad``; also drop the gradients that ``no_sync`` has deferred."""
+        """Call ``nn.Module.zero_grad``, and drop the gradients that ``no_sync`` has deferred."""
         super().zero_grad(set_to_none)
         self.state.drop_deferred()
 
 
-def tagged(what: str) -> Callable[[Function], Function]:
-    """Return a decorator that tags a public function which is a collective: errors about ranks that differ call it
-    ``what``."""
+def tagged(name: str) -> Callable[[Function], Function]:
+    """Return a decorator for a public function that is a collective. Errors about ranks that differ show ``name``."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             models = [value for value in (*args, *kwargs.values()) if isinstance(value, ShardedModel)]
-            with doing(" of ".join([what, *(model.state.name for model in models)])):
+            with doing(" of ".join([name, *(model.state.name for model in models)])):
                 return function(*args, **kwargs)
 
         return cast(Function, wrapper)
@@ -90,11 +88,7 @@ def tagged(what: str) -> Callable[[Function], Function]:
 
 
 def sharded_model(model: object) -> ShardedModel:
-    """Return the model, if it is sharded.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Return ``model`` if it is a sharded model; otherwise raise TypeError."""
     if isinstance(model, ShardedModel):
         return model
     raise TypeError(
@@ -104,7 +98,7 @@ def sharded_model(model: object) -> ShardedModel:
 
 
 class ShardEntry(NamedTuple):
-    """The model and the path of a shard, or of a parameter that a plain module had before the transform."""
+    """The model and the path of a shard, or of a plain module's parameter that a shard replaced."""
 
     state: weakref.ref[State]
     path: str
@@ -113,11 +107,11 @@ class ShardEntry(NamedTuple):
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
 _entries = WeakTensorKeyDictionary()
-_replaced_ids: set[int] = set()  # ids of replaced parameters; another tensor may have the id of one that is gone
+_replaced_ids: set[int] = set()  # ids of replaced parameters, which another tensor may have after a parameter is freed
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Enter a model's tensors into the tables; the plain module still has its own parameters."""
+    """Add a model's tensors to the tables, while the plain module still has its original parameters."""
     _states.add(state)
     for path, shard in state.shards.items():
         original = module.get_parameter(path)
@@ -127,10 +121,10 @@ def register(state: State, module: nn.Module) -> None:
 
 
 def _leave_groups() -> None:
-    """Let torch join gloo's threads, as it does when the last reference to a destroyed group goes; called at exit.
+    """Drop references to process groups at exit, so that torch joins gloo's threads.
 
-    A thread that drops tensors once the interpreter ends aborts the process. Groups that were not destroyed stay:
-    another handler at exit may still save a model, unless an error ended the script.
+    A thread that frees tensors after the interpreter has ended would abort the process. Groups that the script did not
+    destroy are kept, since another exit handler may still save a model. After an error they are destroyed.
     """
     tell_launcher()
     destroy_groups_after_error()
@@ -148,28 +142,30 @@ def states() -> list[State]:
 
 
 def is_transformed(param: nn.Parameter) -> bool:
-    """Return whether the parameter is a shard: its module was transformed before, by a model that may be gone."""
+    """Return whether a parameter is a shard, so that its module was transformed before."""
     return param in _entries and _entries[param].is_shard
 
 
 def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | None:
-    """Return the model and the parameter that a tensor is the shard of; None for any other tensor."""
+    """Return the state and the plan of a shard; None for any other tensor.
+
+    With ``is_shard=False`` return those of a parameter that a shard replaced.
+    """
     entry: ShardEntry | None = _entries.get(param)
     state = None if entry is None or entry.is_shard is not is_shard else entry.state()
     return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
-    """Return :func:`owner_of` each tensor."""
+    """Return the result of :func:`owner_of` for each tensor."""
     return list(map(owner_of, params))
 
 
 def has_replaced(params: Iterable[Tensor]) -> bool:
-    """Return whether :func:`owner_of_replaced` may find any of these; a quick look, before every step of an
-    optimizer."""
+    """Return False if :func:`owner_of_replaced` is None for all of these; a fast check before each optimizer step."""
     return not _replaced_ids.isdisjoint(map(id, params))
 
 
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
-    """Return the model and the parameter that a tensor was before the transform; None for any other tensor."""
+    """Return the state and the plan of a plain module's parameter that a shard replaced; None for any other tensor."""
     return owner_of(param, is_shard=False)
