@@ -83,8 +83,8 @@ def cannot_use(operation: str, path: str) -> str:
     """Return the error message for an operation on a placeholder."""
     return (
         f"{operation} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only "
-        f"what is compiled of the model's forward gathers them; to compute with the plain module or to read its values, "
-        f"use the module that thunder_zero.full_parameters(model) gives"
+        f"what is compiled of the model's forward gathers them; to compute with the plain module or to read its "
+        f"values, use the module that thunder_zero.full_parameters(model) gives"
     )
 
 

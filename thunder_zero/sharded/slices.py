@@ -1,11 +1,11 @@
-"""Placeholders of parameters that are slices: DTensors for dynamo, slices for its graph.
+"""Placeholders of tensor-parallel parameters: DTensors for dynamo, slices for its graph.
 
 Code that dynamo captures must compute with DTensors, as torch's tensor parallelism does. Programs compute with slices,
 as if each were a parameter::
 
-    module.up.weight    DTensor (16, 8), Shard(0)      at rest, of rows; on the whole mesh
-                        DTensor (16, 8), Shard(0)      while forward runs: without values, on the mesh of slices
-    graph's input       Placeholder (8, 8)             of which the graph's first lines make a DTensor
+    module.up.weight    DTensor (16, 8), Shard(0)      at rest: rows, on the whole mesh
+                        DTensor (16, 8), Shard(0)      while forward runs: no values, on the mesh of slices
+    graph's input       Placeholder (8, 8)             the graph's first lines build a DTensor from it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, cannot_
 
 
 class _SliceWithoutValues(Tensor):
-    """The local tensor of a DTensor that stands for a parameter."""
+    """The local tensor of a placeholder that is a DTensor."""
 
     path: str  # of the parameter
 
@@ -37,15 +37,14 @@ class _SliceWithoutValues(Tensor):
 
 
 def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return the placeholder of a parameter. The placeholder of a DTensor is a DTensor on the same mesh, placed alike,
-    without memory."""
+    """Return the placeholder of a parameter. For a DTensor, return a DTensor without memory, with equal placements."""
     if not isinstance(param, DTensor):
         return placeholder(path, param, dtype, device)
     rows = without_memory(_SliceWithoutValues, local(param), dtype, device)
     rows.path = path
     spec = DTensorSpec(param.device_mesh, param.placements, contiguous(tuple(param.shape), dtype))
     stand_in: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
-    vars(stand_in).update(vars(param))  # among them the attribute by which torch knows a parameter
+    vars(stand_in).update(vars(param))  # including the attribute that marks a parameter
     return cast(nn.Parameter, stand_in)
 
 
@@ -59,15 +58,15 @@ def path_of(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """What a graph takes in the place of a placeholder that is a DTensor.
+    """The replacement of a graph's input that is a DTensor placeholder.
 
-    Torch brings the gradient of the DTensor to the placements of the parameter. A gradient that each rank has computed
-    from its part of a sequence is reduced that way.
+    torch redistributes the DTensor's gradient to the parameter's placements. This also reduces partial gradients, such
+    as those of sequence parallelism.
 
     Attributes:
-        taken: looks like the slice that this rank computes with.
-        whole: makes the DTensor of the slice and of ``args``.
-        args: the placements and the shape. Inputs that differ in them need different graphs.
+        taken: a placeholder with the shape of this rank's slice, which becomes the graph's input.
+        whole: a function that builds the DTensor from the slice and ``args``.
+        args: the placements and the shape. A graph is specialised on both.
     """
 
     taken: Placeholder
@@ -76,8 +75,7 @@ class Slice:
 
 
 def slice_of(value: object) -> Slice | None:
-    """Return what a graph takes in the place of an input; None if the input is not a DTensor that stands for a
-    parameter."""
+    """Return the replacement of a graph's input; None if the input is not a DTensor placeholder."""
     if not isinstance(value, DTensor) or (path := path_of(value)) is None:
         return None
     taken = without_memory(Placeholder, local(value), value.dtype, value.device, value.requires_grad)
@@ -90,16 +88,12 @@ def slice_of(value: object) -> Slice | None:
 
 
 def is_part(value: object) -> bool:
-    """Return whether a value is a DTensor whose parts differ between ranks."""
-    return isinstance(value, DTensor) and any(not isinstance(placed, Replicate) for placed in value.placements)
+    """Return whether a value is a DTensor whose local tensors differ between ranks."""
+    return isinstance(value, DTensor) and any(not isinstance(placement, Replicate) for placement in value.placements)
 
 
 def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
-    """Refuse hooks that forward has put on placeholders, as plans of Hugging Face for tensor parallelism do.
-
-    Raises:
-        RuntimeError: naming the first parameter that has one.
-    """
+    """Raise RuntimeError if forward has registered hooks on a placeholder, as Hugging Face's plans may do."""
     for path, tensor in placeholders.items():
         if has_hooks(tensor):
             raise RuntimeError(
@@ -109,11 +103,7 @@ def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
 
 
 def require_plain_tensors(module: nn.Module) -> None:
-    """Refuse a module with DTensors: a program for it needs its mesh.
-
-    Raises:
-        RuntimeError: naming the first one.
-    """
+    """Raise RuntimeError if a parameter is a DTensor, since a trace of it needs its mesh."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise RuntimeError(

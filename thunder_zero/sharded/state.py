@@ -1,9 +1,9 @@
-"""This rank's state of one model: shards, placeholders, and everything with the model's lifetime.
+"""This rank's state of one model: shards, placeholders, and all objects with the model's lifetime.
 
 Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
 
-    shards['w']          DTensor (5, 8), what the optimizer steps     placeholders['w']    (5, 8) without values
-    rows['w']            (3, 8), its memory and the padding           transport            gathers and reduces
+    shards['w']          DTensor (5, 8) of the optimizer              placeholders['w']    (5, 8) without values
+    rows['w']            (3, 8), the shard's memory and padding       transport            gathers and reduces
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from thunder_zero.sharded.writes import Versions
 
 
 class LocalState:
-    """The state of one model on one rank, as if it had no peers: only the transport knows them.
+    """The state of one model on one rank, without process groups: only the transport communicates with peers.
 
     Args:
-        at_rest: values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
-        digests: look for writes to the rows of resident parameters that raise no version.
+        at_rest: values by path, which are removed: full values (ZeRO-1, replicated parameters) or this rank's rows.
+        digests: True detects writes to resident parameters that do not bump a version.
 
     Attributes:
         device: the device that computes.
         name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
-        copies: copies of shards from host memory to the device, which may still run.
-        rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
-        specs: how ranks share each parameter, by path; empty in stage 0, and where there are no peers.
+        copies: asynchronous copies of shards between host memory and the device.
+        rows: the tensors that programs read, by path: this rank's rows with padding, or the full parameter.
+        specs: the DTensor spec of each parameter, by path. It is empty in stage 0 without tensor parallelism.
         frozen: paths of the parameters that do not train.
-        single_rows: paths of the sharded parameters of one row.
-        shards: the optimizer's parameters by path, in the memory of ``rows``: DTensors, if there are specs.
+        single_rows: paths of the sharded parameters with one row.
+        shards: the optimizer's parameters by path, which are aliases of ``rows``: DTensors if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
         kept_unsharded: gathered parameters that the next micro-batch reads again.
-        clock: records waits while ``measure_times`` runs.
-        labels: labels waits and units while a profiler runs.
-        training_forwards: how many forwards have ended in training mode and with gradients enabled.
+        clock: the recorder of waits while ``measure_times`` runs.
+        labels: the labels of waits and units while a profiler runs.
+        training_forwards: the number of forwards that have ended in training mode with gradients enabled.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LocalState:
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)
-        # So that the first forward computes with values that went through the format.
+        # So that the first forward computes with values that were encoded and decoded.
         formatted = (param.path for param in plan.params if plan.decodes(param))
         self.resident.mark_stale(formatted)
 
@@ -100,8 +100,8 @@ class LocalState:
         count, spec = self._layouts[path]
         return as_dtensor(rows if count is None else rows[:count], spec)
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], also: Tensor | None = None) -> list[str]:
-        """Return the paths that are in ``changed``; there is no other rank, and ``also`` is ignored."""
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
+        """Return the paths that are in ``changed``. Ignore ``flags``, since there is no other rank."""
         return [path for path in paths if path in changed]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
@@ -112,7 +112,7 @@ class LocalState:
         """Do nothing: there is no other rank."""
 
     def drop_deferred(self) -> None:
-        """Abandon the accumulation: drop its deferred gradients and the parameters that it keeps unsharded."""
+        """Drop all deferred gradients, and the parameters that the accumulation keeps unsharded."""
         self.accumulation.drop()
         self.kept_unsharded.clear()
 
@@ -122,18 +122,17 @@ class State(LocalState):
 
     Attributes:
         ranks: the process groups that train the model.
-        group: all of these ranks.
-        placeholders: the parameters of the plain module while forward runs, by path: full shape, no memory.
-        unsharded: True inside ``full_parameters``, while the model cannot be called.
-        same_batch: compares the inputs of ranks that hold slices of one model.
+        group: the process group of all of these ranks.
+        placeholders: the parameters of the plain module while forward runs, by path, with full shapes and no memory.
+        unsharded: True inside ``full_parameters``, where the model cannot be called.
+        same_batch: the comparison of inputs between tensor-parallel ranks.
         averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
     """
 
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Make the shards and placeholders of a plain module, which stays as it is. ``at_rest`` is that of
-        :class:`LocalState`."""
+        """Build the shards and placeholders of a plain module, which is not changed."""
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
@@ -150,14 +149,14 @@ class State(LocalState):
         }
 
     def require_sharded(self) -> None:
-        """Raise if the plain module has full parameters."""
+        """Raise RuntimeError if the plain module has full parameters."""
         if self.unsharded:
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
             )
 
     def require_own_values(self, action: str) -> None:
-        """Raise if parameters hold their averages. ``action``, such as "save", is what cannot be done then."""
+        """Raise RuntimeError if parameters hold their averages. The error begins with "cannot" and ``action``."""
         if self.averaged:
             raise RuntimeError(
                 f"cannot {action}: the parameters of {self.name} are averages inside of EMA.applied; leave that block "
@@ -166,13 +165,13 @@ class State(LocalState):
 
     def leave_group(self) -> None:
         """Drop all references to the process groups; the model cannot be called again."""
-        vars(self.transport).clear()  # not deleted: compiled programs hold it, too
-        for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold the meshes, too
+        vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
+        for mesh in {spec.mesh for spec in self.specs.values()}:  # since shards also refer to the meshes
             let_go_of_groups(mesh)
         del self.ranks, self.group, self.transport, self.same_batch
 
     def agree_on_stale(self) -> None:
-        """Let ranks agree on what the next forward must gather.
+        """Let ranks agree on the parameters that the next forward must gather.
 
         Calls :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
         :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`.
@@ -180,30 +179,29 @@ class State(LocalState):
         self.kept_unsharded.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], also: Tensor | None = None) -> list[str]:
-        """Return the paths that are in ``changed`` on any rank, or flagged in ``also`` (a bool for each path) on any
-        rank.
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
+        """Return the paths that any rank has in ``changed`` or marks in ``flags``, which has a bool for each path.
 
         One small collective if there are several ranks.
         """
-        if self.plan.ranks == 1 and also is None:
+        if self.plan.ranks == 1 and flags is None:
             return [path for path in paths if path in changed]
-        flags = to_device([path in changed for path in paths], torch.int32, self.device)
-        if also is not None:
-            flags += also.to(self.device)
+        counts = to_device([path in changed for path in paths], torch.int32, self.device)
+        if flags is not None:
+            counts += flags.to(self.device)
         if self.plan.ranks > 1:
             with doing(f"the comparison of changed parameters of {self.name}"):
-                all_reduce_max(flags, self.group)
-        return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
+                all_reduce_max(counts, self.group)
+        return [path for path, count in zip(paths, counts.tolist(), strict=True) if count]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return the position of the first flag that any rank has set; None if none is. One small collective."""
+        """Return the index of the first flag that any rank has set; None if no flag is set. One small collective."""
         flags = flags.to(torch.int32)
         all_reduce_max(flags, self.group)
         return int(flags.argmax()) if flags.any() else None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Compare the collectives of a program between ranks; raise on all ranks if they differ."""
+        """Compare the collectives of a program between ranks. Raise RuntimeError on all ranks if they differ."""
         calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
         inputs = "give every rank inputs that take the same path through the module"
         facts = [
@@ -214,40 +212,38 @@ class State(LocalState):
             require_same([Fact("the program to run", program, calls), *facts], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
-        """Raise while ``no_sync`` holds gradients of these parameters; without ``shards``, of any parameter."""
-        among = None if shards is None or not self.accumulation.paths else set(map(id, shards))
+        """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""
+        ids = None if shards is None or not self.accumulation.paths else set(map(id, shards))
         for path in self.accumulation.paths:
-            if among is None or id(self.shards[path]) in among:
+            if ids is None or id(self.shards[path]) in ids:
                 raise unreduced(action, f"of parameter {path!r}")
 
     def mark_stale(self, paths: Iterable[str]) -> None:
-        """Note that these parameters changed: the next forward refreshes the other ranks' rows, if they are
-        resident."""
+        """Record that these parameters changed, so that the next forward gathers them again."""
         changed = tuple(paths)
         self.resident.mark_stale(changed)
         self.kept_unsharded.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """Gather a full, unpadded parameter; a collective.
+        """Gather a full, unpadded parameter from the current shards; a collective.
 
-        Its values are those of the shards now, or of ``shard``: this rank's rows of another tensor of its shape and of
-        any dtype.
+        With ``shard``, gather another tensor of the parameter's shape instead: ``shard`` has this rank's rows.
         """
-        form = param.frozen_format if shard is None else None
+        encoding = param.frozen_format if shard is None else None
         shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
-        dtype = param.dtype if form else shard.dtype
-        exact = replace(param, compute_dtype=dtype, gather_format=None, frozen_format=form)
-        what = current_activity() or f"a gather of {self.name}"
-        self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
-        full = self.wire.gather_now([shard], [exact])[0].clone()
+        dtype = param.dtype if encoding else shard.dtype
+        exact_param = replace(param, compute_dtype=dtype, gather_format=None, frozen_format=encoding)
+        activity = current_activity() or f"a gather of {self.name}"
+        self.transport.enter(CollectiveTag(activity, f"{param.path} {exact_param.compute_dtype}"))
+        full = self.wire.gather_now([shard], [exact_param])[0].clone()
         self.copies.wait()
         return full
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Send parameters and gradients without formats inside the block; all ranks enter it together."""
+        """Temporarily send parameters and gradients without lossy formats. All ranks must enter the block."""
         formatted = [param.path for param in self.plan.params if param.gather_format]
         self.mark_stale(formatted)
         try:
@@ -257,8 +253,7 @@ class State(LocalState):
             self.mark_stale(formatted)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
-        """Return the seconds in which these sharded parameters are gathered while nothing else travels; a
-        collective."""
+        """Return the seconds that a gather of these sharded parameters takes without overlap; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))

@@ -1,10 +1,10 @@
-"""Finds gradients that differ between ranks of slices although their parameters are not sliced.
+"""Detects replicated parameters whose gradients differ between tensor-parallel ranks.
 
-A parameter that is no DTensor may be used where activations are slices, as a norm of each head is. Each rank then has
-the gradient of its own slice, nothing sums these, and the ranks drift apart. Nothing in the module shows it::
+A plain parameter may be applied to sliced activations, such as a norm of each attention head. Then each rank has the
+gradient of its local slice, nothing sums these gradients, and the ranks drift apart. The module does not show this::
 
-    q_norm.weight (8,)     rank 0: of heads 0 and 1     rank 1: of heads 2 and 3     -> RuntimeError
-    norm.weight (8,)       rank 0: of all               rank 1: of all, the same
+    q_norm.weight (8,)     rank 0: heads 0 and 1        rank 1: heads 2 and 3        -> RuntimeError
+    norm.weight (8,)       rank 0: all activations      rank 1: all activations      equal gradients
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
-SAME = 0.05  # of a gradient's norm: far more than an order of sums changes, far less than other heads do
-NOISE = 1e-6  # of the largest norm, for gradients that are zero in exact arithmetic
+SAME = 0.05  # relative to a gradient's norm: far above rounding, far below the difference between heads
+NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exact arithmetic
 _compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # paths of parameters, for all callers
 
 
 def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
-    """Compare gradients between ranks of tensor parallelism, each parameter's once; a collective of one small message.
+    """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
 
-    Only parameters that nobody slices are compared, among those whose shards have the ids ``stepped``. Nothing is sent
-    if all of them were compared before.
+    A collective of one small message. It is skipped if all parameters in ``stepped``, ids of shards, were compared.
 
     Raises:
-        RuntimeError: a gradient differs; it names the first such parameter.
+        RuntimeError: a gradient differs. The error names the first such parameter.
     """
     plan, shards, compared = state.plan, state.shards, _compared.setdefault(state, set())
     params = [
@@ -47,19 +46,19 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
         if (grad := shards[param.path].grad) is not None:
             summary.copy_(_summary(local(grad).detach()))
     with doing(f"the first use of gradients of {state.name}"):
-        of_ranks = torch.stack(all_gather_tensor(summaries, state.group))
-    by_copy = of_ranks.view(-1, plan.mesh.tensor.size, len(params), 2)
-    norms = by_copy[..., 0].amax(1)
-    spread = (by_copy.amax(1) - by_copy.amin(1)).amax(-1)
-    differ = (spread > SAME * norms + NOISE * norms.amax()).any(0).tolist()
-    for param, differs in zip(params, differ, strict=True):
+        summaries_of_ranks = torch.stack(all_gather_tensor(summaries, state.group))
+    summaries_of_slices = summaries_of_ranks.view(-1, plan.mesh.tensor.size, len(params), 2)
+    norms = summaries_of_slices[..., 0].amax(1)
+    spread = (summaries_of_slices.amax(1) - summaries_of_slices.amin(1)).amax(-1)
+    flags = (spread > SAME * norms + NOISE * norms.amax()).any(0).tolist()
+    for param, differs in zip(params, flags, strict=True):
         if differs:
             raise RuntimeError(
                 f"the gradient of parameter {param.path!r} differs between ranks of tensor parallelism: each has that "
                 f"of its own slice of an activation, and nothing sums these; place the parameter's module by torch's "
                 f"SequenceParallel, along the dimension of the slices"
             )
-    if norms.any():  # or no backward has run yet, and nothing was compared
+    if norms.any():  # otherwise no backward has run yet
         compared.update(param.path for param in params)
 
 

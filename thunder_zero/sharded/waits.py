@@ -1,8 +1,7 @@
-"""Watches the waits of collectives: times them, and labels them while torch's profiler runs.
+"""Times the waits of collectives, and labels them while torch's profiler runs.
 
-Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs. A
-:class:`Moment` is one of the device that computes. On CUDA it is an event in the device's stream, so that the host runs
-ahead as it does without a clock.
+Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs. On
+CUDA a :class:`Moment` is an event in the device's stream, so that the clock does not synchronize the host.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class Moment:
 class Waited:
     """A wait that has ended."""
 
-    path: str  # the first parameter of the bucket
+    path: str  # the path of the bucket's first parameter
     gather: bool  # True for a gather, False for a reduction
-    called: Moment  # when compute reached it
-    returned: Moment  # when compute went on
+    called: Moment  # the start of the wait
+    returned: Moment  # the end of the wait
 
 
 class Clock:
-    """Records the waits of one model while it runs."""
+    """A recorder of the waits of one model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +67,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[list[Waited]]:
-        """Record the waits of collectives that are launched inside the block; yield the list of them."""
+        """Record the waits of collectives that are launched inside the block; yield the list of waits."""
         waits = self._waits = []
         try:
             yield waits
@@ -76,7 +75,7 @@ class Clock:
             self._waits = None
 
     def watch(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
-        """Return the handle, or one that records its wait while the clock runs."""
+        """Return the handle; while the clock runs, return a handle that records its wait."""
         if (waits := self._waits) is None:
             return handle
 
@@ -100,20 +99,19 @@ def label_launch(kind: Kind, paths: Sequence[str], over: str = SHARD) -> Abstrac
 class Labels:
     """The labels of one model's waits, and of the unit that computes.
 
-    A unit's label begins after the wait for its gather. It ends before the wait for another unit's gather, after
-    forward, or where backward has launched the reductions of all of its gradients; with backward at the latest. Torch's
-    profiler frees a label with the profile in which it began: a label that ended in the next profile would write into
-    freed memory.
+    A unit's label begins after the wait for its gather. It ends before the wait for another unit's gather, at the end
+    of a phase, or when backward has launched the reductions of all of the unit's gradients. A label must end in the
+    profile in which it began, since torch's profiler frees its memory with that profile.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._open: record_function | None = None
         self._unit = ""
-        self._pending: set[str] = set()  # parameters of the open unit whose gradients are not made yet
+        self._pending: set[str] = set()  # parameters of the current unit whose gradients are not computed yet
 
     def watch(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Return the handle, or one whose wait is labelled if a profiler runs."""
+        """Return the handle; if a profiler runs, return a handle whose wait is labelled."""
         if not profiler._is_profiler_enabled:
             return handle
         unit = self._plan.by_name[paths[0]].unit
@@ -142,7 +140,7 @@ class Labels:
             at_end_of_backward(self.end)
 
     def gradients_are_made(self, paths: Iterable[str]) -> None:
-        """Note that backward launches the reductions of these parameters, or defers them."""
+        """Record that backward has computed these gradients. End the label after the unit's last gradient."""
         if self._open is not None:
             self._pending.difference_update(paths)
             if not self._pending:

@@ -1,19 +1,18 @@
-"""Sends parameters and gradients as the plan says: in which dtype, from and to which memory.
+"""Sends parameters and gradients in the plan's dtypes and formats, from and to the plan's devices.
 
 ::
 
-    encode         shards, at rest  ->  cast, copied to the device; or bytes          what is gathered
-    gather         what is sent     ->  full parameters; or the bytes of all ranks
-    decode         bytes            ->  full parameters, of which the own rows are decoded, too
-    encode_grad    gradients        ->  cast; or each other rank's part as bytes      what is reduced
-    reduce         what is sent     ->  means; or bytes for the own part
-    decode_grad    means, or bytes, which are added up in float32  ->  cast, copied to where the shards rest
+    encode         shards               ->  payloads of a gather: cast and copied to the device, or bytes
+    gather         payloads             ->  full parameters, or the bytes of all ranks
+    decode         bytes of all ranks   ->  full parameters; this rank's rows are decoded, too
+    encode_grad    gradients            ->  payloads of a reduction: cast, or bytes for each other rank
+    reduce         payloads             ->  means, or the bytes from all ranks for this rank's part
+    decode_grad    means, or bytes      ->  means: decoded and added in float32, cast, copied to the shards' device
 
-Each is a line of a trace, if the plan has it do anything. Only shards are cast and copied, never full tensors: before a
-gather, and after a reduction. A copy lives only while its bytes travel. On CUDA, shards in host memory are
-pinned. Casts run on the device, since a copy that also casts makes the host wait. The copies run in the stream of
-compute, and ``HostCopies`` knows when they have ended. ``encodings/`` writes and reads the bytes; a frozen base rests
-as bytes, which are sent as they are.
+Each function is a line of a trace, unless it would be a no-op. Only shards are cast and copied, never full tensors:
+before a gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy
+that also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` knows when they have ended.
+``encodings/`` writes and reads the bytes. Encoded frozen parameters are sent unchanged.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from thunder_zero.plan.rows import padded, real_rows, rows_in
 
 
 class HostCopies:
-    """The copies of one model's offloaded shards, in the stream of compute. The host goes on meanwhile.
+    """The asynchronous copies of one model's offloaded shards, in the stream of compute.
 
-    Only copies to a GPU are asynchronous. If no shard rests in host memory, the host never waits.
+    Only copies to a GPU are asynchronous. If no shard is in host memory, the host never waits.
     """
 
     def __init__(self, device: torch.device, *, offloaded: bool) -> None:
@@ -50,13 +49,13 @@ class HostCopies:
         self._last: torch.cuda.Event | None = None  # recorded after the last copy
 
     def note(self) -> None:
-        """Note that copies were started."""
+        """Record that copies were started."""
         if self._are_asynchronous:
             self._last = torch.cuda.Event()
             self._last.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Make the host wait for all copies; not for the compute after them."""
+        """Make the host wait for all copies, but not for later compute."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None
@@ -66,23 +65,22 @@ HOST = torch.device("cpu")
 
 
 def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
-    """Return the device of a parameter's shard, gradient and optimizer state. Replicated parameters are never
-    offloaded."""
+    """Return the device of a parameter's shard, gradient and optimizer state."""
     return HOST if plan.rests_on_host(param) else device
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
-    """Return whether a cast, a copy or bytes of the shard are gathered instead of the shard itself."""
+    """Return whether a gather sends a cast, a copy or an encoding of the shard, instead of the shard itself."""
     return param.is_cast or rest_device(param, plan, device) != device or plan.decodes(param)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientParts:
-    """A gradient on its way over an axis of W ranks: parts before they are added up in float32.
+    """The parts of a gradient before they are added in float32, on an axis of W ranks.
 
     Attributes:
-        own: (n,), this rank's part, exact.
-        others: (W - 1, nbytes), uint8: the parts for the other ranks, or the parts from them, in rank order.
+        own: this rank's part, not encoded, (n,).
+        others: the encoded parts to or from the other ranks, in rank order: (W - 1, nbytes), uint8.
     """
 
     own: Tensor
@@ -93,7 +91,7 @@ OnTheWire = Tensor | GradientParts
 
 
 class Wire:
-    """Encodes what a model sends, launches the collectives, and decodes what arrives."""
+    """The gathers and reductions of one model, with their encoding and decoding."""
 
     def __init__(self, transport: TaggedTransport, plan: Plan, device: torch.device) -> None:
         self.transport = transport
@@ -105,23 +103,23 @@ class Wire:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Send nothing in a format inside the block; all ranks enter it together."""
-        before, self._uses_formats = self._uses_formats, False
+        """Temporarily send without lossy formats. All ranks must enter the block."""
+        old_value, self._uses_formats = self._uses_formats, False
         try:
             yield
         finally:
-            self._uses_formats = before
+            self._uses_formats = old_value
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Let reductions inside the block not change how later ones are rounded."""
-        before = self._reduced.copy()
+        """Do not count reductions inside the block, so that they do not change the rounding of later reductions."""
+        old_counts = self._reduced.copy()
         try:
             yield
         finally:
-            self._reduced = before
+            self._reduced = old_counts
 
-    # Gathers. All parameters of a bucket have one format, or none has any.
+    # Gathers. All parameters of a bucket have equal formats, or no format.
 
     def _gathers_bytes(self, param: Param) -> bool:
         """Return whether a gather of this parameter sends bytes."""
@@ -131,12 +129,12 @@ class Wire:
         """Return the values that all ranks decode from this rank's rows."""
         if not self._gathers_bytes(param):
             return rows
-        form = self._encoding(param)
-        payload = form.encode(rows, piece=self._piece)
-        return form.decode(payload, torch.empty(rows.shape, device=rows.device), piece=self._piece)
+        encoding = self._encoding(param)
+        payload = encoding.encode(rows, piece=self._piece)
+        return encoding.decode(payload, torch.empty(rows.shape, device=rows.device), piece=self._piece)
 
     def _encoding(self, param: Param) -> Encoding:
-        """Return how rows are encoded for a gather. Those of a frozen base rest as bytes already."""
+        """Return the encoding of rows for a gather. Encoded frozen parameters are only copied."""
         if param.gather_format is not None and self._gathers_bytes(param):
             return param.gather_format
         return Encoding(param.rest_dtype if param.frozen_format else param.compute_dtype)
@@ -145,9 +143,9 @@ class Wire:
     def encode(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Return what is gathered of this rank's rows: bytes, or the rows, cast and copied.
+        """Return the payloads of a gather of this rank's rows: bytes, or rows that are cast and copied.
 
-        Without a format the rows may go to their places in ``into``, buffers of all rows with padding.
+        Without a format, rows are copied to their places in ``into`` if it is given: buffers of all rows with padding.
         """
         if into is None or self._gathers_bytes(params[0]):
             sent = [
@@ -163,7 +161,7 @@ class Wire:
         return tuple(sent)
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
-        """Gather full parameters, into ``into`` if that is given; or the bytes of all ranks."""
+        """Launch a gather of full parameters, into ``into`` if it is given; or of the bytes of all ranks."""
         if self._gathers_bytes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
@@ -173,7 +171,7 @@ class Wire:
     def decode(
         self, arrived: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Return full parameters, in ``into`` if that is given."""
+        """Return full parameters, decoded into ``into`` if it is given."""
         if params[0].frozen_format:
             pairs = zip(arrived, params, strict=True)
             return tuple(decode_frozen(payload, param, param.compute_dtype, self._piece) for payload, param in pairs)
@@ -204,14 +202,14 @@ class Wire:
 
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
-        """Return what is reduced: gradients, or means inside of a copy, as they are or in parts."""
+        """Return the payloads of a reduction of gradients or intra-replica means: unchanged, or encoded parts."""
         if not self._reduces_bytes(params[0], over):
             return tuple(grads)
         return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
 
     def _encode_parts(self, grad: Tensor, param: Param, over: str) -> GradientParts:
-        """Cut a gradient into a part for each rank of an axis; encode the parts of the other ranks, each once."""
-        form, axis = reduce_format_of(param), self._plan.mesh.over(over)
+        """Cut a gradient into a part for each rank of an axis, and encode the parts of the other ranks."""
+        encoding, axis = reduce_format_of(param), self._plan.mesh.over(over)
         if over == SHARD:
             is_even = grad.shape == self._plan.geometry(param).gathered
             parts = (grad.contiguous() if is_even else padded(grad, param, self._plan)).view(axis.size, -1)
@@ -220,16 +218,16 @@ class Wire:
         self._reduced[param.path] += 1
         sender = f"{self._plan.mesh.shard.place} {axis.place}"
         key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {sender}"
-        others = grad.new_empty((axis.size - 1, form.nbytes(parts.shape[1])), dtype=torch.uint8)
+        others = grad.new_empty((axis.size - 1, encoding.nbytes(parts.shape[1])), dtype=torch.uint8)
         for payload, rank in zip(others.unbind(), axis.peers, strict=True):
-            form.encode(parts[rank], out=payload, key=key, piece=self._piece)
+            encoding.encode(parts[rank], out=payload, key=key, piece=self._piece)
         return GradientParts(parts[axis.place], others)
 
     def reduce(self, sent: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> Waitable:
-        """Average gradients over the ranks of an axis.
+        """Launch the average of gradients over the ranks of an axis.
 
-        The handle has means, or what :meth:`decode_grad` makes means of. Inside of a copy that is this rank's part from
-        all ranks; between copies it is the bytes of all parts of the means.
+        The handle returns means, or the input of :meth:`decode_grad`. Within a replica this input is all ranks' parts
+        for this rank. Between replicas it is the encoded means.
         """
         if not self._reduces_bytes(params[0], over):
             if over in OF_MEANS:
@@ -238,7 +236,7 @@ class Wire:
         return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
 
     def _reduce_rows(self, means: Sequence[Tensor], params: Sequence[Param], over: str) -> Waitable:
-        """Average means over the copies of the model, or sum their parts over slices; padding stays where it is."""
+        """Average means over replicas, or sum partial means over slices, without their padding."""
         rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
         handle = self.transport.all_reduce(rows, over)
         summands = self._plan.ranks_over(over) if over == TENSOR else 1
@@ -251,7 +249,7 @@ class Wire:
         return WaitsBy(wait)
 
     def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
-        """Send each part to the rank that adds it up."""
+        """Send each part to the rank that adds the parts."""
         trade = _Trade(sent, self._plan.mesh.over(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
@@ -262,7 +260,7 @@ class Wire:
         return WaitsBy(wait)
 
     def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
-        """Send each part to the rank that adds it up; send the mean, rounded once more (to nearest), to all ranks."""
+        """Send each part to the rank that adds the parts, then its mean to all ranks, rounded to nearest."""
         axis = self._plan.mesh.over(over)
         trade = _Trade(sent, axis)
 
@@ -270,7 +268,7 @@ class Wire:
         def send_means(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
             means = [(self._average_parts(part, param, axis), reduce_format_of(param)) for part, param in parts]
-            payloads = [form.encode(mean, piece=self._piece) for mean, form in means]
+            payloads = [encoding.encode(mean, piece=self._piece) for mean, encoding in means]
             return transport.all_gather(payloads, [(axis.size * payload.numel(),) for payload in payloads])
 
         return self.transport.in_two(
@@ -278,7 +276,7 @@ class Wire:
         )
 
     def _average_parts(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
-        """Add up the parts of all ranks, in their order, and divide by their number."""
+        """Add the parts of all ranks, in rank order, and divide by the number of ranks."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
         for rank in range(axis.size):
             if rank == axis.place:
@@ -289,9 +287,9 @@ class Wire:
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
-        """Return means. After the last axis they are in the dtypes and on the devices of the shards.
+        """Return means. After the last axis they have the dtypes and devices of the shards.
 
-        A copy to host memory may still run then: ``ModelRuntime.wait_offloaded`` waits for all of them.
+        A copy to host memory may still run: ``ModelRuntime.wait_offloaded`` waits for all copies.
         """
         means = list(arrived)
         if self._reduces_bytes(params[0], over):
@@ -309,7 +307,7 @@ class Wire:
         return self._average_parts(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
 
     def _decode_means(self, payload: Tensor, param: Param) -> Tensor:
-        """Return the means of this rank's rows, which arrive as bytes from all copies."""
+        """Return the means of this rank's rows, decoded from the bytes of all replicas."""
         shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
         mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
         for part, bytes_of_copy in zip(mean, payload.chunk(copies), strict=True):
@@ -317,7 +315,7 @@ class Wire:
         return mean.view(-1)[: prod(shape)].view(shape)
 
     def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
-        """Return the means of gradients over all ranks, as :meth:`decode_grad` does."""
+        """Return the means of gradients over all ranks, with the dtypes and devices of the shards."""
         for over in self._plan.reduced_over(params[0]):
             handle = self.reduce(self.encode_grad(grads, params, over), params, over)
             grads = self.decode_grad(handle.wait(), params, over)
@@ -325,7 +323,7 @@ class Wire:
 
 
 class _Trade:
-    """The buffers of a trade: for each gradient, bytes to and from each other rank."""
+    """The send and receive buffers of an all-to-all: for each gradient, bytes to and from each other rank."""
 
     def __init__(self, sent: Sequence[GradientParts], axis: Axis) -> None:
         arriving = [torch.empty_like(parts.others) for parts in sent]
@@ -335,35 +333,34 @@ class _Trade:
         self._parts = tuple(GradientParts(parts.own, slots) for parts, slots in zip(sent, arriving, strict=True))
 
     def arrived(self) -> tuple[GradientParts, ...]:
-        """Return what has arrived; call it after the wait. What was sent is freed."""
+        """Return the received parts, after the wait, and free the sent parts."""
         self.outgoing.clear()
         return self._parts
 
 
 def reduce_format_of(param: Param) -> Int8:
-    """Return the format in which a gradient is reduced; it must have one."""
+    """Return the format of a parameter's reduction, which must not be None."""
     assert param.reduce_format is not None, f"the gradient of {param.path} travels as it is"
     return param.reduce_format
 
 
 def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int | None = None) -> Tensor:
-    """Return the rows of a frozen parameter that rest as bytes, in ``dtype``. ``piece`` is the number of elements that
-    are decoded at a time."""
+    """Decode rows of a frozen parameter in ``dtype``, ``piece`` elements at a time."""
     assert param.frozen_format is not None, f"parameter {param.path} does not rest as bytes"
     out = payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype)
     return param.frozen_format.decode(payload, out, piece=piece)
 
 
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
-    """Return a mean in float32 as ``count`` flat parts, with zeros at the end; a view if possible."""
+    """Return a mean in float32 as ``count`` flat parts, padded with zeros; a view if possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
 
 
 def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows averaged over copies, with the padding of the mean inside of a copy."""
+    """Return the rows that were averaged over replicas, with the padding of the intra-replica mean."""
     if rows.shape == mean.shape:
-        return rows  # the mean may be the gradient itself, so nothing is written into it
+        return rows  # not copied into the mean, which may alias the gradient
     mean[: len(rows)].copy_(rows)
     return mean

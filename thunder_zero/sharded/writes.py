@@ -1,9 +1,8 @@
-"""Finds shards that were written to: by their versions, and by digests where a write raises none.
+"""Detects writes to shards: by their versions, and by digests for writes that bump no version.
 
-Writes through ``.data``, numpy or a kernel raise no version. A digest is the sum of a shard's words, each times a
-random weight of its place, modulo 2 ** 64. These are integers, so the order of additions does not matter, and one pass
-runs at the speed of memory. A change goes unseen with a probability below 2 ** -30, unless its author knows the
-weights.
+Writes through ``.data``, numpy or a kernel bump no version. A digest is the sum of a shard's 64-bit words, each times a
+random weight of its position, modulo 2 ** 64. Integer sums do not depend on the order, and one pass runs at memory
+speed. A change goes undetected with a probability below 2 ** -30, unless its author knows the weights.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from thunder_zero.sharded.dtensors import local
 
 
 class Versions:
-    """The versions of shards when they were last noted.
+    """The last recorded versions of shards.
 
-    An operator in place raises the version of the DTensor; code that writes to its local tensor raises the version of
-    that tensor. Fused optimizers raise neither, so ``optimizers.py`` reports their steps.
+    An in-place operator bumps the version of the DTensor. A write to its local tensor bumps the local tensor's version.
+    Fused optimizers bump neither, so ``optimizers.py`` reports their steps.
     """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:
@@ -29,11 +28,11 @@ class Versions:
         self._noted: dict[str, tuple[int, int]] = {}
 
     def note(self, paths: Iterable[str]) -> None:
-        """Note the current versions of these shards."""
+        """Record the current versions of these shards."""
         self._noted.update((path, self._version(path)) for path in paths)
 
     def changed(self, path: str) -> bool:
-        """Return whether a shard was written to since it was noted."""
+        """Return whether a shard's version has changed since it was recorded."""
         return self._version(path) != self._noted[path]
 
     def _version(self, path: str) -> tuple[int, int]:
@@ -43,21 +42,20 @@ class Versions:
 
 WORD_BYTES = 8
 BLOCK = 1024  # words in one sum; the sums are summed again
-LEVELS = 5  # of sums, enough for 1024 ** 5 words
-MULTIPLY_INTEGERS = ("cpu",)  # devices on which matmul takes integers
-CACHED = 64  # blocks at a time on such a device, so that their temporary copy stays in its caches
+LEVELS = 5  # levels of sums, enough for 1024 ** 5 words
+MULTIPLY_INTEGERS = ("cpu",)  # devices whose matmul supports integers
+CACHED = 64  # blocks at a time on these devices, so that their temporary copy stays in the caches
 SLICE = 4096  # blocks at a time on other devices
 
 
 @torch.no_grad()
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one int64 for each tensor, on the tensors' device. Tensors of different bytes almost never share a
-    digest."""
+    """Return an int64 digest for each tensor, on the tensors' device."""
     return torch.cat([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a vector as int64; a copy, with zeros behind it, where they are not aligned words."""
+    """Return the bytes of a vector as int64. Copy and pad them with zeros if they are not aligned words."""
     if flat.nbytes % WORD_BYTES == 0 and flat.storage_offset() * flat.itemsize % WORD_BYTES == 0:
         return flat.view(torch.int64)
     words = torch.zeros(-(-flat.nbytes // WORD_BYTES), dtype=torch.int64, device=flat.device)
@@ -66,13 +64,13 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor) -> Tensor:
-    """Return the weighted sum of words, (1,): of blocks, then of their sums, each time with other weights."""
+    """Return the weighted sum of words, (1,): sum blocks, then sum the sums, with different weights on each level."""
     weights = _weights(words.device)
     level = 0
     while len(words) > BLOCK:
         end = len(words) // BLOCK * BLOCK
-        blocks, rest = words[:end].view(-1, BLOCK), words[None, end:]
-        words = torch.cat([_products(blocks, weights[level]), _products(rest, weights[level])])
+        blocks, last_block = words[:end].view(-1, BLOCK), words[None, end:]
+        words = torch.cat([_products(blocks, weights[level]), _products(last_block, weights[level])])
         level += 1
     return _products(words[None], weights[level])
 
@@ -87,10 +85,10 @@ def _products(blocks: Tensor, weights: Tensor) -> Tensor:
 
 
 def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Return the products of a few rows.
+    """Return the dot product of each row with the weights, for a small number of rows.
 
-    A word's upper half is added to its lower half first: most weights would lose a change of the highest bits, such as
-    a sign.
+    First add each word's upper half to its lower half, since most weights would lose a change of the highest bits, such
+    as a sign.
     """
     mixed = (blocks >> 32).add_(blocks)
     return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)

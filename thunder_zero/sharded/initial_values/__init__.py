@@ -1,9 +1,8 @@
-"""Gives a plain module's parameters and buffers their initial values, before they are sharded.
+"""Computes the initial values of a plain module's parameters and buffers, before they are sharded.
 
-A module on the meta device has shapes and no values. Its values are drawn, as construction draws them (``drawn.py``),
-read from a state dict, or sent by one rank. A module on a real device has its own values. However large the model is, a
-rank holds its shards and one module's parameters in full. The door is :func:`initial_values`, which does not change the
-module.
+A module on the meta device has shapes and no values. Its values are drawn as in construction (``drawn.py``), read from
+a state dict, or sent by one rank. A module on a real device has its values already. A rank never holds more than its
+shards and one module's full parameters. The entry point is :func:`initial_values`, which does not change the module.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ from thunder_zero.sharded.initial_values.drawn import Drawn
 __all__ = ["InitialValues", "Sources", "UnplannedValue", "initial_values"]
 
 
-# Returns a tensor's values in full, on any device. It is called once for each tensor, in the module's order.
+# A function that returns a tensor's full values, on any device. It is called once for each tensor, in module order.
 FullOf = Callable[[Tensor], Tensor]
 
 
 def initial_values(
     module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
 ) -> InitialValues:
-    """Return the values of a plain module, once all ranks agree that they have equal modules; a collective.
+    """Compare the modules of all ranks, and return the initial values; a collective.
 
-    A rank that fails between two agreements takes part in the collectives up to the next agreement, where every rank
-    raises.
+    A rank that fails still takes part in all collectives up to the next agreement, where every rank raises.
     """
     group = ranks.world
     if group.size() > 1:
@@ -69,7 +67,7 @@ def initial_values(
         drawn.require_written()
 
     def value_here(tensor: Tensor) -> Tensor:
-        """Return the values that this rank has, in full."""
+        """Return this rank's values of a tensor, in full."""
         if tensor in read:
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
@@ -82,8 +80,7 @@ def initial_values(
 
 
 def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """Return whether each source is there: sources decide which collectives ranks launch, unless one rank sends all
-    values."""
+    """Return facts about the given sources, which decide the collectives. Return [] if one rank sends all values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
@@ -95,17 +92,13 @@ def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
 
 
 def _mesh_facts(ranks: Ranks) -> list[agree.Fact]:
-    """Return the names of a mesh's dimensions, which decide which parameters are slices."""
+    """Return a fact with the names of the mesh's dimensions, which decide the tensor-parallel parameters."""
     names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
     return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
 
 
 def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:
-    """Refuse the state dict of another module: one that lacks a tensor to read, or has a name that is not in ``saved``.
-
-    Raises:
-        ValueError: naming the first tensor that is missing or unexpected.
-    """
+    """Raise ValueError if ``weights`` lacks a tensor to read, or has a name that is not in ``saved``."""
     for names in read:
         if not any(name in weights for name in names):
             raise ValueError(f"weights has no {names[0]!r}; give the state dict of a {kind} like this one")
@@ -118,7 +111,7 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 
 
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
-    """Read a tensor to the CPU. After a failure it has no values, since the other ranks may wait to receive it."""
+    """Read a tensor to the CPU. After a failure return it without values, since other ranks may wait to receive it."""
     buffer = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
     with failures.capture():
         first, *others = (name for name in names if name in weights)
@@ -130,7 +123,7 @@ def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], f
 
 
 def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
-    """Refuse two values for one tied tensor, unless they are equal in the dtype of lower precision."""
+    """Raise ValueError unless two values of a tied tensor are equal in the dtype of lower precision."""
     narrow = max(
         value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
     )
@@ -148,13 +141,12 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """Return a tensor that has values; for a planned parameter, this rank's slice without its gradient."""
+    """Return a tensor that has values. For a planned parameter, return this rank's slice, detached."""
     return tensor if model.param_of(tensor) is None else local(tensor).detach()
 
 
 def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
-    """Return values in full: this rank's, or those that rank ``policy.broadcast_from`` sends to all ranks (then a
-    collective)."""
+    """Return a tensor's full values: this rank's, or those that rank ``policy.broadcast_from`` sends (a collective)."""
     if model.sender is None or not model.travels(tensor):
         return value_here(tensor)
     if not model.arrives(tensor):
@@ -168,7 +160,7 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
 
 
 def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
-    """Return all values; a collective if one rank sends them. Only one full tensor at a time is alive."""
+    """Return all values; a collective if one rank sends them. At most one full tensor is alive at a time."""
     at_rest: dict[str, Tensor] = {}
     unplanned = []
     for tensor, names in model.names.items():

@@ -1,11 +1,11 @@
-"""The user's sources, the module that needs values, the values; what ranks compare of them.
+"""The user's sources, the module that needs values, the values; their comparison between ranks.
 
-:func:`initial_values` takes :class:`Sources` and gives :class:`InitialValues`. :class:`PlainModel` says which tensor
-gets its value from whom. :class:`Sharder` cuts full values to what a rank keeps, and remembers their digests.
-:class:`Failures` keeps an error until the next agreement, as the other ranks wait in collectives::
+:func:`initial_values` takes :class:`Sources` and returns :class:`InitialValues`. :class:`PlainModel` knows which rank
+provides each tensor's value. :class:`Sharder` cuts full values into this rank's rows, and stores their digests.
+:class:`Failures` holds an error until the next agreement, since other ranks wait in collectives::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
-                                         SHA-256 of the full value, which ranks compare, unless one sent it to all
+                                         SHA-256 of the full value, which ranks compare unless one rank sent the value
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CPU = torch.device("cpu")  # values are drawn here, whatever the device, so that
 class Sources:
     """The user's sources of initial values."""
 
-    init: Callable[[nn.Module], object] | None = None  # called as by ``module.apply(init)``, after ``reset_parameters``
-    weights: Mapping[str, Tensor] | None = None  # full tensors by their names in the plain module's state dict
+    init: Callable[[nn.Module], object] | None = None  # a function for ``module.apply``, after ``reset_parameters``
+    weights: Mapping[str, Tensor] | None = None  # full tensors by name in the plain module's state dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class UnplannedValue:
 class InitialValues:
     """The initial values of a module."""
 
-    at_rest: dict[str, Tensor]  # planned parameters by path, in full or this rank's rows
-    unplanned: list[UnplannedValue]  # for tensors on the meta device, and those read from a state dict
+    at_rest: dict[str, Tensor]  # planned parameters by path: full values, or this rank's rows
+    unplanned: list[UnplannedValue]  # values of tensors on the meta device, and values from a state dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PlainModel:
     module: nn.Module
     plan: Plan
     ranks: Ranks
-    device: torch.device  # where compute is
+    device: torch.device  # the device that computes
     names: Mapping[Tensor, Sequence[str]]  # all names of each parameter and buffer, in the module's order
 
     def name_of(self, tensor: Tensor) -> str:
@@ -70,17 +70,16 @@ class PlainModel:
         return self.names[tensor][0]
 
     def param_of(self, tensor: Tensor) -> Param | None:
-        """Return the plan of a parameter; None for a buffer, and for a parameter that the policy ignores."""
+        """Return the plan of a parameter; None for a buffer or an ignored parameter."""
         return self.plan.by_name.get(self.name_of(tensor))
 
     @property
     def sender(self) -> int | None:
-        """Return the rank that sends its values to all ranks (``policy.broadcast_from``), if there is one."""
+        """The rank that sends its values to all ranks (``policy.broadcast_from``), or None."""
         return self.plan.policy.broadcast_from
 
     def travels(self, tensor: Tensor) -> bool:
-        """Return whether one rank sends the tensor's values to all ranks. Parameters that the policy ignores do not
-        travel."""
+        """Return whether one rank sends the tensor's values to all ranks. Ignored parameters are never sent."""
         is_ignored = isinstance(tensor, nn.Parameter) and self.param_of(tensor) is None
         return self.sender is not None and not is_ignored
 
@@ -98,22 +97,24 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
     return names
 
 
-def fitted(value: object, like: Tensor, what: str) -> Tensor:
-    """Return the value in the dtype of the module's tensor; refuse a wrong shape. ``what`` begins the sentence of the
-    error."""
+def fitted(value: object, like: Tensor, subject: str) -> Tensor:
+    """Return a value in the dtype of the module's tensor. Raise ValueError if its shape differs.
+
+    ``subject`` is the beginning of the error message.
+    """
     if not isinstance(value, Tensor) or value.is_meta:
         kind = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{what} as a {kind}; give a tensor of shape {tuple(like.shape)}")
+        raise ValueError(f"{subject} as a {kind}; give a tensor of shape {tuple(like.shape)}")
     if value.shape != like.shape:
         raise ValueError(
-            f"{what} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the module "
-            f"that the values belong to"
+            f"{subject} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the "
+            f"module that the values belong to"
         )
     return value.detach().to(like.dtype)
 
 
 def whole_like(tensor: Tensor) -> Tensor:
-    """Return a tensor on the meta device that looks like a DTensor in full; any other tensor itself."""
+    """Return a meta tensor with the full shape of a DTensor. Return any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -121,14 +122,14 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 class Failures:
-    """The first failure, kept until all ranks can hear of it."""
+    """The first failure of this rank, held until the next agreement of all ranks."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Keep an exception of the block instead of raising it."""
+        """Store an exception of the block instead of raising it."""
         try:
             yield
         except Exception as failure:
@@ -141,7 +142,7 @@ class Failures:
 
 
 class Sharder:
-    """Cuts full parameters to what rests on this rank; keeps a digest of each where every rank makes its own values."""
+    """The conversion of full parameters to this rank's rows, with digests for a comparison between ranks."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
@@ -149,7 +150,7 @@ class Sharder:
         self._sliced: set[str] = set()  # paths whose digests are of this rank's slice
 
     def shard(self, full: Tensor, path: str) -> Tensor:
-        """Return a parameter as it rests: in full, or this rank's rows. ``full`` may be this rank's slice already."""
+        """Return this rank's rows of a parameter, or a resident parameter in full. ``full`` may be a local slice."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         is_slice = tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
@@ -158,11 +159,11 @@ class Sharder:
         full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
-        # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
+        # Cut on the full value's device, so that only the rows are copied to another device.
         return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
-        """Raise on every rank if ranks cut different values. A collective, unless one rank sent the values."""
+        """Raise on all ranks if their full values differ. A collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
             facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # True: facts of slices
@@ -173,7 +174,7 @@ class Sharder:
                 agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
-        """Return the digest of a parameter's value, with a remedy where ranks differ."""
+        """Return a fact with the digest of a parameter's value, and a remedy if ranks differ."""
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

@@ -1,8 +1,8 @@
 """Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
-Modules take turns. In its turn a module has its own tensors in full, and ``reset_parameters`` or ``init`` writes them.
-Then they are cut to this rank's rows. Every rank draws everything and keeps its rows, so that the number of ranks
-does not change the values.
+Modules take turns. In its turn a module has its tensors in full, and ``reset_parameters`` or ``init`` writes them. Then
+they are cut to this rank's rows. Every rank draws all values and keeps its rows, so that the values do not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
-Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key of it, and the tensor there
+Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key in the dict, and its tensor
 
 
 class Drawn:
     """Drawn values of tensors on the meta device.
 
-    Each is held as it rests. It is held in full if no plan has the tensor, or if it will be broadcast.
+    A value is held as this rank's rows. It is held in full if the plan does not have the tensor, or if it will be sent
+    to all ranks.
 
     Args:
         model: the module that needs values.
-        tensors: those to draw.
-        sharder: cuts full values.
-        all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
-            construction; otherwise only the modules that own some of ``tensors``.
+        tensors: the tensors to draw.
+        sharder: the object that cuts full values into rows.
+        all_draw: True gives a turn to every module with meta tensors, so that the random generator advances as in
+            construction. False gives a turn only to modules that own some of ``tensors``.
     """
 
     def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
@@ -49,7 +50,7 @@ class Drawn:
         self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is drawn here."""
+        """Return whether the tensor's value is drawn."""
         return tensor in self._tensors
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Drawn:
         return torch.empty_like(like, device=self._model.device, requires_grad=False) if value is None else value
 
     def at_rest(self, tensor: Tensor) -> Tensor | None:
-        """Remove and return the value of a tensor that is held as it rests; None if it is held in full."""
+        """Remove and return the rows of a tensor; None if its value is held in full."""
         return self._take(tensor) if self._is_cut(tensor) else None
 
     def _take(self, tensor: Tensor) -> Tensor | None:
@@ -67,19 +68,19 @@ class Drawn:
         return self._values.pop(self._model.name_of(tensor), None)
 
     def _is_cut(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's value is held as it rests."""
+        """Return whether the tensor's value is held as rows."""
         return self._model.sender is None and self._model.param_of(tensor) is not None
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
-        """Keep a full value, cut to what rests here if possible."""
+        """Store a full value, cut into rows if possible."""
         name = self._model.name_of(tensor)
         self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
 
     def reset(self) -> None:
         """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
 
-        The first owner of a tied parameter writes it. What other owners draw is dropped: it moves the generator as in
-        construction.
+        The first owner of a tied parameter writes its value. Other owners also draw, to advance the generator as in
+        construction, but their values are dropped.
         """
         for owner in children_first(self._model.module):
             reset = getattr(type(owner), "reset_parameters", None)
@@ -87,7 +88,7 @@ class Drawn:
                 self._reset(owner, reset)
 
     def _reset(self, owner: nn.Module, reset: Callable[[nn.Module], object]) -> None:
-        """Call ``reset_parameters`` of a module, and keep what it wrote."""
+        """Call ``reset_parameters`` of a module, and store the values that it wrote."""
         stand_ins = stand_ins_for(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
         for tensor, value in find_written(reset, "reset_parameters", owner, stand_ins, self._meta_names).items():
             if self.has(tensor) and tensor not in self._written:
@@ -95,10 +96,10 @@ class Drawn:
                 self._put(tensor, self._fitted(value, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
+        """Call ``init`` as ``module.apply(init)`` does, except for modules whose tensors all have values.
 
-        Each owner of a tied parameter writes to the values that the owners before it left. These are gathered. So
-        nothing is raised here, and whether a value is gathered must not depend on what ``init`` did.
+        Each owner of a tied parameter starts from the values of earlier owners, which are gathered. So that all ranks
+        join these gathers, no exception is raised here, and the gathers do not depend on the results of ``init``.
         """
 
         def visit(owner: nn.Module) -> None:
@@ -109,7 +110,7 @@ class Drawn:
             self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        """Call ``init`` for a module, and keep what it wrote."""
+        """Call ``init`` for a module, and store the values that it wrote."""
         stand_ins = stand_ins_for(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         written: dict[Tensor, Any] = {}
         with failures.capture():
@@ -124,8 +125,7 @@ class Drawn:
             self._put(tensor, full)
 
     def _in_full(self, tensor: Tensor) -> Tensor | None:
-        """Remove and return the value in full, on the CPU, to be put back; None if there is none. A collective if it is
-        gathered."""
+        """Remove a value and return it in full on the CPU, or None if there is none. A collective for rows."""
         value, param = self._take(tensor), self._model.param_of(tensor)
         if value is None:
             return None
@@ -138,16 +138,16 @@ class Drawn:
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
-        """Return whether the module owns tensors on the meta device that are drawn, or that move the generator."""
+        """Return whether a module owns meta tensors that are drawn, or that advance the generator."""
         meta_tensors = [tensor for _, _, tensor in direct_tensors(owner) if tensor.is_meta]
         return bool(self._tensors and meta_tensors) if self._all_draw else any(map(self.has, meta_tensors))
 
-    def _fitted(self, value: object, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
-        """Return a written value in the tensor's dtype; refuse a wrong shape."""
-        return fitted(value, tensor, f"{who} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
+    def _fitted(self, value: object, tensor: Tensor, function_name: str, owner: nn.Module) -> Tensor:
+        """Return a written value in the tensor's dtype. Raise ValueError if its shape differs."""
+        return fitted(value, tensor, f"{function_name} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
 
     def require_written(self) -> None:
-        """Refuse a tensor that got no value."""
+        """Raise ValueError if a tensor was not written."""
         for owner_path, owner in self._model.module.named_modules():
             for _, key, tensor in direct_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
@@ -161,14 +161,14 @@ class Drawn:
 
 
 def _copied(tensor: Tensor) -> Tensor | None:
-    """Return a copy on the CPU of a tensor that keeps its own values; None for a sliced one."""
+    """Return a CPU copy of a tensor that already has values; None for a DTensor."""
     return None if isinstance(tensor, DTensor) else tensor.detach().to(CPU, copy=True)
 
 
 def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
-    """Return the tensors that a module gets in the place of its own to write to.
+    """Return temporary tensors for a module to write to, by the tensors that they replace.
 
-    They have their values in full, from ``before``, or NaN where there are none yet.
+    Their values come from ``before``, a function that returns a tensor's full value, or are NaN if it returns None.
     """
     tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
     return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
@@ -181,17 +181,16 @@ def find_written(
     stand_ins: Mapping[Tensor, Tensor],
     meta_names: Mapping[int, str],
 ) -> dict[Tensor, Any]:
-    """Call a function on a module; return the tensors that it wrote to or replaced, with what the module then held.
+    """Call a function on a module; return the new values of the tensors that it wrote to or replaced.
 
-    Meanwhile the module has stand-ins for its tensors. Tensors of other modules have no memory, so a write to one
-    raises.
+    During the call the module has stand-ins for its tensors. A write to a meta tensor of another module raises.
 
     Args:
         function: ``reset_parameters`` or ``init``.
-        who: its name in an error.
+        who: the function's name in an error.
         owner: the module.
-        stand_ins: by the tensors that they replace.
-        meta_names: names of all tensors on the meta device, by the addresses of their storages.
+        stand_ins: the stand-ins, by the tensors that they replace.
+        meta_names: the names of all tensors on the meta device, by the addresses of their storages.
 
     Raises:
         ValueError: the function wrote to another module's tensor.
@@ -212,9 +211,10 @@ def find_written(
 
 
 def _is_written(value: Any, stand_in: Tensor, version: int) -> bool:
-    """Return whether a call replaced a stand-in or wrote to it; writes through ``.data`` raise no version."""
+    """Return whether a call replaced a stand-in, or wrote to it."""
     if value is not stand_in or value._version != version:
         return True
+    # Writes through ``.data`` bump no version.
     return stand_in.is_floating_point() and not is_all_nan(stand_in)
 
 
@@ -227,21 +227,20 @@ def is_all_nan(tensor: Tensor) -> bool:
 
 
 def direct_tensors(owner: nn.Module) -> Iterator[Slot]:
-    """Yield the slots of the module's own parameters and buffers, without its children's."""
+    """Yield the slots of a module's parameters and buffers, without those of its children."""
     for holder in (owner._parameters, owner._buffers):
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
 
 
 def children_first(module: nn.Module) -> Iterable[nn.Module]:
-    """Return each submodule once, in the order in which constructors end, if they make their parts in order."""
+    """Return each submodule once, children before parents: usually the order in which constructors end."""
     modules: dict[nn.Module, None] = {}
     module.apply(modules.setdefault)
     return modules
 
 
 def address(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage, which views share. A storage on the meta device has one without
-    memory."""
+    """Return the address of a tensor's storage object, which views share, even on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -258,10 +257,7 @@ def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[No
 
 
 def _like(meta: Tensor, full: Tensor | None) -> Tensor:
-    """Return a parameter or buffer like the module's, with its strides and these values; NaN if there are none.
-
-    For a DTensor it has the slices of all ranks.
-    """
+    """Return a full CPU parameter or buffer like the module's, with the values of ``full``, or NaN if it is None."""
     meta = whole_like(meta)
     if full is None or full.stride() != meta.stride():
         filler = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
@@ -269,11 +265,11 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
         full = buffer if full is None else buffer.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
-    return parameter_like(meta, full)  # with its attributes, which initialisers read
+    return parameter_like(meta, full)  # with the attributes, which initialisers read
 
 
 class LostWrites(TorchDispatchMode):
-    """Sees writes to meta tensors, which are lost.
+    """A mode that records writes to meta tensors, which have no effect.
 
     Attributes:
         addresses: the addresses of the storages that were written to, in order.
@@ -284,10 +280,10 @@ class LostWrites(TorchDispatchMode):
         self.addresses: dict[int, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the storages that the operation's schema says it writes to, and run it."""
+        """Record the storages that the operator writes to, by its schema, and run the operator."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
-        # Not strict: args has the positional arguments only, the schema all.
+        # Not strict: args has only the positional arguments, the schema has all.
         args_by_name = {**kwargs, **{argument.name: value for argument, value in zip(arguments, args, strict=False)}}
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Reads safetensors files as a mapping from names to tensors, each when it is looked up."""
+"""Reads safetensors files lazily, as a mapping from names to tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 class SafetensorsWeights(Mapping[str, Tensor]):
     """The tensors of a safetensors file, of an index, or of a folder that Hugging Face's ``save_pretrained`` wrote.
 
-    In a folder they are those of the files that its index names, or else of all files. ``files`` has the file of each
-    tensor.
+    A folder without an index has the tensors of all its files.
+
+    Attributes:
+        files: the file of each tensor, by the tensor's name.
     """
 
     def __init__(self, path: Path) -> None:
