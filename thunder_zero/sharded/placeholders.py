@@ -1,4 +1,4 @@
-"""Placeholders for parameters while forward runs: they have shapes and dtypes; using a value raises.
+"""Placeholders for parameters while forward runs: shapes and dtypes alone; using a value raises.
 
 Thunder and dynamo read the module tree, and would trace DTensors as such. So in each forward::
 
