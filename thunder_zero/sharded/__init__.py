@@ -1,4 +1,4 @@
-"""This rank's state of a model: shards, gradients, and the functions that traces and training code call.
+"""This rank's state of a model: shards, gradients, and functions that traces and training call.
 
 In: a plan and a module's initial values. Out: shards that optimizers step, rows that programs read, gradients.
 ``state.py`` has the state. The entry points are ``runtime.py`` for compiled traces, ``sharded_model.py`` for functions
