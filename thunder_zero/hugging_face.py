@@ -1,14 +1,13 @@
-"""``sharded``: Hugging Face's trainers with a sharded model; ``parallelize``: a model's own plan.
+"""``sharded`` gives Hugging Face's trainers a sharded model; ``parallelize`` applies a model's own plan.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
 ``__init__``. A trainer has two names for its model, so the code of any trainer finds what it expects::
 
     trainer.model            the plain module with DTensors: code reads its class, config, signature and adapters
-    trainer.model_wrapped    the sharded model in place of DistributedDataParallel: a step calls it
+    trainer.model_wrapped    the sharded model, in place of DistributedDataParallel: steps call it
 
-``parallelize`` slices a model by its own plan for tensor parallelism.
-
-Only ``parallelize`` imports transformers at run time. The class of trainers is the user's.
+``parallelize`` slices a model by its own plan for tensor parallelism. Only ``parallelize`` imports transformers at run
+time: the user imports the class of trainers.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ else:
     Trainer = object
 
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
-VERSIONS = "4.56 to 5.24"  # of transformers; docs/hugging-face.md has measurements with them
+VERSIONS = "4.56 to 5.24"  # of transformers; docs/hugging-face.md has measurements
 RUN = "run"  # the folder inside a checkpoint from which training continues
-REFUSED = {  # arguments of a trainer, with what to do instead
+REFUSED = {  # unsupported arguments of a trainer, with alternatives
     "fsdp": "choose a stage of thunder_zero",
     "deepspeed": "choose a stage of thunder_zero",
     "torch_compile": "pass fuse='inductor' to sharded, by which inductor compiles what lies between collectives",
@@ -67,12 +66,13 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
     Args:
         trainer: ``transformers.Trainer``, or a class derived from it.
         policy, arguments: see :func:`thunder_zero.compile`. Unless ``policy`` is a :class:`~thunder_zero.Policy`, all
-            ranks take rank 0's initial values (``broadcast_from=0``), as under DistributedDataParallel. Pass neither if
-            the trainer's model is already sharded by ``compile``.
+            ranks take rank 0's initial values (``broadcast_from=0``), as under DistributedDataParallel. Pass neither
+            argument if the trainer's model is already sharded by ``compile``.
 
     Raises:
-        TypeError: the class lacks a method that is replaced, so it is no trainer, or transformers has another version.
-        ValueError: raised by the subclass if an argument of the trainer does not fit a sharded model.
+        TypeError: ``trainer`` lacks a method that the subclass overrides: it is not a trainer, or it comes from an
+            unsupported version of transformers.
+        ValueError: raised by the subclass if the trainer has an argument that a sharded model does not support.
     """
     _require_methods(trainer)
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
@@ -84,33 +84,34 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
     """Slice a model of transformers in place by its own plan for tensor parallelism.
 
-    ``from_pretrained`` with a ``DistributedConfig`` does so as well. Afterwards pass the whole mesh to
+    ``from_pretrained`` with a ``DistributedConfig`` has the same effect. Afterwards pass the whole mesh to
     :func:`thunder_zero.compile`.
 
     >>> parallelize(model, mesh["tp"])
     >>> sharded_model = tz.compile(model, stage=3, mesh=mesh)
 
-    Each rank keeps slices of its own values, and nothing is sent. So all ranks must make equal models.
+    Each rank keeps slices of its own values, and nothing is sent. So all ranks must build equal models.
 
     Args:
         model: a model that is built from a config, or loaded whole by ``from_pretrained``.
-        mesh: a mesh of one dimension, among whose ranks parameters are sliced.
-        plan: rules that replace rules of the model's plan, as in ``DistributedConfig.tp_plan``: a style for each path,
-            with ``*`` for the number of a layer.
+        mesh: a mesh of one dimension. Parameters are sliced over its ranks.
+        plan: a style for each path, with ``*`` for the number of a layer. These rules replace rules of the model's
+            plan, as ``DistributedConfig.tp_plan`` does.
 
     Raises:
-        TypeError: not a model of transformers, or not a mesh of one dimension.
-        ValueError: there is no plan; the plan names a path that the model lacks, or a style that is not tested, such as
-            those of experts; the model is already sliced; the number of ranks does not divide a size.
-        RuntimeError: this version of transformers has no such plans.
+        TypeError: ``model`` is not a model of transformers, or ``mesh`` has several dimensions.
+        ValueError: there is no plan, or the plan has a path that the model lacks or an untested style, such as the
+            styles of experts. It is also raised if the model is already sliced, or the number of ranks does not
+            divide a size.
+        RuntimeError: the installed version of transformers has no plans for tensor parallelism.
     """
     apply_plan(model, mesh, plan)
 
 
 class ShardedTrainer(Trainer):
-    """The methods of a trainer that a sharded model needs changed; a base class in front of the trainer's class."""
+    """A mixin that overrides methods of a trainer which do not work with a sharded model."""
 
-    _for_compile: ClassVar[dict[str, Any]]  # arguments of compile; empty if the trainer is given a sharded model
+    _for_compile: ClassVar[dict[str, Any]]  # arguments of compile; empty if the trainer gets a sharded model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         if not self._for_compile and not isinstance(model, ShardedModel):
@@ -143,10 +144,10 @@ class ShardedTrainer(Trainer):
         return self.model_wrapped
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss.
+        """Compute the loss.
 
         Raises:
-            RuntimeError: the trainer called the plain module, which has only rows.
+            RuntimeError: the trainer called the plain module, whose parameters are only rows.
         """
         try:
             return super().compute_loss(model, *args, **kwargs)
@@ -163,7 +164,7 @@ class ShardedTrainer(Trainer):
     # Checkpoints
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the accelerator prepare the optimizer: trainers of transformers 4 do not, if the model is wrapped."""
+        """Create an optimizer, and let the accelerator prepare it, which transformers 4 omits for wrapped models."""
         self.optimizer = self.accelerator.prepare(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
@@ -200,13 +201,13 @@ class ShardedTrainer(Trainer):
 
 
 def _require_methods(trainer: type[Any]) -> None:
-    """Raise TypeError for a class without the methods that :class:`ShardedTrainer` replaces.
+    """Raise TypeError if a class lacks a method that :class:`ShardedTrainer` overrides.
 
-    Such a trainer would never call them, and would save the rows of rank 0.
+    Such a trainer would never call the override, and would save the rows of rank 0.
     """
-    replaced = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
+    overrides = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
     if missing := sorted(
-        name for name in replaced if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
+        name for name in overrides if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
     ):
         raise TypeError(
             f"{trainer.__name__} has no method {missing[0]}, which a sharded trainer replaces; give a class derived "
@@ -219,7 +220,7 @@ def _version_of_transformers() -> str:
 
 
 def _has_run(checkpoint: str) -> bool:
-    """Return whether a sharded trainer wrote a checkpoint. Rank 0 decides, since loading is a collective."""
+    """Return whether a sharded trainer wrote a checkpoint. Rank 0 reads the disk, since all ranks must agree."""
     return on_rank_0("look for a run", lambda _: (Path(checkpoint) / RUN).exists())
 
 
@@ -228,11 +229,11 @@ def _plain(model: Any) -> Any:
 
 
 def _require_fitting_arguments(trainer: Any, model: Any) -> None:
-    """Raise ValueError for an argument of a trainer that does not fit a sharded model."""
+    """Raise ValueError if an argument of a trainer does not work with a sharded model."""
     args, is_sharded = trainer.args, isinstance(model, ShardedModel)
-    for name, instead in REFUSED.items():
+    for name, action in REFUSED.items():
         if vars(args).get(name):
-            raise ValueError(f"{type(args).__name__} has {name}={getattr(args, name)!r}; {instead}")
+            raise ValueError(f"{type(args).__name__} has {name}={getattr(args, name)!r}; {action}")
     if args.save_only_model and args.load_best_model_at_end:
         raise ValueError("save_only_model=True leaves out what load_best_model_at_end=True loads; set one of the two")
     if trainer.model_init is not None:

@@ -16,15 +16,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-Ask = Callable[[str], Any]
-PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # where a misplaced name is searched
+GetAttribute = Callable[[str], Any]
+PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # searched for a misplaced name
 ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 
 
-def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
+def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[GetAttribute, Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
-    ``names`` maps a module to the names that the package takes from it, and the package itself to its submodules.
+    ``names`` maps each module to the names that the package exports from it, and the package to its submodules.
     """
     homes = {name: module for module, exported in names.items() for name in exported}
 
@@ -40,7 +40,7 @@ def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[Ask, Calla
 
 
 def _elsewhere(package: str, name: str) -> str:
-    """Return the public package that has a name, as the end of an error message; empty if there is none."""
+    """Return the end of an error message, with the public package that has a name; empty if there is none."""
     if name.startswith("_") or find_spec(f"{package}.{name}") is not None:  # as in ``from package import module``
         return ""
     others = (other for other in PACKAGES if other != package and name in import_module(other).__all__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT, LANE = 600, 80, 18  # pixels: of a picture, of a curve, and the height of a lane
+WIDTH, HEIGHT, LANE = 600, 80, 18  # pixels: width of a picture, height of a curve, height of a lane
 COLOURS = ("#7aa9de", "#46aaa3", "#9783d0")
 WAITS = "#c4601c"
 
-LaneBar = tuple[float, float, bool]  # start, end, whether it is a wait
+LaneBar = tuple[float, float, bool]  # start, end, whether the bar is a wait
 
 
 def small(title: str, facts: Mapping[str, str], picture: str) -> str:
@@ -21,7 +21,7 @@ def small(title: str, facts: Mapping[str, str], picture: str) -> str:
 
 
 def curve(values: Sequence[float], label: str) -> str:
-    """Return an SVG of steps, one for each value, with a mark at the highest; ``label`` says what it shows."""
+    """Return an SVG step curve of ``values``, with a mark at the highest value; ``label`` is its description."""
     highest = max(values, default=0) or 1
     step = WIDTH / max(len(values), 1)
     tops = [HEIGHT * (1 - value / highest) for value in values]
@@ -33,7 +33,7 @@ def curve(values: Sequence[float], label: str) -> str:
 
 
 def lanes(bars_by_name: Mapping[str, Iterable[LaneBar]], label: str) -> str:
-    """Return an SVG of lanes, each with its name and bars; bars that touch are merged. ``label`` says what it shows."""
+    """Return an SVG of lanes, each with a name and bars; adjacent bars are merged. ``label`` is its description."""
     merged = {name: _merge(list(bars)) for name, bars in bars_by_name.items()}
     scale = WIDTH / (max((end for bars in merged.values() for _, end, _ in bars), default=0) or 1)
     parts = []

@@ -30,8 +30,8 @@ def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) ->
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
     """Make the module cast its outputs, and submodules with an override cast their inputs and outputs."""
-    for submodule, kind in _casting(module, precision).items():
-        submodule.__class__ = kind
+    for submodule, module_class in _casting(module, precision).items():
+        submodule.__class__ = module_class
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""needed while: inductor compiles a graph of operators under private names alone.
+"""needed while: inductor's compiler of graphs of operators has a private name.
 
 In: a graph of torch's operators without autograd, and the fake inputs of AOTAutograd's trace. Out: a function of the
 list of inputs. Inductor caches its code on disk, by the text of the graph and the shapes, strides and dtypes of its

@@ -23,16 +23,16 @@ torch.library.define(NAME, "(int part, Device device) -> Tensor", tags=(torch.Ta
 def generator_of_slice(part: int, device: torch.device) -> Tensor:
     """Return the state of a generator for a slice, and advance the device's generator equally on all ranks."""
     if device.type == "cpu":
-        drawn = int(torch.randint(1 << 62, ()))
+        drawn_number = int(torch.randint(1 << 62, ()))
     else:  # reading a number that the device drew would wait for the device
         module = torch.get_device_module(device)
         state = module.get_rng_state(device)
-        drawn = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big")
+        drawn_number = int.from_bytes(hashlib.sha256(state.numpy().tobytes()).digest()[:8], "big")
         seed, offset = state.view(torch.int64).tolist()
         module.set_rng_state(torch.tensor([seed, offset + 4]).view(torch.uint8), device)
-    mixed = hashlib.sha256(f"{drawn} {part}".encode()).digest()
+    digest = hashlib.sha256(f"{drawn_number} {part}".encode()).digest()
     generator = torch.Generator(device)
-    generator.manual_seed(int.from_bytes(mixed[:8], "big") >> 1)
+    generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return generator.get_state()
 
 

@@ -1,6 +1,6 @@
 """needed while: Thunder counts no FLOPs of its symbols, and tags few with a kind of work.
 
-In: a line of a Thunder trace. Out: the kind of work, and the FLOPs. ``traces/operators.py`` has both for torch's
+In: a line of a Thunder trace. Out: the kind of work, and the FLOPs. ``traces/operators.py`` finds both for torch's
 operators.
 
 The table is conservative: an unlisted name is OTHER work and no view. A line that may copy, such as a reshape, is

@@ -53,7 +53,7 @@ def _note(code: str, op: Op, timeline: Timeline, line: BoundSymbol) -> str:
         text = linecache.getline(line.source_filename, line_number).strip()
         lines.append(f"from {line.source_filename}:{line_number}: {text}")
     sources, writers = gathered_from(timeline), timeline.writer
-    waits = dict.fromkeys(wait for read in op.reads for wait in sources.get(read, ()))
+    waits = dict.fromkeys(wait for name in op.reads for wait in sources.get(name, ()))
     for name in waits:
         wait = timeline.ops[writers[name]]
         if wait.kind is Kind.WAIT:

@@ -68,9 +68,9 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
     precision = state.plan.policy.mixed_precision
     for name, buffer in list(plain_of(model).named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
-        placed = buffer.to(device=device, dtype=dtype)
-        if placed is not buffer:
-            set_tensor(plain_of(model), name, placed)
+        moved_buffer = buffer.to(device=device, dtype=dtype)
+        if moved_buffer is not buffer:
+            set_tensor(plain_of(model), name, moved_buffer)
     forget_buffers(model)
 
 
@@ -283,7 +283,7 @@ def _as_planned(path: str, shard: Tensor) -> Check:
 def _memory_of(tensor: Tensor) -> Any:
     """Return an identifier of a tensor's storage.
 
-    A DTensor has a storage without memory. ``.data = ...`` replaces it, although the local tensor stays.
+    A DTensor has a storage without memory. ``.data = ...`` replaces this storage, although the local tensor stays.
     """
     return tensor.untyped_storage()._cdata
 

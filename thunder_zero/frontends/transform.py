@@ -77,12 +77,12 @@ class ZeroTransform(ProgramTransform):
             ``stage=3`` or ``broadcast_from=0``: see :class:`~thunder_zero.frontends.arguments.Arguments`.
 
     Raises:
-        ValueError: a stage or a field is out of range, the module has no parameters, or ``device`` does not exist.
-            Also if the group lacks this rank, or ``mesh`` has unsupported dimensions. Also if a parameter or buffer on
-            the meta device gets no value, or ``weights`` has other names or shapes than the module.
+        ValueError: a stage or a field is out of range, or the module has no parameters. It is also raised if ``device``
+            does not exist, the group lacks this rank, or ``mesh`` has unsupported dimensions. It is also raised if a
+            tensor on the meta device gets no value, or ``weights`` has other names or shapes than the module.
         RuntimeError: there is no process group, the module is already transformed, or ranks differ.
         TypeError: Thunder was given a function instead of a module, ``policy`` is not a policy, or a field does not
-            exist. Also if ``init`` is not a function, or ``weights`` is not a mapping.
+            exist. It is also raised if ``init`` is not a function, or ``weights`` is not a mapping.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:

@@ -1,8 +1,8 @@
 """Strategies for Lightning's Fabric and Trainer.
 
-This is the only room that imports Lightning, and ``import thunder_zero`` does not import the room. It uses the package
-``lightning``, as LitGPT does, and not ``lightning_fabric`` or ``pytorch_lightning``: a Fabric and a Trainer accept only
-strategies of their own package.
+Only this room imports Lightning, and ``import thunder_zero`` does not import this room. The strategies are for the
+package ``lightning``, which LitGPT uses, and not for ``lightning_fabric`` or ``pytorch_lightning``: a Fabric and a
+Trainer accept only strategies of their own package.
 
     script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
                        \\______________________________________/

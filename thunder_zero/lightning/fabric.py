@@ -42,16 +42,16 @@ class ZeroStrategy(DDPStrategy):
     >>> model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
 
     DDPStrategy provides the processes (with its launcher, or under torchrun), the process group and Fabric's own
-    collectives. An optimizer may be built before or after ``setup``. Once Fabric has set it up, it steps this rank's
-    rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers. Any number of ranks can
-    load the file, and so can plain torch. All ranks must call ``save`` and ``clip_gradients``. The ``state_dict`` of
-    Fabric's wrapper is the plain module's, which holds DTensors.
+    collectives. An optimizer may be built before or after ``setup``. Once Fabric has set the optimizer up, it steps
+    this rank's rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers. Any number of
+    ranks can load the file, and so can plain torch. All ranks must call ``save`` and ``clip_gradients``. The
+    ``state_dict`` of Fabric's wrapper is the plain module's, which holds DTensors.
 
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        mesh_shape: the number of copies of the model, and the number of ranks that share one (hybrid sharding); if
-            None, all ranks share one copy.
-        frontend: what compiles the module: ``thunder.jit`` if "thunder", :func:`thunder_zero.compile` if "dynamo".
+        mesh_shape: the number of replicas, and the number of ranks that share a replica (hybrid sharding). By default
+            all ranks share one replica.
+        frontend: "thunder" to compile by ``thunder.jit``, "dynamo" to compile by :func:`thunder_zero.compile`.
         jit_options: further arguments of the front end, such as ``{"executors": [...]}`` for "thunder", and
             ``{"fuse": "inductor"}`` for "dynamo".
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy; Fabric sets them
@@ -63,8 +63,8 @@ class ZeroStrategy(DDPStrategy):
 
     Raises:
         ValueError: a stage or a field is out of range.
-        TypeError: ``policy`` is not a policy; policies do not have a field; ``init`` is no function, or ``weights`` no
-            mapping; a precision plugin is not supported.
+        TypeError: ``policy`` is not a policy, a field does not exist, ``init`` is not a function, ``weights`` is not a
+            mapping, or the precision plugin is not supported.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def policy(self) -> Policy:
-        """The policy that the arguments ask for."""
+        """The policy that the arguments define."""
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
@@ -113,10 +113,10 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU; shards alone are moved.
+        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU; only shards are moved later.
 
         Raises:
-            ValueError: ``empty_init=True``, which leaves no values to shard.
+            ValueError: ``empty_init`` is True, which leaves no values to shard.
         """
         if empty_init:
             raise ValueError(
@@ -134,13 +134,14 @@ class ZeroStrategy(DDPStrategy):
         """Compile and shard the module, or shard a jitted module; a collective.
 
         Raises:
-            TypeError: the strategy has ``jit_options``, and the module is already jitted.
-            ValueError, RuntimeError: the module is already sharded; errors of ZeroTransform.
+            TypeError: the strategy has ``jit_options``, and ``module`` is already jitted.
+            RuntimeError: ``module`` is already sharded.
+            ValueError, RuntimeError: see ZeroTransform.
         """
         return Forward(self._sharding.shard(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
+        """Make the optimizer step the shards in place of its parameters, and load full state dicts."""
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         step_shards(optimizer)
         return optimizer
@@ -166,8 +167,8 @@ class ZeroStrategy(DDPStrategy):
         """Load a plain module's full state dict into the shards.
 
         Raises:
-            RuntimeError: ``strict``, and names are missing or unexpected.
-            ValueError: a parameter has another shape.
+            RuntimeError: ``strict`` is True, and names are missing or unexpected.
+            ValueError: a tensor and its parameter have different shapes.
         """
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
@@ -222,7 +223,7 @@ def zero_module(model: nn.Module) -> ZeroModule:
     >>> tz.print_trace(zero_module(model))
 
     Raises:
-        TypeError: a Fabric with ZeroStrategy has not set up the module.
+        TypeError: ``model`` was not set up by a Fabric with ZeroStrategy.
     """
     sharded = next((module.model for module in model.modules() if isinstance(module, Forward)), None)
     if sharded is None:

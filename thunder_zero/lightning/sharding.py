@@ -38,7 +38,7 @@ SUPPORTED = [  # these plugins do not wrap modules that Thunder compiles
 
 @dataclass(frozen=True)
 class Sharding:
-    """The checked arguments of a strategy, by which it shards a module."""
+    """The checked arguments by which a strategy shards a module."""
 
     arguments: CheckedArguments
     mesh_shape: tuple[int, int] | None
@@ -46,7 +46,7 @@ class Sharding:
     frontend: str
 
     def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:
-        """Return a sharded model: compile or jit a plain module, or shard a jitted one. A collective."""
+        """Return a sharded model: compile or jit a plain module, or shard a jitted module. A collective."""
         if isinstance(module, ZeroModule):
             raise RuntimeError(
                 f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
@@ -78,7 +78,7 @@ def check_sharding(
     frontend: str,
     arguments: Arguments,
 ) -> Sharding:
-    """Check the arguments of a strategy; raises what :class:`~thunder_zero.lightning.ZeroStrategy` raises."""
+    """Check the arguments of a strategy; see :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
     for name in SET_BY_LIGHTNING:
         if name in arguments:
             raise TypeError(

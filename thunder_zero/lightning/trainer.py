@@ -41,7 +41,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
 
     The strategy shards the one submodule of the LightningModule that has its parameters, such as ``self.net``, before
     ``configure_optimizers``. Hooks such as ``training_step`` run as Python, and call ``self.net(batch)``, which is
-    compiled. Checkpoints hold full tensors under the plain module's names, as they do without a strategy.
+    compiled. Checkpoints have full tensors under the plain module's names, as without a strategy.
 
     Args:
         policy, mesh_shape, frontend, jit_options, process_group_backend, timeout, arguments: see
@@ -79,7 +79,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, since checkpoints are loaded into shards, which ``setup`` makes."""
+        """True, since checkpoints are loaded into shards, which ``setup`` creates."""
         return True
 
     def setup_environment(self) -> None:
@@ -119,7 +119,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         model: LightningModule | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, forward and backward, before the step, which requires its gradients when it begins."""
+        """Run the closure (forward and backward), then the step, which needs gradients when it begins."""
         results = [closure()]
 
         def take_result() -> Any:
@@ -133,7 +133,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return super().optimizer_step(optimizer, take_result, model, **kwargs)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Defer reductions, for all but the last micro-batch of ``accumulate_grad_batches``."""
+        """Defer reductions for all micro-batches of ``accumulate_grad_batches`` except the last."""
         return self.sharded.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Redirect:
 
     def __init__(self, model: ZeroModule, forward: Callable[..., Any] | None) -> None:
         self.model = model
-        self._attributes = {} if forward is None else {"forward": forward}  # of the module, while it is traced
+        self._attributes = {} if forward is None else {"forward": forward}  # set while the module is traced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the sharded model."""

@@ -84,9 +84,9 @@ def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[
     Raises:
         Untraced: a checkpoint has a ``context_fn`` that AOTAutograd does not support.
     """
-    off = aot_config.patch(backward_pass_autocast="off")  # in eager mode backward runs outside of autocast, too
+    settings = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, where backward runs without autocast
     try:
-        with ExitStack() as stack, _undefined_tensors_avoided(recurrent), off:
+        with ExitStack() as stack, _undefined_tensors_avoided(recurrent), settings:
             exported: JointWithDescriptors = aot_export_joint_with_descriptors(stack, graph, tuple(inputs))
             return exported
     except AssertionError as error:

@@ -43,11 +43,11 @@ def choose_where_masks_write(graph: fx.GraphModule) -> None:
     """
     for node in graph.graph.find_nodes(op="call_function", target=operator.setitem):
         target, mask, value = node.args
-        x, index, filled = (arg.meta.get("example_value") if isinstance(arg, fx.Node) else arg for arg in node.args)
+        x, index, example = (arg.meta.get("example_value") if isinstance(arg, fx.Node) else arg for arg in node.args)
         if not (isinstance(x, Tensor) and isinstance(index, Tensor) and index.dtype is torch.bool and index.dim()):
             continue
         missing = x.dim() - index.dim()
-        if not isinstance(filled, Tensor | float | int) or (isinstance(filled, Tensor) and filled.dim() > missing):
+        if not isinstance(example, Tensor | float | int) or (isinstance(example, Tensor) and example.dim() > missing):
             continue
         added: list[fx.Node] = []
         with graph.graph.inserting_before(node):

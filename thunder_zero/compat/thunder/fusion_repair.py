@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 def repair_fusion(timeline: Timeline) -> Timeline:
     """Return a timeline in which backward reads its own gathers only; return the argument if nothing changes."""
     chain = regathered(timeline)
-    if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
+    if not any(name in chain for op in timeline.ops[:-1] if op.backward for name in op.reads):
         return timeline
     ends = (op for op in timeline.ops if op.backward and timeline.ends(op, Kind.GATHER))
     repair = _Repair(timeline, chain, {path: op for op in ends for path in op.params})
@@ -59,7 +59,7 @@ class _Repair:
         if op.writes and op.writes in self.done:
             return
         if op.backward:
-            op = replace(op, reads=tuple(self.copy(read) if read in self.chain else read for read in op.reads))
+            op = replace(op, reads=tuple(self.copy(name) if name in self.chain else name for name in op.reads))
         self.ops.append(op)
         self.done.add(op.writes)
 

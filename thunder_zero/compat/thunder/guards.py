@@ -288,8 +288,8 @@ class Lookups:
 
     def changed(self) -> dict[str, Any]:
         """Return the values that changed since forward first read them, by name."""
-        now = ((read, form, read.namespace.get(read.name, _ABSENT)) for read, form, _ in self._read.values())
-        return {read.name: value for read, form, value in now if _form_read(value, exact=True) != form}
+        now = ((lookup, form, lookup.namespace.get(lookup.name, _ABSENT)) for lookup, form, _ in self._read.values())
+        return {lookup.name: value for lookup, form, value in now if _form_read(value, exact=True) != form}
 
     def taken(self) -> tuple[Lookup, ...]:
         """Return the lookups since the last call, and forget them."""

@@ -6,8 +6,8 @@ Replaces entries of Thunder's tables, and functions of its modules, while Thunde
         ...                                         # Thunder traces the model, and calls our functions
                                                     # the old entries are restored
 
-A thread that traces another model meanwhile also calls our functions. A function that raises or reports first checks
-that its own thread traces a model of ours. If not, it calls Thunder's function.
+A thread that traces another model meanwhile also calls our functions. So each function checks
+whether its own thread traces a model of ours. If not, it calls Thunder's function.
 """
 
 from __future__ import annotations

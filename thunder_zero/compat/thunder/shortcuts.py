@@ -31,9 +31,9 @@ _flatten = symbol.tree_flatten_with_dataclass
 
 def globals_lookup(globals_dict: Any, name: Any) -> Any:
     """Return the value of a global name: a builtin directly, any other value by Thunder's function."""
-    names, wanted = interpreter.unwrap(globals_dict), interpreter.unwrap(name)
-    if wanted not in names and names.get("__builtins__") in (builtins, vars(builtins)):
-        builtin = vars(builtins).get(wanted)
+    namespace, plain_name = interpreter.unwrap(globals_dict), interpreter.unwrap(name)
+    if plain_name not in namespace and namespace.get("__builtins__") in (builtins, vars(builtins)):
+        builtin = vars(builtins).get(plain_name)
         if callable(builtin):
             return interpreter.wrap_const(builtin)
     return _look_up(globals_dict, name)

@@ -160,7 +160,7 @@ def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
 
 
 def _opened(bsym: BoundSymbol, draws: Draws) -> Iterator[BoundSymbol]:
-    """Yield a line without the tag for recomputation if it draws; yield the lines of Thunder's own checkpoint."""
+    """Yield a line, without its recomputation tag if it draws; for Thunder's checkpoint, yield the lines inside."""
     if not _is_random(bsym, draws):
         yield bsym
     elif bsym.sym == ltorch.checkpoint:
@@ -226,7 +226,7 @@ def fused_only(fuser: FusionExecutor, trace: TraceCtx) -> TraceCtx:
     code = type(fuser).fusion_pass
     if "rematerialize" not in code.__globals__:  # a fuser that does not rematerialise
         return fuser.fusion_pass(trace)
-    names = {**code.__globals__, "rematerialize": lambda trace: trace}
-    only = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
-    fused: TraceCtx = only(fuser, trace)
+    globals_ = {**code.__globals__, "rematerialize": lambda trace: trace}
+    pass_alone = FunctionType(code.__code__, globals_, code.__name__, code.__defaults__, code.__closure__)
+    fused: TraceCtx = pass_alone(fuser, trace)
     return fused

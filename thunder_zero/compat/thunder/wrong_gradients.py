@@ -73,9 +73,9 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
 
     Raises:
         RuntimeError: an automatically registered operator gets a list of tensors, values with a gradient are put into a
-            tensor without a gradient, or complex numbers with a gradient are multiplied. Also if forward writes in
-            place to an input with a gradient, to a view of a parameter, to a value whose memory it reads later through
-            another view, or, under no_grad, to a value with a gradient.
+            tensor without a gradient, or complex numbers with a gradient are multiplied. It is also raised if
+            forward writes in place to an input with a gradient, to a view of a parameter, to a value whose memory it
+            reads later through another view, or, under no_grad, to a value with a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
@@ -95,23 +95,23 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
         if line.sym.name == prims.python_return.name:
             _require_fresh(_names(line.args[0]["output"]), stale, module)
             break
-        read = _names((line.args, line.kwargs))
+        input_names = _names((line.args, line.kwargs))
         _require_known(line, trained, module)
-        _require_real(line, trained & read, module)
-        written = line.flat_proxy_outs
-        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in written)
+        _require_real(line, trained & input_names, module)
+        outputs = line.flat_proxy_outs
+        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in outputs)
         if _is_inplace_op(line):
-            touched = shared if line.args[0].name in shared else {line.args[0].name}
-            _require_writable(line, leaves & touched, line.args[0].name in trained and detached, module)
-            if trained & (read | touched) and not _is_assigned_next(line, lines[position + 1 :], slices):
-                _require_fresh(read, stale, module)
-                stale |= dict.fromkeys(touched - {line.args[0].name}, line)
+            written_names = shared if line.args[0].name in shared else {line.args[0].name}
+            _require_writable(line, leaves & written_names, line.args[0].name in trained and detached, module)
+            if trained & (input_names | written_names) and not _is_assigned_next(line, lines[position + 1 :], slices):
+                _require_fresh(input_names, stale, module)
+                stale |= dict.fromkeys(written_names - {line.args[0].name}, line)
         else:
-            _require_fresh(read, stale, module)
+            _require_fresh(input_names, stale, module)
         if line.sym.name == "getitem":
-            slices |= {proxy.name: line.args[1] for proxy in written}
-        if trained & read and not detached:
-            trained |= {proxy.name for proxy in written}
+            slices |= {proxy.name: line.args[1] for proxy in outputs}
+        if trained & input_names and not detached:
+            trained |= {proxy.name for proxy in outputs}
 
 
 def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
@@ -142,9 +142,9 @@ def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
         )
 
 
-def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: str) -> None:
+def _require_writable(line: BoundSymbol, leaves: set[str], loses_gradient: bool, module: str) -> None:
     """Raise if a line writes to ``leaves``, or if its write loses a gradient."""
-    if loses:
+    if loses_gradient:
         raise RuntimeError(
             f"forward of {module} writes in place, under no_grad, to a value that has a gradient, which Thunder "
             f"would lose; write h = h + (new - h).detach(){_where(line)}"

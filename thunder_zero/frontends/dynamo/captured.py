@@ -94,7 +94,7 @@ def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
     for position, value in enumerate(inputs):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided:
             size, start = value.element_size(), int(value.storage_offset()) * value.element_size()
-            last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+            last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
             if value.numel():
                 spans.append((value.untyped_storage()._cdata, start, start + (last + 1) * size, position))
     groups: list[list[tuple[int, int]]] = []

@@ -75,8 +75,8 @@ def _recompute(joint: Joint) -> None:
         if node not in tagged:
             return node
         if node not in copies:
-            args = fx.map_arg(draw_args.get(node, node.args), lambda read: copy(read, before))
-            kwargs = fx.map_arg(node.kwargs, lambda read: copy(read, before))
+            args = fx.map_arg(draw_args.get(node, node.args), lambda input_node: copy(input_node, before))
+            kwargs = fx.map_arg(node.kwargs, lambda input_node: copy(input_node, before))
             target: Any = RUN_WITH_STATE if node in draw_args else node.target
             with graph.inserting_before(before):
                 copies[node] = graph.create_node("call_function", target, args, kwargs, f"{node.name}_again")
@@ -85,9 +85,9 @@ def _recompute(joint: Joint) -> None:
 
     for node in nodes:
         if node.op == "call_function" and is_backward(node):
-            for read in node.all_input_nodes:
-                if (copied := copy(read, node)) is not read:
-                    node.replace_input_with(read, copied)
+            for input_node in node.all_input_nodes:
+                if (copied := copy(input_node, node)) is not input_node:
+                    node.replace_input_with(input_node, copied)
 
 
 def _readers_of_written_inputs(joint: Joint, nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -153,8 +153,9 @@ class _Conversion:
         for node in computed:
             if node in late:
                 continue
-            for tangent in (read for read in node.all_input_nodes if read in tangents and read not in self.proxy_of):
-                self._add_tangent(tangent, outputs[tangents[tangent]])
+            for tangent in node.all_input_nodes:
+                if tangent in tangents and tangent not in self.proxy_of:
+                    self._add_tangent(tangent, outputs[tangents[tangent]])
             self._add_line(node)
             reduced |= self._reduce(node)
         get_tracectx().set_current_source_location(None, None)
@@ -257,12 +258,12 @@ class _Conversion:
 
     def _add_line(self, node: fx.Node) -> None:
         """Write the line of a node, after the gathers and late lines that it reads."""
-        for read in node.all_input_nodes:
-            if read not in self.proxy_of:
-                if read in self.rows:
-                    self.proxy_of[read] = self._gather(read)
+        for input_node in node.all_input_nodes:
+            if input_node not in self.proxy_of:
+                if input_node in self.rows:
+                    self.proxy_of[input_node] = self._gather(input_node)
                 else:
-                    self._add_line(read)
+                    self._add_line(input_node)
         get_tracectx().set_current_source_location(*source_of(node))
         if node.op == "get_attr":
             self.proxy_of.setdefault(node, getattr(self.joint.graph, str(node.target)))
@@ -297,13 +298,14 @@ class _Conversion:
         Otherwise backward would gather a freed parameter again for its shape.
         """
         stand_ins: dict[fx.Node, TensorProxy] = {}
-        for read in read_for_shape(node.target, node.args) if is_backward(node) else ():
-            param = self.executor.plan.by_name[self.row_paths[self.rows[read].name]] if read in self.rows else None
+        for parameter in read_for_shape(node.target, node.args) if is_backward(node) else ():
+            rows = self.rows.get(parameter)
+            param = None if rows is None else self.executor.plan.by_name[self.row_paths[rows.name]]
             if param is not None and param.sharded and not param.resident and not param.kept_unsharded:
-                value = read.meta["val"]
-                stand_ins[read] = self.proxies.make(f"{param.path}_like", value)
+                value = parameter.meta["val"]
+                stand_ins[parameter] = self.proxies.make(f"{param.path}_like", value)
                 options = {"dtype": value.dtype, "device": value.device}
-                append(line(torch.ops.aten.empty.memory_format, (list(value.shape),), options, stand_ins[read]))
+                append(line(torch.ops.aten.empty.memory_format, (list(value.shape),), options, stand_ins[parameter]))
         return stand_ins
 
     def _make_proxies(self, node: fx.Node | None, name: str, value: Any) -> Any:

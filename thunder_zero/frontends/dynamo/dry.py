@@ -81,7 +81,7 @@ def export(
         joint = joint_of(graph, inputs, paths, plan)
 
         def run(*args: Any) -> Sequence[Any]:
-            markers = tuple(_marker(joint.results[place]) for place in joint.plain_outputs())
+            markers = tuple(_marker(joint.results[position]) for position in joint.plain_outputs())
             captures.append((joint, inputs, paths, markers))
             return markers
 

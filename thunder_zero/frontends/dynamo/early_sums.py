@@ -41,7 +41,7 @@ def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
                 if not missing_inputs[user]:
                     yield from with_ready_users(user)
 
-    return [ready for node in nodes if node not in moving for ready in with_ready_users(node)]
+    return [ready_node for node in nodes if node not in moving for ready_node in with_ready_users(node)]
 
 
 def _moving_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -72,9 +72,9 @@ def with_kernels(
             key = (str(graph.graph), *map(_layout_key, (*inputs, *layouts)))
             if key not in compiled:
                 compiled[key] = _compile_region(graph, inputs, layouts, fake_values.mode, line, module)
-            run, outputs = compiled[key]
+            function, outputs = compiled[key]
             fake_values.values.update(zip((proxy.name for proxy in line.output), outputs, strict=True))
-            line = with_functions(line, {line.sym.name: _taking_arguments(run)})
+            line = with_functions(line, {line.sym.name: _taking_arguments(function)})
         else:
             fake_values.add(line)
         result.bound_symbols.append(line)

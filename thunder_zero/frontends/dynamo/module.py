@@ -204,9 +204,9 @@ def graphs_of(model: ThunderModule) -> Graphs:
 
 
 def _alive(model: ref[DynamoModule]) -> DynamoModule:
-    alive = model()
-    assert alive is not None, "the model is being called"
-    return alive
+    result = model()
+    assert result is not None, "the model is being called"
+    return result
 
 
 def _is_inference(value: Any) -> bool:

@@ -246,8 +246,8 @@ class TracedPhases:
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
             position_of = [{proxy.name: index for index, proxy in enumerate(saved)} for saved in self._saved]
-            read = [proxy.name for proxy in proxies_in(program.backward.args[0])]
-            positions = [[indices[name] for name in read if name in indices] for indices in position_of]
+            input_names = [proxy.name for proxy in proxies_in(program.backward.args[0])]
+            positions = [[indices[name] for name in input_names if name in indices] for indices in position_of]
             trace, _ = self._compile_regions(program.backward, self._saved_values)
             backward = _Backward(program, function_of(trace), positions)
         self.spent += spent()

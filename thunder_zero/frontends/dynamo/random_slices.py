@@ -76,14 +76,14 @@ def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int
     name = str(node.target)
     if is_collective(node.target) and "wait_tensor" not in name and mesh.joins_slices(node.args[-1]):
         return not any(collective in name for collective in JOINS)
-    return any(map(is_part, tree_leaves(fake))) or any(read in slices for read in node.all_input_nodes)
+    return any(map(is_part, tree_leaves(fake))) or any(input_node in slices for input_node in node.all_input_nodes)
 
 
-def _draw_for_slice(graph: fx.Graph, node: fx.Node, part: int) -> None:
+def _draw_for_slice(graph: fx.Graph, node: fx.Node, slice_index: int) -> None:
     result = next(leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor))
     operator: Any = GENERATOR_OF_SLICE
     with graph.inserting_before(node):
-        state = graph.call_function(operator, (part, result.device))
+        state = graph.call_function(operator, (slice_index, result.device))
     state.meta = {**node.meta, "val": generator_state(result)}
     state.meta.pop("from_node", None)
     target: Any = node.target

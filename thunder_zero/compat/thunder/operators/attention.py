@@ -92,7 +92,7 @@ def is_flash(
     """Return whether eager torch takes flash attention for CPUs, as far as a trace shows.
 
     The conditions are those of torch's ``use_flash_attention_cpp``, with two exceptions. A trace does not know strides,
-    so the lines copy tensors where necessary. A mask may be learned, where torch decomposes attention.
+    so the lines copy tensors where necessary. A mask may also be learned, for which torch decomposes attention.
     """
     numbers = (dropout_p, is_causal, scale, *query.shape, *key.shape, *value.shape)
     if any(isinstance(number, Proxy) for number in numbers):  # the value may differ from call to call
