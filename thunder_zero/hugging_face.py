@@ -1,4 +1,4 @@
-"""``sharded`` gives Hugging Face's trainers a sharded model; ``parallelize`` applies a model's own plan.
+"""``sharded``: Hugging Face trainers with a sharded model; ``parallelize``: a model's tensor plan.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
 ``__init__``. A trainer has two names for its model, so the code of any trainer finds what it expects::
