@@ -1,8 +1,8 @@
-"""FSDP2's names and their replacements here: one table, which errors quote and pages show.
+"""A table of FSDP2's names and their replacements, which errors quote and pages show.
 
-In: a method or an argument of FSDP2 that a user tries here. Out: the sentence of its row::
+In: a method or an argument of FSDP2 that a user tries. Out: the sentence of its row::
 
-    model.unshard()     ->  AttributeError: Net has no unshard, a name of FSDP2; here: nothing: each forward ...
+    model.unshard()     ->  AttributeError: Net has no unshard, which is a name of FSDP2; here: automatic (forward ...
     compile(mp_policy=) ->  TypeError: mp_policy is an argument of FSDP2; here: mixed_precision=tz.MixedPrecision(...)
 """
 
@@ -32,27 +32,28 @@ class Replacement(NamedTuple):
 
 ROWS = (
     Replacement(
-        "`tz.ZeroTransform()`: each repeated block is a *unit*, whose parameters travel together, and the rest is one "
-        "more; `unit_of=` names other units",
+        "`tz.ZeroTransform()`: the parameters of a *unit* are sent together; each repeated block is a unit, and the "
+        "remaining parameters are another; `unit_of=` names other units",
         title="`fully_shard` per block, then on the model",
     ),
     Replacement("`stage=3, reshard_after_forward=True`", title="`reshard_after_forward=True`, root included"),
     Replacement(
-        "`stage=3`, the default: the last units stay gathered, as many as do not raise the peak memory of gathered "
+        "`stage=3`, the default: the last units stay gathered if this does not raise the peak memory of gathered "
         "parameters",
         title="`reshard_after_forward=None`, the default: the root stays gathered",
     ),
     Replacement("`stage=2`", title="`reshard_after_forward=False`"),
     Replacement(
-        "before sharding: `reshard_after_forward=True`, or `keep_unsharded=` for units that stay gathered",
+        "set before sharding: `reshard_after_forward=True`, or `keep_unsharded=` for units that stay gathered",
         ("set_reshard_after_forward", "set_unshard_in_backward"),
     ),
     Replacement(
-        "`prefetch=2`: units gathered ahead in both phases of a step; `in_flight_bytes=` limits their memory",
+        "`prefetch=2`: gather two units ahead in forward and backward; `in_flight_bytes=` limits the memory",
         ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
     ),
     Replacement(
-        "nothing: forward and backward gather and free; `with tz.full_parameters(model) as module:` gives full values",
+        "automatic (forward and backward gather and free parameters); `with tz.full_parameters(model) as module:` "
+        "gives full values",
         ("unshard", "reshard", "reset_iter_state"),
     ),
     Replacement(
@@ -75,20 +76,20 @@ ROWS = (
         ("set_is_last_backward", "set_requires_all_reduce"),
     ),
     Replacement(
-        "nothing: a gradient is the mean over all ranks; scale the loss for another factor",
+        "not supported (a gradient is always the mean over all ranks): scale the loss instead",
         ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
     ),
     Replacement(
-        "`in_flight_bytes=` limits the memory of reductions in flight; `bucket_bytes=` cuts them",
+        "`in_flight_bytes=` limits the memory of reductions in flight; `bucket_bytes=` limits each bucket",
         ("set_reduce_scatter_max_input_buffers",),
     ),
     Replacement(
-        "nothing: all ranks run the same program, so a parameter is used on all of them or on none",
+        "not needed (all ranks run the same program, so they use the same parameters)",
         ("set_reduce_scatter_unused_params",),
     ),
-    Replacement("`transport=`: a transport of one's own", ("set_custom_all_gather", "set_custom_reduce_scatter")),
+    Replacement("`transport=`: your own transport", ("set_custom_all_gather", "set_custom_reduce_scatter")),
     Replacement(
-        "nothing: collectives are lines of the trace, which the schedule orders and torch's process group sends",
+        "not supported (the schedule orders collectives, and torch's process group runs them)",
         (
             "set_all_reduce_hook",
             "set_post_optim_event",
@@ -106,16 +107,19 @@ ROWS = (
     Replacement("the same `mesh=`", title="HSDP: `mesh` of two dimensions (replicate, shard)"),
     Replacement(
         "the same `parallelize_module`, then `tz.compile(module, mesh=mesh)`: [tensor-parallel.md](tensor-parallel.md)",
-        title="`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); its names by `dp_mesh_dims=`",
+        title="`parallelize_module`, then `fully_shard` on a mesh of (dp, tp); `dp_mesh_dims=` names its dimensions",
     ),
-    Replacement("nothing: dimension 0 is sharded", ("shard_placement_fn",), title="`shard_placement_fn=`"),
     Replacement(
-        "meta device; `init=` or `weights=` give the values, shard by shard",
+        "not supported (dimension 0 is always sharded)", ("shard_placement_fn",), title="`shard_placement_fn=`"
+    ),
+    Replacement(
+        "meta device, then `init=` or `weights=`, which fill one shard at a time",
         title="meta device, `to_empty`, `reset_parameters`",
     ),
     Replacement(
-        "the same, such as `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: [torch-tools.md](torch-tools.md)",
-        title="DTensors of `parameters()` and `state_dict()`, torch's tools for them",
+        "the same, for example `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`: "
+        "[torch-tools.md](torch-tools.md)",
+        title="DTensors in `parameters()` and `state_dict()`; torch's tools for DTensors",
     ),
     Replacement(
         "`tz.clip_grad_norm_(model, max_norm)`, or torch's function",
@@ -123,11 +127,11 @@ ROWS = (
         title="`clip_grad_norm_`, a method of FSDP1",
     ),
     Replacement(
-        "`tz.whole(torch.optim.Adafactor, ...)`; `AveragedModel(model)`, or `tz.EMA(model)` to evaluate with averages",
+        "`tz.whole(torch.optim.Adafactor, ...)`; `AveragedModel(model)`, or `tz.EMA(model)`",
         title="optimizers that raise on DTensors; averages of weights",
     ),
     Replacement(
-        "the same, or `tz.save`, `tz.load`: the same files, complete or absent, with checksums",
+        "the same, or `tz.save`, `tz.load`: the same format, written atomically, with checksums",
         title="`dcp.save`, `dcp.load`",
     ),
 )
