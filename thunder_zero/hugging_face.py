@@ -134,7 +134,7 @@ class ShardedTrainer(Trainer):
         """Do nothing: sharding moves only this rank's rows."""
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """Move the plain model to its device, where ``DPOTrainer`` calls it before it is sharded."""
+        """Move the plain model to its device first: ``DPOTrainer`` calls the model before it is sharded."""
         if self.ref_model is None:
             super()._move_model_to_device(self.model, self.args.device)
         return super()._precompute_ref_logps(*args)

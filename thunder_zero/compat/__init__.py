@@ -10,7 +10,7 @@ that names the user's file and line. Three lines of forward, and their workaroun
 These three are in ``thunder/``, which serves Thunder's own front end; ``tz.compile`` never enters it. ``aot/`` and
 ``torch/`` wrap private functions of torch, which ``private.py`` lists.
 
-A file opens with the line "needed while: ...". In a file of several workarounds each section opens with such a line.
+A file opens with the line "needed while: ...". In a file of several workarounds each section opens so.
 ``tests/one/test_needs.py`` has a row for each line. A row fails once its workaround is no longer needed on a
 version in ``imports.KNOWN``. Then the file or section can be deleted.
 """

@@ -158,7 +158,7 @@ class ZeroStrategy(DDPStrategy):
         return clip_grad_norm_(zero_module(module), max_norm, float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
+        """Return the full state dict on rank 0, on the CPU, and an empty dict on other ranks; a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
         return full_model_state_dict(module.model)
@@ -176,7 +176,7 @@ class ZeroStrategy(DDPStrategy):
         module.model.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state dict on rank 0, on the CPU, and an empty one elsewhere; a collective."""
+        """Return the optimizer's full state dict on rank 0, on the CPU, an empty dict elsewhere; a collective."""
         return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 

@@ -93,7 +93,7 @@ def check_sharding(
 
 
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
+    """Return the full state dict on rank 0, on the CPU, and an empty dict on other ranks; a collective."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return decoded_values(model, full)
 

@@ -137,7 +137,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return self.sharded.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0, and an empty one on other ranks; a collective."""
+        """Return the full state dict on rank 0, and an empty dict on other ranks; a collective."""
         return full_model_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -146,7 +146,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         load_parts(module, encoded_values(module, checkpoint["state_dict"]), module.state_dict(), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's full state dict on rank 0, and an empty one on other ranks; a collective."""
+        """Return an optimizer's full state dict on rank 0, and an empty dict on other ranks; a collective."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return full_optimizer_state_dict(plain, wanted=self.is_global_zero)
 

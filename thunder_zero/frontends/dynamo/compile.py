@@ -70,7 +70,7 @@ def compile(
 
     Dynamo (``torch.compile``) captures forward, and AOTAutograd traces its backward. This trains modules that
     ``thunder.jit`` cannot trace, or traces slowly. Where dynamo breaks a graph, each part has a schedule of its own,
-    which is proved like any other. A parameter that two graphs read is gathered and reduced once for each.
+    which is proved like any other. A parameter that two graphs read is gathered and reduced once for each graph.
 
     Args:
         module: a plain module.
