@@ -304,6 +304,7 @@ REFUSED_BY_TORCH = {
     "wider queries": ((FULL, FULL, (BATCH, HEADS, QUERIES, 6)), None, 0.0),
     "mask of three dimensions": ((FULL, FULL, FULL), (HEADS, QUERIES, QUERIES), 0.0),
 }
+TAKEN_SINCE_2_14 = ("three dimensions", "heads are broadcast")  # by torch's kernel; our line does not claim them
 
 
 def make_proxy(*shape: int, device: str = "cpu") -> TensorProxy:
@@ -317,6 +318,8 @@ def test_attention_that_torchs_kernel_refuses_is_not_claimed() -> None:
         with tracectx(TraceCtx()):
             query, key, value = (make_proxy(*shape) for shape in shapes)
             assert not is_flash(query, key, value, None if mask is None else make_proxy(*mask), dropout_p), name
+        if name in TAKEN_SINCE_2_14 and not torch.__version__.startswith("2.13"):
+            continue
         q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
             F.scaled_dot_product_attention(q, k, v, None if mask is None else torch.zeros(mask), dropout_p)

@@ -21,6 +21,7 @@ from tests.harness.eager import assert_same_as_eager
 from tests.harness.errors import refused
 from tests.harness.models import fresh
 
+TORCH_2_13 = torch.__version__.startswith("2.13")
 X = torch.arange(12.0).view(3, 4).sin()
 pytestmark = pytest.mark.usefixtures("group")
 Function = Callable[[Any, Tensor], Any]
@@ -195,7 +196,7 @@ def make_jagged() -> Tensor:
 
 REFUSED: list[tuple[Function, Callable[[], Tensor], tuple[str, ...]]] = [  # function, input, words of the error
     (writes, X.clone, ("writes to parameter 'scale'",)),
-    (replaces, X.clone, ("writes to parameter 'scale'",)),
+    (replaces, X.clone, ("writes to parameter 'scale'",) if TORCH_2_13 else ("cannot trace Calls", "set_")),
     (returns, X.clone, ("returns the parameter 'scale' itself",)),
     (lambda module, x: module.scale, X.clone, ("returns the parameter 'scale' itself",)),
     (differentiates, X.clone, ("create_graph=True", "torch.func.grad")),

@@ -197,7 +197,7 @@ def decide_on_rank_0(rank: int, world_size: int) -> None:
     assert on_rank_0("the test", decide, every=0.0) == 7
     assert calls == ([] if rank else [0, 1, 2]), calls
     assert error_of(lambda: on_rank_0("the test", fail, every=0.0)) == "ValueError: no"
-    text = "RuntimeError: rank 0 raised OfTwo: bad loss; see its traceback" if rank else "OfTwo: bad loss"
+    text = "RuntimeError: rank 0 raised TwoArguments: bad loss; see its traceback" if rank else "TwoArguments: bad loss"
     assert error_of(lambda: on_rank_0("the test", fail_with_two)) == text
 
 
