@@ -438,7 +438,7 @@ def train_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
     trained = [name for name, param in plain.named_parameters() if param.requires_grad]
     train(plain, torch.optim.AdamW([plain.get_parameter(name) for name in trained], lr=1e-2))
     names = {"base": make_llama(), "batches": make_batches(rank, world_size), "folder": folder}
-    results = run_page("LoRA by peft", MODULES | names)
+    results = run_page("LoRA with peft", MODULES | names)
     model, optimizer = results["model"], results["optimizer"]
     with mock.patch.object(writing, "full_tensor", side_effect=small_collectives.full_tensor) as gather:
         tz.save_pretrained(model, folder / "again")
