@@ -41,7 +41,7 @@ from thunder_zero.compat.private import (
 )
 
 ANY_NUMBER = 1 << 30
-MOST = 200  # characters of torch's message in our message
+MAX_QUOTED = 170  # characters of torch's message in our message
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
@@ -127,7 +127,7 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
     text, _, lines = str(raised).partition("While executing")
     line = users_line(lines if raised is cause else "".join(format_list(frames)))
     where, text = f" at {line[0]}:{line[1]}" if line else "", " ".join(text.split()).rstrip(".")
-    text = text if len(text) <= MOST else f"{text[:MOST]} ..."
+    text = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} ..."
     action = "if the plain module trains, put what torch cannot trace into a function under torch.compiler.disable"
     if slices > 1 and type(raised) in (RuntimeError, ValueError):
         action = (
