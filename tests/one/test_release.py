@@ -92,8 +92,7 @@ def test_the_supported_pythons_are_those_that_ci_tests() -> None:
 
 def test_each_public_name_has_one_tier() -> None:
     page = (ROOT / "docs/stable.md").read_text()
-    named = re.findall(r"`tz\.((?:tools\.)?\w+)`", page.partition("
-The files of")[0])
+    named = re.findall(r"`tz\.((?:tools\.)?\w+)`", page.partition("\nThe files of")[0])
     public = {*tz.__all__, *(f"tools.{name}" for name in tz.tools.__all__)} - {"tools", "schedule"}
     assert sorted(name for name in named if name != "schedule") == sorted(public)
     (row,) = re.findall(r"all of `tz\.schedule`: (.*) \|", page)
