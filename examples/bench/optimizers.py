@@ -314,7 +314,7 @@ def table(rows: Sequence[Row]) -> str:
     verdicts: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         verdicts.setdefault(verdict_of(row), []).append(row)
-    lines = ["| on `model.parameters()` | by `tz.whole` | `torch.optim` | `pytorch_optimizer` |", "|---|---|---|---|"]
+    lines = ["| on `model.parameters()` | with `tz.whole` | `torch.optim` | `pytorch_optimizer` |", "|---|---|---|---|"]
     for verdict, members in sorted(verdicts.items(), key=lambda item: -len(item[1])):
         packages = [[row for row in members if row.name.startswith(start)] for start in ("torch.", PACKAGE)]
         lines.append("| " + " | ".join((*verdict, *(", ".join(map(name_in_table, part)) for part in packages))) + " |")
